@@ -1,4 +1,4 @@
-"""Which tests probe their mini-batches (pipeline/entry/probe.py): in `make soak` all, in `make test` every fourth.
+"""Which tests probe their mini-batches (pipeline/entry/probe/): in `make soak` all, in `make test` every fourth.
 
 A probe is four forwards of the whole model or more, in every first and second call of a Pipe: a quarter of the time of
 all tests. Tests that fail without it are marked: `pytest.mark.probes`.

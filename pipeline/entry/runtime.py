@@ -30,7 +30,7 @@ from pipeline.distributed.data_parallel.shards import layout_of
 from pipeline.distributed.stale import StaleModules
 from pipeline.distributed.topology import PipeTopology
 from pipeline.entry.plans import Planner
-from pipeline.entry.probe import Probe
+from pipeline.entry.probe.probe import Probe
 from pipeline.entry.settings import Settings, stages_of
 from pipeline.entry.validation import refuse_transforms
 from pipeline.execution.communicator import Communicator, Compared

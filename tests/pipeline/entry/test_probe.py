@@ -487,7 +487,7 @@ def seen_by(probes: bool, entry: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
     layer.register_forward_hook(lambda module, args, made: recorded.append(made.detach()))
     model = around(layer, nn.Dropout(0.5), nn.BatchNorm1d(WIDTH))
     if not probes:
-        monkeypatch.setattr("pipeline.entry.probe.Probe.check", lambda self: None)
+        monkeypatch.setattr("pipeline.entry.probe.probe.Probe.check", lambda self: None)
     pipe, x = Pipe(model, [1, 2, 1], 2, checkpoint="never"), torch.linspace(-1, 1, 24).double().reshape(6, WIDTH)
     for _ in range(2):
         made = ENTRIES[entry](pipe, x)

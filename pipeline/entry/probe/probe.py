@@ -23,45 +23,29 @@ stages: only outputs are compared. What it finds must show again before it is an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 
 from partition.compilation import uncompiled
 from partition.contents import unwritten
-from pipeline.common.accelerators import entered
 from pipeline.common.module_tables import buffers_of, training_flags
-from pipeline.common.torch_modes import weights_cast_anew, without_counting_modes, without_function_modes
+from pipeline.common.torch_modes import without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, row_dim, row_sizes
-from pipeline.data.pytrees import Activations, Tree, computable, flatten, same_values
-from pipeline.execution.execution import Execution
+from pipeline.data.pytrees import Tree
+from pipeline.entry.probe.probe_call import Layer, ProbeCall
+from pipeline.entry.probe.rows import Differs, all_same, any_differs, is_mixed, is_moved, same
 from pipeline.execution.setup import Setup
-from pipeline.execution.stages import stages_of
 from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.policy import repeating
-from pipeline.recompute.randomness import default_generators, same_state
-from pipeline.recompute.reachable import Generators, Reachable
+from pipeline.recompute.reachable import Reachable
 from pipeline.recompute.snapshot import StageTraits
-from pipeline.stage.stage import StageRun
-from scheduler import Kind
-
-_ROUNDING = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
-_HALF_ROUNDING = 8e-3
-_LEAST = 1e-3  # the least change of a row, relative to that of its neighbours, if layers mix rows
-_LEAST_ELSEWHERE = 0.05  # that of a row among another number of rows, relative to its size: half precision adds up
-_MOST_ROWS = 8  # the number of rows that are compared
-_REPEATS = 3
-
-Differs: TypeAlias = Callable[[Tensor, Tensor], bool]  # whether rows of one tensor are others in another one
 
 
 class Probe:
@@ -186,13 +170,13 @@ class Probe:
 
     def _check_rows(self, alone: Batch, beside: Batch, reference: ProbeCall) -> None:
         """Raise if a row's output depends on the rows beside it."""
-        differs = partial(_is_mixed, batch_dim=self._batch.batch_dim, rows=self._rows)
+        differs = partial(is_mixed, batch_dim=self._batch.batch_dim, rows=self._rows)
         among_others = self._run(beside)  # on every rank, as everything here: votes follow
         if not self._communicator.exchange.any(_differ(reference, among_others, differs)):
             return
         again, among_others = self._new(alone), self._new(beside)  # again, layer by layer
         ours, theirs = again.run_recorded(), among_others.run_recorded()
-        is_certain = _differ(again, among_others, differs) and _same(again.output, reference.output)
+        is_certain = _differ(again, among_others, differs) and same(again.output, reference.output)
         if not self._communicator.exchange.any(is_certain):
             return
         culprit = _first_to_differ(ours, theirs, differs)
@@ -204,7 +188,7 @@ class Probe:
 
     def _check_places(self, reference: ProbeCall, resized: ProbeCall, places: Sequence[int]) -> None:
         """Raise if a row's output depends on its place, or on the number of rows."""
-        differs = partial(_is_moved, batch_dim=self._batch.batch_dim, rows=self._rows, places=places)
+        differs = partial(is_moved, batch_dim=self._batch.batch_dim, rows=self._rows, places=places)
         if not self._communicator.exchange.any(_differ(reference, resized, differs)):
             return
         culprits, first = [], self._new(self._picked(range(self._rows)))
@@ -217,7 +201,7 @@ class Probe:
             return
         is_excused = culprit is not None and (culprit.draws or first.gathers(culprit.layer))
         self._refuse(
-            culprit, is_excused or not _same(first.output, reference.output),
+            culprit, is_excused or not same(first.output, reference.output),
             "reads the number or the places of the rows of the mini-batch: at another place, among another number of "
             "rows, a row comes out otherwise"
         )
@@ -248,7 +232,7 @@ class Probe:
         if not self._communicator.exchange.any(astray is not None):
             return
         once_more = self._run(alone)
-        if astray is not None and _all_same(once_more.made[astray], in_order.made[astray]):
+        if astray is not None and all_same(once_more.made[astray], in_order.made[astray]):
             name = in_order.by_index[astray].layers.name
             raise RuntimeError(
                 f"{name} gives other values for the same input when other chunks have run before it: it reads what "
@@ -259,152 +243,12 @@ class Probe:
             )
 
 
-class Layer(NamedTuple):
-    """A layer that has run: its input tensors, its output tensors, whether it drew random numbers."""
-
-    number: int
-    layer: nn.Module
-    came: list[Tensor]
-    made: list[Tensor]
-    draws: bool
-
-
-class ProbeCall:
-    """One forward of an uncut chunk. A stage that raises, and all after it, have no output; the error is dropped.
-
-    Attributes:
-        stages: those in this process.
-        by_index: the same, by their numbers.
-        made: by stage, its output. None: it raised.
-        output: of the last stage, if it is here and made any.
-    """
-
-    def __init__(
-        self, setup: Setup, batch: Batch, generators: Generators, put_back: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._put_back = put_back
-        self._execution = Execution(setup, batch)
-        self.stages = stages_of(self._execution, ends_in_loss=False)
-        self.by_index = {stage.layers.index: stage for stage in self.stages}
-        self.made: dict[int, list[Activations] | None] = {}
-        self._inboxes: dict[int, tuple[list[Activations], list[Any]]] = {}
-        self._generators = generators
-        self._wrote: set[int] = set()  # the ids of modules whose buffers have changed
-
-    @property
-    def output(self) -> Tree | None:
-        made = self.made.get(self._execution.last)
-        return None if made is None else made[0].tree
-
-    def run(self, then: Callable[[], None] | None = None) -> None:
-        """Stage after stage, and then something else. What they do to modules and generators is undone."""
-        states = self._generators.states()
-        with self._put_back(), self._execution.generators, weights_cast_anew(True), self._generators.at(states):
-            try:
-                self._execution.feed(grad=False)
-                self._execution.run(0, {Kind.F: self._forward}, draws=True)
-                if then is not None:
-                    then()
-            finally:
-                for stage in self.stages:
-                    stage.rewind()
-                    stage.release()
-
-    def run_recorded(self) -> list[Layer]:
-        """The same, with a record of each layer."""
-        layers: list[Layer] = []
-        numbers = {id(layer): number for run in reversed(self.stages) for number, layer in run.layers.numbered}
-        modules = [module for run in self.stages for module in run.layers.modules]
-        before = [_buffers_of(module) for module in modules]
-
-        defaults = default_generators(self._execution.setup.layout.devices)
-        came: dict[int, tuple[list[Tensor], list[Any]]] = {}
-
-        def states() -> list[Any]:
-            return [*[generator.get_state() for generator in defaults], *self._generators.states()]
-
-        def begin(module: nn.Module, args: Any) -> None:
-            if id(module) in numbers:
-                came[id(module)] = _tensors(args), states()
-
-        def record(module: nn.Module, args: Any, made: Any) -> None:
-            if id(module) in numbers:
-                given, found = came.pop(id(module))
-                draws = not all(map(same_state, found, states()))
-                layers.append(Layer(numbers[id(module)], module, given, _tensors(made), draws))
-
-        def look() -> None:
-            pairs = zip(modules, before, strict=True)
-            self._wrote = {id(module) for module, then in pairs if not _same_buffers(then, _buffers_of(module))}
-
-        handles = [
-            module_hooks.register_module_forward_pre_hook(begin), module_hooks.register_module_forward_hook(record)
-        ]
-        try:
-            self.run(look)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return layers
-
-    def gathers(self, layer: nn.Module) -> bool:
-        """Whether a layer gathers statistics of its rows: it writes its buffers, or is a BatchNorm that has none."""
-        return any([
-            id(module) in self._wrote or isinstance(module, _BatchNorm) and module.running_mean is None
-            for module in layer.modules()
-        ])
-
-    def first_astray(self, in_order: ProbeCall) -> int | None:
-        """Run, then the stages of another call from the last to the first; the first stage that differs, every time."""
-        astray: list[int] = []
-
-        def descend() -> None:
-            for run in reversed(self.stages):
-                given, first = in_order._inboxes[run.layers.index], in_order.made[run.layers.index]
-                made = self._again(run, *given)
-                if not _all_same(made, first):
-                    if all([_all_same(self._again(run, *given), made) for _ in range(_REPEATS)]):
-                        astray.append(run.layers.index)
-                        return
-
-        is_whole = None not in in_order.made.values()
-        self.run(descend if is_whole else None)
-        return astray[0] if astray else None
-
-    def _again(self, run: StageRun, inbox: Sequence[Activations], states: Sequence[Any]) -> list[Activations] | None:
-        """Run a stage as before, but after others."""
-        run.rewind()
-        place = self._execution.setup.layout.places[run.layers.index]
-        with self._generators.at(states), entered(place.device):
-            return self._made_by(run, inbox)
-
-    def _forward(self, stage: int, chunk: int) -> None:
-        execution, run = self._execution, self.by_index[stage]
-        inbox = execution.take(stage, chunk)
-        self._inboxes[stage] = inbox, self._generators.states()
-        self.made[stage] = made = self._made_by(run, inbox) if inbox[0].tree.tensors else None
-        if stage != execution.last:
-            values = execution.setup.layout.values.made_by[stage]
-            nothing = [Activations(flatten(None, run.layers.name), ())] * len(values)
-            execution.mailbox.put(stage, chunk, nothing if made is None else made)
-
-    @staticmethod
-    def _made_by(run: StageRun, inbox: Sequence[Activations]) -> list[Activations] | None:
-        try:
-            return run.forward(0, inbox, False, False)
-        except Exception:  # the call itself raises it, or nothing is known
-            return None
-
-
-# ------------------------------------------------------------------------------------------------------ comparisons
-
-
 def _first_to_differ(ours: Sequence[Layer], theirs: Sequence[Layer], differs: Differs) -> Layer | None:
     """The first layer whose output rows have changed though its input rows have not."""
     for one, other in zip(ours, theirs):
-        if _any_differs(one.came, other.came, differs):
+        if any_differs(one.came, other.came, differs):
             return None
-        if _any_differs(one.made, other.made, differs):
+        if any_differs(one.made, other.made, differs):
             return one
     return None
 
@@ -413,108 +257,7 @@ def _differ(alone: ProbeCall, again: ProbeCall, differs: Differs) -> bool:
     """Whether rows of an output have changed."""
     if alone.output is None or again.output is None:
         return False
-    return _any_differs(alone.output.tensors, again.output.tensors, differs)
-
-
-def _any_differs(ones: Sequence[Tensor], others: Sequence[Tensor], differs: Differs) -> bool:
-    return len(ones) == len(others) and any(map(differs, ones, others))
-
-
-def _is_mixed(one: Tensor, other: Tensor, batch_dim: int, rows: int) -> bool:
-    """Whether at least a quarter of the rows that were kept have changed. (A few may: near ties, by rounding.)"""
-    if one.shape != other.shape:
-        return False
-    parts, other_parts = _row_parts(one, batch_dim, rows), _row_parts(other, batch_dim, rows)
-    if not parts:
-        return False
-    kept = range(1, rows, 2)
-    kept = kept[:: -(-len(kept) // _MOST_ROWS)]
-    with without_function_modes():
-        moved = max([_change(parts[row - 1], other_parts[row - 1])[0] for row in kept])
-        changes = [_change(parts[row], other_parts[row]) for row in kept]
-    rounding = _ROUNDING.get(one.dtype, _HALF_ROUNDING)
-    changed = [change > _LEAST * moved + rounding * size for change, size in changes]
-    return 4 * sum(changed) >= len(changed)
-
-
-def _is_moved(one: Tensor, other: Tensor, batch_dim: int, rows: int, places: Sequence[int]) -> bool:
-    """Whether a row has changed that stands at another place. (Not of integers: rounding decides near ties.)"""
-    parts, other_parts = _row_parts(one, batch_dim, rows), _row_parts(other, batch_dim, len(places))
-    if not (one.is_floating_point() or one.is_complex()) or not parts or not other_parts:
-        return False
-    pairs = [(parts[row], part) for row, part in zip(places, other_parts, strict=True) if row < rows]
-    if any([part.shape != other_part.shape for part, other_part in pairs]):
-        return False
-    with without_function_modes():
-        changes = [_change(*pair) for pair in pairs]
-    rounding = _ROUNDING.get(one.dtype, _HALF_ROUNDING)
-    return any([change > _LEAST_ELSEWHERE * size + rounding for change, size in changes])
-
-
-def _row_parts(tensor: Tensor, batch_dim: int, rows: int) -> Sequence[Tensor]:
-    """The parts of a tensor that belong to each of so many rows. Empty: it has no rows."""
-    if tensor.dim() == 0 or tensor.layout is not torch.strided or not tensor.numel():
-        return ()
-    dim = row_dim(tensor, batch_dim)
-    with without_function_modes():
-        return () if tensor.shape[dim] % rows else tensor.tensor_split(rows, dim)
-
-
-def _change(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """The mean size of the difference, and of the values."""
-    one, other = computable(one), computable(other)
-    if not (one.is_floating_point() or one.is_complex()):
-        return (one != other).float().mean().item(), 0.0
-    difference = torch.where((one == other) | one.isnan() & other.isnan(), 0, one - other)
-    finite = torch.where(one.isfinite(), one, 0)
-    return difference.abs().mean(dtype=torch.float64).nan_to_num(1.0, 1.0).item(), (
-        finite.abs().mean(dtype=torch.float64).item()
-    )
-
-
-def _all_same(ones: Sequence[Activations] | None, others: Sequence[Activations] | None) -> bool:
-    if ones is None or others is None:
-        return ones is others
-    return len(ones) == len(others) and all([
-        _same(one.tree, other.tree) for one, other in zip(ones, others, strict=True)
-    ])
-
-
-def _same(one: Tree | None, other: Tree | None) -> bool:
-    """Whether two trees have the same tensors, but for rounding."""
-    if one is None or other is None:
-        return one is other
-    return len(one.tensors) == len(other.tensors) and all([
-        mine.shape == theirs.shape and mine.dtype == theirs.dtype and _close(mine, theirs)
-        for mine, theirs in zip(one.tensors, other.tensors, strict=True)
-    ])
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    if one.layout is not torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    change, size = _change(one, other) if one.numel() else (0.0, 0.0)
-    return change <= _ROUNDING.get(one.dtype, _HALF_ROUNDING) * size
-
-
-def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers_of(module).items()}
-
-
-def _same_buffers(ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> bool:
-    if ones.keys() != others.keys():
-        return False
-    pairs = [(one, others[name]) for name, one in ones.items()]
-    return all([same_values(one, other) if one is not None and other is not None else one is other
-                for one, other in pairs])  # fmt: skip
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Copies of those in a value, which a later layer may write in place."""
-    return [leaf.clone() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-# ------------------------------------------------------------------------------------------------ what is left alone
+    return any_differs(alone.output.tensors, again.output.tensors, differs)
 
 
 @contextmanager

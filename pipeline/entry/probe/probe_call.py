@@ -1,0 +1,185 @@
+"""One forward of a probe: an uncut chunk through all stages, as of any call, with a record of its layers.
+
+What it does to modules and generators is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from pipeline.common.accelerators import entered
+from pipeline.common.module_tables import buffers_of
+from pipeline.common.torch_modes import weights_cast_anew
+from pipeline.data.microbatch import Batch
+from pipeline.data.pytrees import Activations, Tree, flatten, same_values
+from pipeline.entry.probe.rows import all_same
+from pipeline.execution.execution import Execution
+from pipeline.execution.setup import Setup
+from pipeline.execution.stages import stages_of
+from pipeline.recompute.randomness import default_generators, same_state
+from pipeline.recompute.reachable import Generators
+from pipeline.stage.stage import StageRun
+from scheduler import Kind
+
+_REPEATS = 3
+
+
+class Layer(NamedTuple):
+    """A layer that has run: its input tensors, its output tensors, whether it drew random numbers."""
+
+    number: int
+    layer: nn.Module
+    came: list[Tensor]
+    made: list[Tensor]
+    draws: bool
+
+
+class ProbeCall:
+    """One forward of an uncut chunk. A stage that raises, and all after it, have no output; the error is dropped.
+
+    Attributes:
+        stages: those in this process.
+        by_index: the same, by their numbers.
+        made: by stage, its output. None: it raised.
+        output: of the last stage, if it is here and made any.
+    """
+
+    def __init__(
+        self, setup: Setup, batch: Batch, generators: Generators, put_back: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._put_back = put_back
+        self._execution = Execution(setup, batch)
+        self.stages = stages_of(self._execution, ends_in_loss=False)
+        self.by_index = {stage.layers.index: stage for stage in self.stages}
+        self.made: dict[int, list[Activations] | None] = {}
+        self._inboxes: dict[int, tuple[list[Activations], list[Any]]] = {}
+        self._generators = generators
+        self._wrote: set[int] = set()  # the ids of modules whose buffers have changed
+
+    @property
+    def output(self) -> Tree | None:
+        made = self.made.get(self._execution.last)
+        return None if made is None else made[0].tree
+
+    def run(self, then: Callable[[], None] | None = None) -> None:
+        """Stage after stage, and then something else. What they do to modules and generators is undone."""
+        states = self._generators.states()
+        with self._put_back(), self._execution.generators, weights_cast_anew(True), self._generators.at(states):
+            try:
+                self._execution.feed(grad=False)
+                self._execution.run(0, {Kind.F: self._forward}, draws=True)
+                if then is not None:
+                    then()
+            finally:
+                for stage in self.stages:
+                    stage.rewind()
+                    stage.release()
+
+    def run_recorded(self) -> list[Layer]:
+        """The same, with a record of each layer."""
+        layers: list[Layer] = []
+        numbers = {id(layer): number for run in reversed(self.stages) for number, layer in run.layers.numbered}
+        modules = [module for run in self.stages for module in run.layers.modules]
+        before = [_buffers_of(module) for module in modules]
+
+        defaults = default_generators(self._execution.setup.layout.devices)
+        came: dict[int, tuple[list[Tensor], list[Any]]] = {}
+
+        def states() -> list[Any]:
+            return [*[generator.get_state() for generator in defaults], *self._generators.states()]
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if id(module) in numbers:
+                came[id(module)] = _tensors(args), states()
+
+        def record(module: nn.Module, args: Any, made: Any) -> None:
+            if id(module) in numbers:
+                given, found = came.pop(id(module))
+                draws = not all(map(same_state, found, states()))
+                layers.append(Layer(numbers[id(module)], module, given, _tensors(made), draws))
+
+        def look() -> None:
+            pairs = zip(modules, before, strict=True)
+            self._wrote = {id(module) for module, then in pairs if not _same_buffers(then, _buffers_of(module))}
+
+        handles = [
+            module_hooks.register_module_forward_pre_hook(begin), module_hooks.register_module_forward_hook(record)
+        ]
+        try:
+            self.run(look)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return layers
+
+    def gathers(self, layer: nn.Module) -> bool:
+        """Whether a layer gathers statistics of its rows: it writes its buffers, or is a BatchNorm that has none."""
+        return any([
+            id(module) in self._wrote or isinstance(module, _BatchNorm) and module.running_mean is None
+            for module in layer.modules()
+        ])
+
+    def first_astray(self, in_order: ProbeCall) -> int | None:
+        """Run, then the stages of another call from the last to the first; the first stage that differs, every time."""
+        astray: list[int] = []
+
+        def descend() -> None:
+            for run in reversed(self.stages):
+                given, first = in_order._inboxes[run.layers.index], in_order.made[run.layers.index]
+                made = self._again(run, *given)
+                if not all_same(made, first):
+                    if all([all_same(self._again(run, *given), made) for _ in range(_REPEATS)]):
+                        astray.append(run.layers.index)
+                        return
+
+        is_whole = None not in in_order.made.values()
+        self.run(descend if is_whole else None)
+        return astray[0] if astray else None
+
+    def _again(self, run: StageRun, inbox: Sequence[Activations], states: Sequence[Any]) -> list[Activations] | None:
+        """Run a stage as before, but after others."""
+        run.rewind()
+        place = self._execution.setup.layout.places[run.layers.index]
+        with self._generators.at(states), entered(place.device):
+            return self._made_by(run, inbox)
+
+    def _forward(self, stage: int, chunk: int) -> None:
+        execution, run = self._execution, self.by_index[stage]
+        inbox = execution.take(stage, chunk)
+        self._inboxes[stage] = inbox, self._generators.states()
+        self.made[stage] = made = self._made_by(run, inbox) if inbox[0].tree.tensors else None
+        if stage != execution.last:
+            values = execution.setup.layout.values.made_by[stage]
+            nothing = [Activations(flatten(None, run.layers.name), ())] * len(values)
+            execution.mailbox.put(stage, chunk, nothing if made is None else made)
+
+    @staticmethod
+    def _made_by(run: StageRun, inbox: Sequence[Activations]) -> list[Activations] | None:
+        try:
+            return run.forward(0, inbox, False, False)
+        except Exception:  # the call itself raises it, or nothing is known
+            return None
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers_of(module).items()}
+
+
+def _same_buffers(ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> bool:
+    if ones.keys() != others.keys():
+        return False
+    pairs = [(one, others[name]) for name, one in ones.items()]
+    return all([same_values(one, other) if one is not None and other is not None else one is other
+                for one, other in pairs])  # fmt: skip
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Copies of those in a value, which a later layer may write in place."""
+    return [leaf.clone() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
