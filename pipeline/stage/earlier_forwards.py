@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
+from torch import Tensor
+
 from pipeline.common.graph import nodes_of
 from pipeline.common.twice import is_foreign
 from pipeline.data.pytrees import Bundle, Tree
@@ -34,6 +37,10 @@ class EarlierForwards(Forwards):
         with self._stage.aliases.stand_in(), self._stage.differentiating():
             yield
 
+    def given(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        given = self._stage.given(chunk, tensors)
+        return [now if now is not own else _another(own) for own, now in zip(tensors, given, strict=True)]
+
     def run(self, chunk: int, values: Sequence[Tree]) -> Bundle:
         return self._stage.again(chunk, values)
 
@@ -49,3 +56,8 @@ class EarlierForwards(Forwards):
 
     def release(self) -> None:
         pass  # the call has them
+
+
+def _another(tensor: Tensor) -> Tensor:
+    """The same memory in another tensor, which is no leaf where gradients go to it: as layers got it at F."""
+    return tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()

@@ -404,10 +404,17 @@ class StageRun:
 
     def _composed(self, chunk: int, read: Bundle, views: dict[int, Tensor]) -> Bundle:
         with self._around_recomputation(chunk), self.on_views(views):
-            made = self.layers.run(chunk, read.build(self._cut.given(chunk, read.tensors)), self.seeder.seed)
+            made = self.layers.run(chunk, read.build(self.given(chunk, read.tensors)), self.seeder.seed)
         refuse_tangents(made.tensors)
         self.snapshot.check_same(chunk, made.tensors)
         return made
+
+    def given(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors on which the layers compute a chunk once more: these, or copies where F had copies.
+
+        Kernels round by where a tensor begins in memory: a copy of rows of x begins elsewhere.
+        """
+        return self._cut.given(chunk, tensors)
 
     def again(self, chunk: int, values: Sequence[Tree]) -> Bundle:
         """The layers once more, as at F of a chunk, on whatever stands in the modules."""

@@ -84,6 +84,10 @@ class Forwards(ABC):
         """Within: the leaves by which the stage is differentiated stand in its modules."""
 
     @abstractmethod
+    def given(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the layers get in place of those that the stage reads: layers may write their input."""
+
+    @abstractmethod
     def run(self, chunk: int, values: Sequence[Tree]) -> Bundle:
         """Run the layers."""
 
@@ -159,12 +163,13 @@ class StageRule:
             dual: from a leaf and its number to the tensor with a tangent that the layers read in its place.
         """
         leaves: list[Tensor] = []
-        given: list[Tensor] = []
+        read: list[Tensor] = []
         for tensor, needs in zip(inbox.values.tensors, inbox.needs, strict=True):
             if needs:
                 leaves.append(mark(tensor.detach().requires_grad_(), f"the input of {self.layers.name}"))
                 tensor = leaves[-1] if dual is None else dual(leaves[-1], len(leaves) - 1)
-            given.append(tensor.clone())  # layers may write their input
+            read.append(tensor)
+        given = self.forwards.given(chunk, read)
         before = versions(given)
         made = self.forwards.run(chunk, inbox.values.build(given))
         if dual is None:

@@ -59,6 +59,14 @@ def test_second_derivatives_in_every_way(crew: Crew) -> None:
     agree(crew, "mixed", [*on_schedules(crew.size), *of_tied(crew.size), *of_all_models(crew.size)])
 
 
+def test_forwards_are_repeated_to_the_bit_however_tensors_lie_in_memory(crew2: Crew) -> None:
+    agree(crew2, "mixed", [
+        {"model": "odd widths", "stages": stages, "chunks": chunks, "checkpoint": checkpoint, "how": "curved",
+         "count": 7, "live": live}
+        for stages, chunks, checkpoint, live in some(product((2, 4, 8), (2, 3), CHECKPOINTS, (True, False)))
+    ])  # fmt: skip
+
+
 def test_an_input_without_a_gradient_has_no_part(crew2: Crew) -> None:
     agree(crew2, "mixed", [
         {"model": "mlp", "stages": 2, "checkpoint": checkpoint, "how": "curved", "count": 7, "live": False}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from torch import Tensor
+
 from pipeline.common.graph import explore, refuse_marked
 from pipeline.curvature.known_bad import RowsApart
 from pipeline.data.pytrees import Bundle, Tree
@@ -52,6 +54,9 @@ class NewForwards(Forwards):
 
     def standing(self) -> AbstractContextManager[None]:
         return self._parameters.aliases.stand_in()
+
+    def given(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.clone() for tensor in tensors]
 
     def run(self, chunk: int, values: Sequence[Tree]) -> Bundle:
         made = self._layers.run(chunk, values, self._seeder.seed)
