@@ -196,7 +196,7 @@ class Probe:
             again = self._new(self._picked(range(shift, shift + self._rows))) if shift else first
             elsewhere = self._new(self._picked([place + shift for place in places]))
             culprits.append(_first_to_differ(again.run_recorded(), elsewhere.run_recorded(), differs))
-        culprit = culprits[0] if None not in culprits and len({one.number for one in culprits if one}) == 1 else None
+        culprit = culprits[0] if len({one and one.number for one in culprits}) == 1 else None
         if not self._communicator.exchange.any(culprit is not None):
             return
         is_excused = culprit is not None and (culprit.draws or first.gathers(culprit.layer))
