@@ -21,6 +21,7 @@ from pipeline.common.torch_modes import without_function_modes
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
 Checksums: TypeAlias = list[tuple[Tensor, Tensor, torch.dtype]]
+LINE = 64  # bytes of a cache line: memory of torch's own begins at multiples of it
 PLAIN = (type(None), bool, int, float, str)
 T = TypeVar("T")
 
@@ -202,21 +203,30 @@ def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)]) if 0 not in shape else 0
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as the original does, also where that has gaps; of one that is expanded a dense copy.
+def line_offset(tensor: Tensor) -> int:
+    """Where in a cache line a tensor begins, in numbers."""
+    return tensor.data_ptr() % LINE // tensor.itemsize
 
-    In another layout kernels add in another order, and numbers differ in their last bits.
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as the original does: with its gaps, at the same offset in a cache line.
+
+    Of one that is expanded it is a dense copy. Where a tensor lies otherwise kernels add in another order, and numbers
+    differ in their last bits.
 
     Example:
         >>> columns = torch.ones(3, 8)[:, 1:5]
-        >>> columns.clone().stride(), copied(columns).stride()
-        ((4, 1), (8, 1))
+        >>> copy = copied(columns)
+        >>> copy.stride(), copy.data_ptr() % 64, columns.clone().stride()
+        ((8, 1), 4, (4, 1))
     """
-    copy = tensor.clone()
-    if copy.layout is not torch.strided or copy.stride() == tensor.stride() or 0 in (*tensor.shape, *tensor.stride()):
-        return copy
-    whole = tensor.as_strided((span_of(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset())
-    return whole.clone().as_strided(tensor.shape, tensor.stride(), 0)
+    if tensor.layout is not torch.strided or 0 in (*tensor.shape, *tensor.stride()):
+        return tensor.clone()
+    span, offset = span_of(tensor.shape, tensor.stride()), line_offset(tensor)
+    if span < tensor.numel() or span == tensor.numel() and not offset:
+        return tensor.clone()
+    whole = tensor.as_strided((span,), (1,), tensor.storage_offset())
+    return torch.cat([whole.new_empty(offset), whole]).as_strided(tensor.shape, tensor.stride(), offset)
 
 
 def share_memory(tensors: Sequence[Tensor]) -> list[bool]:

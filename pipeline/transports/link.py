@@ -39,9 +39,10 @@ import torch
 from torch import Tensor
 
 from pipeline.common.accelerators import is_accelerator
+from pipeline.data.pytrees import LINE
 from pipeline.transports.channel import Expected, Handle, Incoming, Outgoing, PayloadsOut
 from pipeline.transports.message import Message, MessageSpec, describe
-from pipeline.transports.packing import ALIGNMENT, Packing
+from pipeline.transports.packing import Packing
 from pipeline.transports.spec_cache import HEADER, MessageSeries, SpecCache
 from pipeline.transports.tensor_spec import settle
 
@@ -151,7 +152,7 @@ class Sender:
         packing = Packing.of(message.tensors)
         apart = _goes_apart(packing, message.tensors, payloads)
         text = describe(message, packing, f"{series.names[index]} from {self._what}", apart)
-        padded = text + bytes(-len(text) % ALIGNMENT)
+        padded = text + bytes(-len(text) % LINE)
         nbytes = len(padded) + (0 if apart else packing.nbytes)
         buffer = _tensor_of(series.header(index, len(text), nbytes) + bytes(series.predicted[index].beside_header))
         extra = _packed(series.learn(index, text), padded, message.tensors, payloads)  # learned as the receiver does
@@ -277,7 +278,7 @@ class Receiver:
             spec = series.learn(index, ctypes.string_at(extra.data_ptr(), length))
         except LookupError as error:
             raise RuntimeError(f"{series.names[index]} from {self._what} cannot be read: {error.args[0]}") from error
-        return self._arrival(spec, extra, length + -length % ALIGNMENT)
+        return self._arrival(spec, extra, length + -length % LINE)
 
     def _arrival(self, spec: MessageSpec, buffer: Tensor, start: int) -> _Arrival:
         """A message whose header has arrived, which says whether a payload follows, and its length."""

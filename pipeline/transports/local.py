@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipeline.common.accelerators import entered_streams, is_accelerator
 from pipeline.common.places import Place
-from pipeline.data.pytrees import resolved, span_of
+from pipeline.data.pytrees import copied, resolved, span_of
 
 
 class Parcel(NamedTuple):
@@ -93,7 +93,7 @@ class Local:
         here, there = tensor.device, target.device
         reads, writes = is_accelerator(here), is_accelerator(there)
         if here == there and not reads:
-            return tensor.clone()
+            return copied(tensor)
         if reads and writes:
             return self._between_accelerators(tensor, there, streams)
         if here.type == "cpu" and writes and tensor.layout is torch.strided:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.data.pytrees import LINE
 from pipeline.transports.tensor_spec import Strided, TensorSpec, built, fits, memories, parts_of, spec_of
 
-ALIGNMENT = 64
 _UINT8, _HOST, _ONE = torch.uint8, torch.device("cpu"), (1,)
 
 
@@ -50,7 +50,7 @@ class Packing:
         self._has_gaps = False
         end = 0
         for part in chain.from_iterable(map(parts_of, self.specs)):
-            gap = -end % ALIGNMENT if part.span else 0
+            gap = -end % LINE + part.offset * part.dtype.itemsize if part.span else 0
             self._spans.append(_Span(part, part.span, end + gap, part.span * part.dtype.itemsize))
             self._has_gaps |= gap > 0
             end = self._spans[-1].begin + self._spans[-1].nbytes
@@ -85,7 +85,7 @@ class Packing:
 
     def pack_apart(self, tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """A new buffer on a device: the tensors, which fit, on whatever device. The host waits for none of them."""
-        nothing = torch.zeros(ALIGNMENT, dtype=_UINT8, device=device) if self._has_gaps else None
+        nothing = torch.zeros(2 * LINE, dtype=_UINT8, device=device) if self._has_gaps else None
         pieces, end = list[Tensor](), 0
         for part, (_, count, begin, nbytes) in zip(memories(tensors), self._spans, strict=True):
             if nothing is not None and begin > end:

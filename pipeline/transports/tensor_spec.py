@@ -3,8 +3,8 @@
     tensors --settle--> tensors that can be sent --spec_of--> Strided(dtype, shape, stride) | Sparse(...) | None
                                                  --memories--> the tensors in memory that they are made of
 
-Strides stay as they are: a dense tensor travels as its memory lies there; an expanded one (the gradient of a sum) or
-one with gaps as the span of memory that it covers. A sparse tensor (COO) travels as its
+Strides stay as they are, and the offset in a cache line: a dense tensor travels as its memory lies there; an expanded
+one (the gradient of a sum) or one with gaps as the span of memory that it covers. A sparse tensor (COO) travels as its
 indices and values; one of a compressed layout (CSR, CSC, BSR, BSC) is refused, with the conversion to COO as remedy.
 """
 
@@ -17,18 +17,23 @@ import torch
 from torch import Tensor
 
 from pipeline.common.accelerators import is_accelerator
-from pipeline.data.pytrees import span_of
+from pipeline.data.pytrees import line_offset, span_of
 
 _STRIDED = torch.strided
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 class Strided(NamedTuple):
-    """The spec of a tensor in memory."""
+    """The spec of a tensor in memory.
+
+    Attributes:
+        offset: where in a cache line it begins, in numbers.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    offset: int = 0
 
     @property
     def span(self) -> int:
@@ -73,6 +78,7 @@ def fits(tensor: Tensor | None, spec: TensorSpec) -> bool:
         and not tensor.is_nested
         and tensor.shape == spec.shape
         and tensor.stride() == spec[2]
+        and line_offset(tensor) == spec[3]
         and not tensor.requires_grad
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -149,7 +155,7 @@ def _unsendable(tensor: Tensor) -> str | None:
 
 
 def _in_memory(tensor: Tensor) -> Strided:
-    return Strided(tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return Strided(tensor.dtype, tuple(tensor.shape), tensor.stride(), line_offset(tensor))
 
 
 def _components(tensor: Tensor) -> list[Tensor]:

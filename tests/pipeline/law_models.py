@@ -310,18 +310,21 @@ def mixed_outputs() -> Case:
 
 
 def gaps() -> Case:
-    """Between stages there are tensors with gaps in memory, and expanded ones."""
+    """Between stages there are tensors with gaps in memory, expanded ones, and ones that begin anywhere in memory."""
 
     def part(x: Tensor) -> Tensor:
-        return torch.cat([x, x.sin()], 1)[:, 2:7]
+        return torch.cat([x, x.sin()], 1)[:, 3:20]
+
+    def rest(x: Tensor) -> Tensor:
+        return torch.cat([x[:1, :2].flatten(), x.flatten()])[2:].view_as(x)
 
     def spread(x: Tensor) -> Tensor:
         return x.sum(1, keepdim=True).expand(-1, 5)
 
     return _case(
-        nn.Linear(4, 5), Apply(part), nn.Linear(5, 5), Apply(lambda x: x.t().contiguous().t()), nn.Linear(5, 5),
-        Apply(spread), nn.Linear(5, 2),
-    )
+        nn.Linear(4, 17), Apply(part), nn.Linear(17, 17), Apply(rest), nn.Linear(17, 5),
+        Apply(lambda x: x.t().contiguous().t()), nn.Linear(5, 5), Apply(spread), nn.Linear(5, 2),
+    )  # fmt: skip
 
 
 class Shares(nn.Module):

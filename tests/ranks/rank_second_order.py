@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from law_models import Apply, Case
+from law_models import Case
 from one_and_many import SEED, Compared, Found, compared
 from rank_eager import CHECKPOINTS
 from rank_models import layered, padded, rows
@@ -37,20 +37,9 @@ TIED: dict[str, Callable[[], Case]] = {
 }
 
 
-def odd_widths() -> Case:
-    """Rows begin anywhere in memory, and between stages there are gaps: kernels round by how their input lies."""
-    layers = nn.Sequential(
-        nn.Linear(17, 17), nn.LayerNorm(17), Apply(lambda x: torch.cat([x, x.sin()], 1)[:, 3:20]), nn.Linear(17, 5),
-        Apply(lambda x: x.t().contiguous().t()), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2),
-    )  # fmt: skip
-    return Case(layers.double(), lambda count: rows(count, 17))
-
-
 def case_of(model: str, layers: int) -> Case:
     """A model with at least so many layers, in which every rank may have one without parameters."""
     torch.manual_seed(3)
-    if model == "odd widths":
-        return odd_widths()
     if model in TIED:
         return TIED[model]()
     if model == "layered":
