@@ -76,9 +76,9 @@ class Origin:
                     "part. Build the Pipe anew, or put that back."
                 )
         model = self.modes.model
-        for name, container in self._containers if model is not None else ():
+        for name, container in self._containers:
             above, _, own = name.rpartition(".")
-            if model is not None and (name and model.get_submodule(above)._modules.get(own) is not container()):
+            if model is not None and name and model.get_submodule(above)._modules.get(own) is not container():
                 _refuse(model.get_submodule(above), [own])
         for owner, table, names, ids in self._places:
             module = owner()

@@ -62,11 +62,12 @@ class AtTheEnd(Sender):
 
 
 class AtReturn(Sender):
-    """Sends it as a function returns (or a generator yields) for the n-th time, at its last instruction."""
+    """Sends signals as a function returns (or a generator yields) for the n-th time, at its last instruction."""
 
-    def __init__(self, name, at):
+    def __init__(self, name, at, *numbers):
         super().__init__(at)
         self.name = name
+        self.numbers = numbers or (signal.SIGINT,)
 
     def __call__(self, frame, event, arg):
         if frame.f_code.co_qualname != self.name:
@@ -74,7 +75,8 @@ class AtReturn(Sender):
         if event == "return":
             self.count += 1
             if self.count == self.at:
-                signal.raise_signal(signal.SIGINT)
+                for number in self.numbers:
+                    signal.raise_signal(number)
         return self
 
 
@@ -418,6 +420,17 @@ def test_a_handler_that_returns_is_called_for_each_signal_and_the_call_goes_on()
     assert sender.is_sent and came == [signal.SIGINT]
     step(plain)
     assert all(same_value(value, plain.state()[name]) for name, value in trained.state().items())
+
+
+def test_of_signals_that_wait_together_each_is_handled_also_if_the_handler_of_the_first_raises():
+    came = []
+    earlier = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), AtReturn("Swap.__enter__", 1, signal.SIGINT, signal.SIGUSR1):
+            step(Trained())
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    assert came == [signal.SIGUSR1]
 
 
 def test_a_handler_that_a_layer_sets_is_the_one_that_stays():

@@ -168,6 +168,16 @@ def test_an_evaluation_connects_no_way_back() -> None:
     assert one.carried == [(0, 1), (1, 0), (1, 2), (2, 1)] and one.exchanges == 2
 
 
+def test_what_is_connected_is_not_connected_again() -> None:
+    one = OneOf(1, [""] * 4)
+    one.connections.connect([(1, 2), (2, 1)])
+    one.connections.build()
+    before = one.channel_count
+    one.connections.connect([(2, 1), (0, 1), (1, 2), (1, 3)])
+    one.connections.build()
+    assert list(one.made[-1].pairs) == [(1, 3)] and one.channel_count == before + 1
+
+
 def test_ranks_without_a_device_of_their_own_have_no_payloads_and_no_rendezvous_for_them() -> None:
     schedule = by_name("1f1b", 4, 4)
     for one in connected(schedule, places=["", "", "", ""], halves=False):
