@@ -19,16 +19,40 @@
 In turns, what a lane holds stays where the warm-up left it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
 
 from scheduler.action import Action, Kind
-from scheduler.schedule import Order
+from scheduler.errors import refuse_unless_whole
+from scheduler.placement import Placement
+from scheduler.schedule import Order, Schedule
 
 __all__ = ["in_turns", "rounds"]
 
 
-def in_turns(stages: Sequence[int], groups: Sequence[int], warmup: int, late: int | None = None) -> Order:
+def in_turns(
+    name: str, lanes: int, groups: Sequence[int], warmup: Callable[[int], int],
+    late: Callable[[int], int | None] = lambda lane: None, stages_per_lane: int = 1,
+) -> Schedule:  # fmt: skip
+    """The schedule of lanes that mix forwards and backwards by this rule, on a line or a loop.
+
+    Args:
+        name: of the schedule
+        lanes: how many lanes there are
+        groups: how many chunks each group has
+        warmup, late: of each lane
+        stages_per_lane: v, how many stages each lane hosts
+
+    Raises:
+        ScheduleError: `stages_per_lane` is not a whole number of at least 1.
+    """
+    refuse_unless_whole("stages_per_lane", stages_per_lane, least=1)
+    placement = Placement.loop(lanes, stages_per_lane * lanes)
+    orders = tuple(_order(placement.stages_of(lane), groups, warmup(lane), late(lane)) for lane in range(lanes))
+    return Schedule(name, placement, sum(groups), orders)
+
+
+def _order(stages: Sequence[int], groups: Sequence[int], warmup: int, late: int | None = None) -> Order:
     """The order of one lane: `warmup` forwards, then a backward, what is due of the weights, and a forward in turn.
 
     Args:
@@ -37,11 +61,11 @@ def in_turns(stages: Sequence[int], groups: Sequence[int], warmup: int, late: in
         warmup: how many forwards come before the first backward; what is more than there are does not count
         late: how many backwards lie between an I and its W; None for whole backwards
 
-    >>> print(*in_turns(stages=[0], groups=[3], warmup=2))
+    >>> print(*_order(stages=[0], groups=[3], warmup=2))
     0F0 0F1 0B0 0F2 0B1 0B2
-    >>> print(*in_turns(stages=[0], groups=[3], warmup=2, late=1))
+    >>> print(*_order(stages=[0], groups=[3], warmup=2, late=1))
     0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2
-    >>> print(*in_turns(stages=[0, 2], groups=[2], warmup=3))
+    >>> print(*_order(stages=[0, 2], groups=[2], warmup=3))
     0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1
     """
     forwards = _walk(stages, groups, Kind.F)

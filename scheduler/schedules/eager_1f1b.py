@@ -18,7 +18,6 @@ is memory: lane r holds that many chunks, about twice as many as in 1F1B.
 from collections.abc import Sequence
 
 from scheduler.errors import ScheduleError, one_each, refuse_unless_whole
-from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
@@ -43,9 +42,7 @@ def build(lanes: int, chunks: int, warmup: int | Sequence[int] | None = None) ->
     lane 0: 0F0 0F1 0F2 0B0 0B1 0B2
     lane 1: 1F0 1F1 1B0 1F2 1B1 1B2
     """
-    ahead = _warmups(lanes, chunks, warmup)
-    orders = tuple(in_turns([lane], [chunks], ahead[lane]) for lane in range(lanes))
-    return Schedule("eager-1f1b", Placement.linear(lanes), chunks, orders)
+    return in_turns("eager-1f1b", lanes, [chunks], _warmups(lanes, chunks, warmup).__getitem__)
 
 
 def _warmups(lanes: int, chunks: int, warmup: int | Sequence[int] | None) -> list[int]:

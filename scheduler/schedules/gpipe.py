@@ -11,7 +11,6 @@ Every lane holds all chunks in flight. The paper's figure sends the last chunk b
 ascending order, as in every schedule, so that gradients are bitwise the same (verification.py).
 """
 
-from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
@@ -20,8 +19,7 @@ __all__ = ["BUILDERS", "build"]
 
 def build(lanes: int, chunks: int) -> Schedule:
     """GPipe with one stage a lane."""
-    orders = tuple(in_turns([lane], [chunks], warmup=chunks) for lane in range(lanes))
-    return Schedule("gpipe", Placement.linear(lanes), chunks, orders)
+    return in_turns("gpipe", lanes, [chunks], warmup=lambda lane: chunks)
 
 
 BUILDERS = {"gpipe": build}

@@ -17,8 +17,6 @@ less: the last lane waits for lanes - 1 stages at its start, and leaves as many 
 chunk has to pass all stages and back, while on the last stage the others follow it.
 """
 
-from scheduler.errors import refuse_unless_whole
-from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns, rounds
 
@@ -36,14 +34,11 @@ def build(lanes: int, chunks: int, stages_per_lane: int = 2) -> Schedule:
     Raises:
         ScheduleError: `stages_per_lane` is not a whole number of at least 1.
     """
-    refuse_unless_whole("stages_per_lane", stages_per_lane, least=1)
-    placement = Placement.loop(lanes, stages_per_lane * lanes)
     groups = rounds(lanes, chunks)
-    orders = tuple(
-        in_turns(placement.stages_of(lane), groups, (stages_per_lane - 1) * groups[0] + 2 * (lanes - 1 - lane) + 1)
-        for lane in range(lanes)
-    )
-    return Schedule("interleaved", placement, chunks, orders)
+    return in_turns(
+        "interleaved", lanes, groups, lambda lane: (stages_per_lane - 1) * groups[0] + 2 * (lanes - 1 - lane) + 1,
+        stages_per_lane=stages_per_lane,
+    )  # fmt: skip
 
 
 BUILDERS = {"interleaved": build}

@@ -13,8 +13,6 @@ the first group, and puts every W off by r turns. Where F, I and W take the same
 time. All lanes hold (v - 1) g + lanes chunks of a stage: where `lanes` divides chunks as much as `lanes` whole chunks.
 """
 
-from scheduler.errors import refuse_unless_whole
-from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns, rounds
 
@@ -32,14 +30,11 @@ def build(lanes: int, chunks: int, stages_per_lane: int = 2) -> Schedule:
     Raises:
         ScheduleError: `stages_per_lane` is not a whole number of at least 1.
     """
-    refuse_unless_whole("stages_per_lane", stages_per_lane, least=1)
-    placement = Placement.loop(lanes, stages_per_lane * lanes)
     groups = rounds(lanes, chunks)
-    orders = tuple(
-        in_turns(placement.stages_of(lane), groups, (stages_per_lane - 1) * groups[0] + lanes - lane, late=lane)
-        for lane in range(lanes)
-    )
-    return Schedule("interleaved-zb", placement, chunks, orders)
+    return in_turns(
+        "interleaved-zb", lanes, groups, lambda lane: (stages_per_lane - 1) * groups[0] + lanes - lane,
+        late=lambda lane: lane, stages_per_lane=stages_per_lane,
+    )  # fmt: skip
 
 
 BUILDERS = {"interleaved-zb": build}

@@ -12,8 +12,6 @@ once a stage instead of once a group of chunks, and the messages between stages 
 Chunks go backward in ascending order, as in every schedule (verification.py).
 """
 
-from scheduler.errors import refuse_unless_whole
-from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
@@ -31,11 +29,9 @@ def build(lanes: int, chunks: int, stages_per_lane: int = 2) -> Schedule:
     Raises:
         ScheduleError: `stages_per_lane` is not a whole number of at least 1.
     """
-    refuse_unless_whole("stages_per_lane", stages_per_lane, least=1)
-    placement = Placement.loop(lanes, stages_per_lane * lanes)
-    everything = stages_per_lane * chunks
-    orders = tuple(in_turns(placement.stages_of(lane), [chunks], everything) for lane in range(lanes))
-    return Schedule("looped-bfs", placement, chunks, orders)
+    return in_turns(
+        "looped-bfs", lanes, [chunks], warmup=lambda lane: stages_per_lane * chunks, stages_per_lane=stages_per_lane
+    )
 
 
 BUILDERS = {"looped-bfs": build}

@@ -11,7 +11,6 @@ Lane r runs one forward for each lane after it (warm-up), then a forward and a b
 backwards that are left (cool-down). It is as fast as GPipe, and holds at most lanes - r chunks instead of all.
 """
 
-from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
@@ -20,8 +19,7 @@ __all__ = ["BUILDERS", "build"]
 
 def build(lanes: int, chunks: int) -> Schedule:
     """1F1B with one stage a lane; fewer chunks than lanes will do."""
-    orders = tuple(in_turns([lane], [chunks], warmup=lanes - lane) for lane in range(lanes))
-    return Schedule("1f1b", Placement.linear(lanes), chunks, orders)
+    return in_turns("1f1b", lanes, [chunks], warmup=lambda lane: lanes - lane)
 
 
 BUILDERS = {"1f1b": build}

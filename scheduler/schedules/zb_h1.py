@@ -13,7 +13,6 @@ the cool-down. Where W takes no longer than F and no longer than I, and chunks >
 (lanes - 1) (F + I - W) instead of (lanes - 1) (F + I + W): a third, where all take the same.
 """
 
-from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
@@ -22,8 +21,7 @@ __all__ = ["BUILDERS", "build"]
 
 def build(lanes: int, chunks: int) -> Schedule:
     """ZB-H1 with one stage a lane; fewer chunks than lanes will do."""
-    orders = tuple(in_turns([lane], [chunks], warmup=lanes - lane, late=lane) for lane in range(lanes))
-    return Schedule("zb-h1", Placement.linear(lanes), chunks, orders)
+    return in_turns("zb-h1", lanes, [chunks], warmup=lambda lane: lanes - lane, late=lambda lane: lane)
 
 
 BUILDERS = {"zb-h1": build}

@@ -14,7 +14,6 @@ take the same, no lane idles between its own start and end, and steps that need 
 """
 
 from scheduler.errors import ScheduleError
-from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
@@ -36,8 +35,7 @@ def build(lanes: int, chunks: int) -> Schedule:
             f"zb-h2 fills its warm-up with 2 chunks a lane, but there are {chunks} chunks for {lanes} lanes. "
             f"Use chunks={2 * lanes} or more, or zb-h1, which takes any number."
         )
-    orders = tuple(in_turns([lane], [chunks], 2 * (lanes - 1 - lane) + 1, late=2 * lane) for lane in range(lanes))
-    return Schedule("zb-h2", Placement.linear(lanes), chunks, orders)
+    return in_turns("zb-h2", lanes, [chunks], lambda lane: 2 * (lanes - 1 - lane) + 1, late=lambda lane: 2 * lane)
 
 
 BUILDERS = {"zb-h2": build}
