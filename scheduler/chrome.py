@@ -15,8 +15,8 @@ from operator import itemgetter
 from typing import Any
 
 from scheduler.action import Action, Kind
-from scheduler.dependencies import requires
 from scheduler.errors import ScheduleError
+from scheduler.explanation import Causes
 from scheduler.memory_model import Held
 from scheduler.timeline import Event, Timeline
 
@@ -117,11 +117,8 @@ def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """From what was waited for to what waited, between lanes; an arrow's ends stick to the actions that start there."""
-    ran = {event.action: event for event in timeline.events}
-    stages = 1 + max((action.stage for action in ran), default=0)
-    split = frozenset((stage, chunk) for stage, kind, chunk in ran if kind is Kind.I)
-    pairs = [(ran[need], event) for event in timeline.events for need in requires(event.action, stages, split)
-             if need in ran and ran[need].lane != event.lane]
+    causes = Causes(timeline.by_lane, not timeline.clocked)
+    pairs = [(giver, taker) for taker in timeline.events for giver in causes.elsewhere(taker)]
     for number, (giver, taker) in enumerate(pairs):
         same = {"cat": "needs", "name": str(giver.action), "id": number, "pid": 0}
         yield {"ph": "s", **same, "ts": _written(giver.start, timeline.unit), "tid": giver.lane}

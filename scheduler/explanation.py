@@ -7,13 +7,12 @@ Holds for simulated and for measured timelines: it reads the events and `require
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 
-from scheduler.action import Action, Kind
+from scheduler.action import Kind
 from scheduler.dependencies import requires
 from scheduler.event import Event
 
-__all__ = ["critical_path", "why_idle"]
+__all__ = ["Causes", "critical_path", "why_idle"]
 
 Rows = Sequence[Sequence[Event]]
 
@@ -34,7 +33,7 @@ def critical_path(rows: Rows, exact: bool) -> tuple[Event, ...]:
     >>> " ".join(str(event.action) for event in timeline.critical_path)
     '0F0 1F0 1B0 1F1 1B1 0B1'
     """
-    causes = _Causes(rows, exact)
+    causes = Causes(rows, exact)
     last = max((row[-1] for row in rows if row), key=lambda event: event.end, default=None)
     path: list[Event] = []
     while last is not None:
@@ -68,11 +67,11 @@ lane 2 from 3 to 5.
     if event.start <= time:
         return f"lane {lane} runs {event.action} from {_short(event.start)} to {_short(event.end)}."
     since = row[number - 1].end if number else 0
-    words = _chain(_Causes(rows, exact), event, time)
+    words = _chain(Causes(rows, exact), event, time)
     return f"lane {lane} is idle from {_short(since)} to {_short(event.start)}: {words}."
 
 
-def _chain(causes: "_Causes", event: Event, time: float) -> str:
+def _chain(causes: "Causes", event: Event, time: float) -> str:
     """Back along what held it up, to what ran or travelled at that time."""
     words = []
     while event.start > time:
@@ -98,27 +97,25 @@ def _short(time: float) -> str:
     return f"{float(time):.6g}"
 
 
-class _Causes:
-    """The event that each event waited for."""
+class Causes:
+    """The events that each event waited for.
+
+    Args:
+        rows: the events of each lane, in order
+        exact: as of `critical_path`
+    """
 
     def __init__(self, rows: Rows, exact: bool) -> None:
-        self._rows, self._exact = rows, exact
+        self._exact = exact
+        self._events = {event.action: event for row in rows for event in row}
+        self._before = {after.action: event for row in rows for event, after in zip(row, row[1:])}
+        self._split = frozenset((stage, chunk) for stage, kind, chunk in self._events if kind is Kind.I)
+        self._stages = 1 + max((action.stage for action in self._events), default=0)
 
-    @cached_property
-    def _found(self) -> dict[Action, Event]:
-        return {event.action: event for row in self._rows for event in row}
-
-    @cached_property
-    def _before(self) -> dict[Action, Event]:
-        return {after.action: event for row in self._rows for event, after in zip(row, row[1:])}
-
-    @cached_property
-    def _split(self) -> frozenset[tuple[int, int]]:
-        return frozenset((stage, chunk) for stage, kind, chunk in self._found if kind is Kind.I)
-
-    @cached_property
-    def _stages(self) -> int:
-        return max(action.stage for action in self._found) + 1
+    def elsewhere(self, event: Event) -> list[Event]:
+        """The events on other lanes that an event needs."""
+        needs = (self._events.get(need) for need in requires(event.action, self._stages, self._split))
+        return [need for need in needs if need is not None and need.lane != event.lane]
 
     def of(self, event: Event) -> Event | None:
         """The event that ended last of those that it waited for. Where messages take time it is the one sent last,
@@ -126,8 +123,7 @@ class _Causes:
         before = self._before.get(event.action)
         if before is not None and before.end == event.start:
             return before
-        needs = (self._found.get(need) for need in requires(event.action, self._stages, self._split))
-        away = [need for need in needs if need is not None and need.lane != event.lane and self._ended(need, event)]
+        away = [need for need in self.elsewhere(event) if self._ended(need, event)]
         waited = away if away and self._exact or before is None else [before, *away]
         return max(waited, key=lambda each: each.end, default=None)
 
