@@ -172,15 +172,8 @@ class Schedule(Placed):
             raise ScheduleError(
                 f"schedule {self.name} has {self.chunks} chunks, so it has no first {chunks}. Make it for {chunks}."
             )
-        left = [[at for at, action in enumerate(order) if action.chunk < chunks] for order in self.orders]
-        orders = tuple(tuple(order[at] for at in row) for order, row in zip(self.orders, left, strict=True))
-        blocks = frozenset(
-            (lane, new)
-            for lane, row in enumerate(left)
-            for new, (at, after) in enumerate(zip(row, row[1:], strict=False))
-            if (lane, at) in self.blocks and after == at + 1
-        )
-        return Schedule(self.name, self.placement, chunks, orders, blocks)
+        left = [[[action for action in cell if action.chunk < chunks] for cell in row] for row in self.cells()]
+        return Schedule.of_cells(self.name, self.placement, chunks, left)
 
     def _refuse_unless_blocks(self) -> None:
         for lane, at in sorted(self.blocks):
