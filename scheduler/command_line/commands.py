@@ -13,11 +13,11 @@ from itertools import groupby
 from operator import attrgetter
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
-from scheduler import drawing, simulation, verification
+from scheduler import csv_files, drawing, simulation, verification
 from scheduler.chrome import chrome_trace
 from scheduler.command_line.options import (
     Command,
@@ -35,7 +35,6 @@ from scheduler.command_line.tables import show
 from scheduler.comparison import Row
 from scheduler.comparison import compare as compared
 from scheduler.costs import Costs
-from scheduler.csv_files import to_csv
 from scheduler.drawing import duration
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.placement import Placement
@@ -87,10 +86,7 @@ def _with_files(*tables: str) -> Callable[[Command], Command]:
 @with_release
 @_with_files("--to-csv")
 @with_costs("stage")
-def draw(
-    schedule: Schedule, release: Release, costs: Costs, width: int | None, picture: str | None, chrome: str | None,
-    to_csv: str | None,
-) -> int:  # fmt: skip
+def draw(schedule: Schedule, release: Release, costs: Costs, **files: Any) -> int:
     """Draws a schedule: a row for each lane, a cell for each slot of time.
 
     NAMES
@@ -104,8 +100,7 @@ def draw(
     """
     timeline = simulation.simulate(schedule, costs, release)
     what = schedule if costs == Costs() and release == "early" else timeline  # a schedule also shows its blocks
-    _show_grid(what, width)
-    _write_files(what, schedule, timeline, picture, chrome, to_csv)
+    _show_grid(what, schedule, timeline, **files)
     return 0
 
 
@@ -203,8 +198,7 @@ def simulate(schedule: Schedule, why: tuple[int, float] | None, release: Release
 @with_costs("stage")
 def search(
     lanes: int, chunks: int, objective: Literal["flush", "span"], memory: Caps, placement: str | None,
-    stages_per_lane: int | None, whole: bool, seed: int, effort: float, costs: Costs, width: int | None,
-    picture: str | None, chrome: str | None, to_csv: str | None,
+    stages_per_lane: int | None, whole: bool, seed: int, effort: float, costs: Costs, **files: Any,
 ) -> int:  # fmt: skip
     """Looks for the order of actions that is shortest under these costs and fits the memory.
 
@@ -220,8 +214,7 @@ def search(
         costs, lanes, chunks, memory, objective, placement=where, split=not whole, seed=seed, effort=effort
     )
     print(f"{found}\n")
-    _show_grid(found.timeline, width)
-    _write_files(found.timeline, found.schedule, found.timeline, picture, chrome, to_csv)
+    _show_grid(found.timeline, found.schedule, found.timeline, **files)
     return 0
 
 
@@ -262,32 +255,28 @@ def _placement(kind: str | None, lanes: int, stages_per_lane: int | None) -> Pla
     return None if kind is None else getattr(Placement, kind)(lanes)
 
 
-def _show_grid(what: Schedule | Timeline, width: int | None) -> None:
-    """The grid; on a terminal that is too narrow for it, also what to do."""
+def _show_grid(
+    what: Schedule | Timeline, schedule: Schedule, timeline: Timeline, width: int | None, picture: str | None,
+    chrome: str | None, to_csv: str | None,
+) -> None:  # fmt: skip
+    """The grid, on a terminal that is too narrow for it also what to do; and the files of `_with_files`."""
     text = drawing.draw(what, width)
     print(text)
     columns, room = max(map(len, text.splitlines())), get_terminal_size().columns
     if sys.stdout.isatty() and columns > room:
         print(f"The grid has {columns} columns, this terminal {room}: say --width N or --svg FILE, or pipe it into "
               "less -S.", file=sys.stderr)
-
-
-def _write_files(
-    what: Schedule | Timeline, schedule: Schedule, timeline: Timeline, picture: str | None, trace: str | None,
-    table: str | None,
-) -> None:  # fmt: skip
     title = f"{schedule.name}: {schedule.lanes} lanes, {schedule.chunks} chunks"
     if picture is not None:
         write(picture, svg(what, title=title))
-    if trace is not None:
-        write(trace, chrome_trace(timeline, name=title))
-    if table is not None:
-        write(table, to_csv(schedule))
+    if chrome is not None:
+        write(chrome, chrome_trace(timeline, name=title))
+    if to_csv is not None:
+        write(to_csv, csv_files.to_csv(schedule))
 
 
 def _about(schedule: Schedule) -> str:
-    lanes = " ".join(map(str, schedule.placement.lane_of))
-    return f"schedule {schedule.name}, chunks {schedule.chunks}, stages on lanes {lanes}"
+    return str(schedule).splitlines()[0]
 
 
 def _spelt(costs: Costs) -> str:
