@@ -7,7 +7,7 @@ Every message is taken for itself. That is right where both ends of each channel
 the transport would mix them up before anything is stuck, and verification.py says so.
 """
 
-from scheduler.action import Action, Kind
+from scheduler.action import Action
 from scheduler.faults import Fault
 from scheduler.programs.messages import messages
 from scheduler.programs.program import Program, other_end
@@ -46,11 +46,11 @@ def stuck_lanes(program: Program, receives_wait: bool = False) -> list[Fault]:
         for at in range(position[lane], len(order)):
             action, need = order[at], None
             kind = action.kind
-            if kind in _SENDS or kind in _RECEIVES:
+            if kind.is_send or kind.is_receive:
                 reached.add(action)
                 if action in sleepers:
                     awake += sleepers.pop(action)
-                if receives_wait or kind in _SENDS:
+                if receives_wait or kind.is_send:
                     need = other_end(action)
             elif (action.stage, kind) in received:
                 need = other_end(Action(action.stage, received[action.stage, kind], action.chunk))
@@ -70,7 +70,3 @@ def _wait(program: Program, position: list[int], lane: int, need: Action) -> Fau
         if need in order[position[other]:]:
             return Fault(f"{words}which lane {other} comes to after {order[position[other]]}.", lane, position[lane])
     return Fault(f"{words}which no lane runs: add it.", lane, position[lane])
-
-
-_SENDS = frozenset(kind for kind in Kind if kind.is_send)
-_RECEIVES = frozenset(kind for kind in Kind if kind.is_receive)
