@@ -50,8 +50,6 @@ def by_name(name: str, lanes: int, chunks: int, **options: object) -> Schedule:
     """
     refuse_unless_whole("lanes", lanes, least=1)
     refuse_unless_whole("chunks", chunks, least=1)
-    if not options:
-        return _build(name, lanes, chunks)
     options = {what: tuple(value) if isinstance(value, list) else value for what, value in options.items()}
     for what, value in options.items():
         if not _is_hashable(value):
@@ -89,7 +87,7 @@ def for_placement(placement: Placement, chunks: int) -> Iterator[tuple[str, dict
 
 @lru_cache(maxsize=64)
 @no_collecting()
-def _build(name: str, lanes: int, chunks: int, spelt: str = "", /, **options: Hashable) -> Schedule:
+def _build(name: str, lanes: int, chunks: int, spelt: str, /, **options: Hashable) -> Schedule:
     # `spelt` is for the cache alone: (1, True) equals (1, 1), but only one of them is right
     if name not in names():
         near = get_close_matches(str(name).lower(), names(), n=1, cutoff=0.0)[0]
