@@ -15,7 +15,7 @@ duration, the slot is that duration. Measured times never are: there a slot is a
 too short to fill one still gets one, the next that is free. `F4+` runs as one block with the action after it.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from fractions import Fraction
 from math import gcd, lcm
 from numbers import Rational
@@ -26,7 +26,7 @@ from scheduler.schedule import Schedule
 from scheduler.simulation import simulate
 from scheduler.timeline import Event, Timeline
 
-__all__ = ["draw", "duration"]
+__all__ = ["draw", "duration", "measures", "take_turns"]
 
 
 def draw(what: Schedule | Timeline, width: int | None = None) -> str:
@@ -52,7 +52,8 @@ def draw(what: Schedule | Timeline, width: int | None = None) -> str:
         [label(event.action) + _BLOCK * ((lane, position) in blocks) for position, event in enumerate(row)]
         for lane, row in enumerate(timeline.by_lane)
     ]
-    return "\n".join([grid([_cells(*lane, column) for lane in zip(timeline.by_lane, names)]), _footer(timeline)])
+    rows = [_cells(*lane, column) for lane in zip(timeline.by_lane, names)]
+    return "\n".join([grid(rows), measures(timeline, map(str, timeline.peak_in_flight)), *take_turns(timeline)])
 
 
 def duration(value: float, unit: str) -> str:
@@ -64,6 +65,12 @@ def duration(value: float, unit: str) -> str:
     if unit != "s" or value == 0 or value >= 1:
         return f"{value:.6g} {unit}"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def measures(timeline: Timeline, peaks: Iterable[str]) -> str:
+    """Makespan, bubble and peaks in flight in a line, the peaks as they are given."""
+    makespan, bubble = float(timeline.makespan), float(timeline.bubble)  # Fractions cannot be formatted in Python 3.11
+    return f"makespan {duration(makespan, timeline.unit)}, bubble {bubble:.1%}, peak in flight {' '.join(peaks)}"
 
 
 def take_turns(timeline: Timeline) -> list[str]:
@@ -81,13 +88,6 @@ def _cells(row: Sequence[Event], names: Sequence[str], column: Mapping[float, in
         after = max(first + 1, column[end])
         cells += [IDLE] * (first - len(cells)) + [name] + [_FURTHER] * (after - first - 1)
     return cells
-
-
-def _footer(timeline: Timeline) -> str:
-    peaks = " ".join(map(str, timeline.peak_in_flight))
-    makespan, bubble = float(timeline.makespan), float(timeline.bubble)  # Fractions cannot be formatted in Python 3.11
-    facts = f"makespan {duration(makespan, timeline.unit)}, bubble {bubble:.1%}, peak in flight {peaks}"
-    return "\n".join([facts, *take_turns(timeline)])
 
 
 def _columns(timeline: Timeline, width: int | None) -> dict[float, int]:

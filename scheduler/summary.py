@@ -10,7 +10,7 @@
     scheduler.chrome_trace(timeline) is a trace for Perfetto, scheduler.draw(timeline, width=400) a grid of text
 """
 
-from scheduler.drawing import draw, duration
+from scheduler.drawing import draw, measures
 from scheduler.errors import ScheduleError
 from scheduler.plotting import svg
 from scheduler.schedule import Schedule
@@ -40,11 +40,8 @@ def timeline_text(timeline: Timeline) -> str:
 def size_of(timeline: Timeline) -> str:
     """The numbers of lanes and actions, and what a step takes, in one line."""
     peaks = timeline.peak_in_flight
-    return (
-        f"{timeline.lanes} lanes, {len(timeline.events)} actions, "
-        f"makespan {duration(float(timeline.makespan), timeline.unit)}, bubble {float(timeline.bubble):.1%}, "
-        f"peak in flight {min(peaks)} to {max(peaks)}"
-    )
+    extremes = measures(timeline, [f"{min(peaks)} to {max(peaks)}"])
+    return f"{timeline.lanes} lanes, {len(timeline.events)} actions, {extremes}"
 
 
 def picture(what: Schedule | Timeline) -> str | None:
