@@ -60,13 +60,12 @@ def plot(what: Schedule | Timeline, *, title: str | None = None, memory: bool = 
     page = _Page(timeline, width, memory)
     figure = _matplotlib("figure").Figure(figsize=(width / _DPI, page.height / _DPI), dpi=_DPI, facecolor="white")
     lanes = figure.add_axes(page.box(page.top, page.rows))
-    _draw_lanes(lanes, what, timeline, page)
+    _draw_lanes(lanes, what, page)
     words = _title(what) if title is None else "".join(filter(str.isprintable, title))
     figure.text(page.left / width, 1 - 8 / page.height, words, va="top", fontsize=_points(15), fontweight="bold")
     if memory:
-        _draw_memory(figure.add_axes(page.box(page.top + page.rows + 54, page.rows)), timeline, page)
-    footer = _footer(timeline, page)
-    figure.text(page.left / width, 8 / page.height, footer, va="bottom", fontsize=_points(11), wrap=True)
+        _draw_memory(figure.add_axes(page.box(page.top + page.rows + 54, page.rows)), page)
+    figure.text(page.left / width, 8 / page.height, _footer(page), va="bottom", fontsize=_points(11), wrap=True)
     return figure
 
 
@@ -162,17 +161,17 @@ class _Page(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- lanes
 
 
-def _draw_lanes(axes: Any, what: Schedule | Timeline, timeline: Timeline, page: _Page) -> None:
+def _draw_lanes(axes: Any, what: Schedule | Timeline, page: _Page) -> None:
     _bare(axes, page)
-    _, unit = page.scale
+    timeline = page.timeline
     axes.xaxis.set_visible(True)
     axes.xaxis.set_major_locator(_matplotlib("ticker").MaxNLocator(max(2, int(page.plot / 90)), steps=[1, 2, 5, 10]))
     axes.tick_params(axis="x", labelsize=_points(10), colors=_FAINT)
-    axes.set_xlabel(unit, fontsize=_points(10), color=_FAINT, labelpad=1)
+    axes.set_xlabel(page.scale[1], fontsize=_points(10), color=_FAINT, labelpad=1)
     for lane in range(timeline.lanes):
         axes.broken_barh([(0, page.end)], (lane + _GAP, 1 - 2 * _GAP), color=IDLE_COLOUR, linewidth=0)
     blocks = what.blocks if isinstance(what, Schedule) and not page.is_dense else frozenset()
-    several = 1 if page.is_dense else max(len(set(_stages(row))) for row in timeline.by_lane)
+    several = 1 if page.is_dense else max(map(len, map(_stages, timeline.by_lane)))
     for lane, row in enumerate(timeline.by_lane):
         if page.is_dense:
             _draw_shares(axes, lane, row, page)
@@ -182,13 +181,13 @@ def _draw_lanes(axes: Any, what: Schedule | Timeline, timeline: Timeline, page: 
         first, second = timeline.by_lane[lane][at : at + 2]
         start, end = (float(time) * page.scale[0] for time in (first.start, second.end))
         axes.broken_barh([(start, end - start)], (lane + _GAP, 1 - 2 * _GAP), facecolor="none", edgecolor="#111111")
-    _draw_legend(axes, _kinds(timeline), several, bool(blocks), page)
+    _draw_legend(axes, several, bool(blocks), page)
 
 
 def _draw_bars(axes: Any, lane: int, row: Sequence[Event], several: int, page: _Page) -> None:
     """A lane action by action, each with its chunk, and its stage in the corner, as far as there is room."""
     scale, _ = page.scale
-    stages = sorted(set(_stages(row)))
+    stages = _stages(row)
     bars: dict[str, list[tuple[float, float]]] = {}
     pixels = page.plot / page.end if page.end else 0.0
     for (stage, kind, chunk), _, start, end in row:
@@ -238,9 +237,9 @@ def _shares(row: Sequence[Event], page: _Page) -> Any:
     return numpy.diff(done) * page.columns / makespan
 
 
-def _draw_legend(axes: Any, kinds: Sequence[Kind], several: int, has_blocks: bool, page: _Page) -> None:
+def _draw_legend(axes: Any, several: int, has_blocks: bool, page: _Page) -> None:
     patch = _matplotlib("patches").Patch
-    entries = [patch(color=colour(kind), label=f"{kind} {_WORDS[kind]}") for kind in kinds]
+    entries = [patch(color=colour(kind), label=f"{kind} {_WORDS[kind]}") for kind in _kinds(page.timeline)]
     entries.append(patch(color=IDLE_COLOUR, label="idle"))
     if has_blocks:
         entries.append(patch(facecolor="none", edgecolor="#111111", label="one block"))
@@ -256,16 +255,18 @@ def _draw_legend(axes: Any, kinds: Sequence[Kind], several: int, has_blocks: boo
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def _draw_memory(axes: Any, timeline: Timeline, page: _Page) -> None:
+def _draw_memory(axes: Any, page: _Page) -> None:
     _bare(axes, page)
+    timeline = page.timeline
     what = "chunks held" if set(timeline.held) <= {Held()} else "held"
     axes.set_title(f"{what} by each lane, and the maximum", loc="left", fontsize=_points(10), color=_FAINT, pad=3)
     peaks = [float(peak) for peak in timeline.peak_memory]
     most = max(peaks)
     size = _points(min(11.0, page.row + 1))
+    beside = axes.get_yaxis_transform()  # shares of the width across, lanes down
     for lane, steps in enumerate(timeline.memory):
         axes.broken_barh([(0, page.end)], (lane + 0.15, 0.8), color="#f6f7f8", linewidth=0)
-        axes.text(1.006, lane + 0.5, f"{peaks[lane]:.4g}", fontsize=size, va="center", transform=_beside(axes))
+        axes.text(1.006, lane + 0.5, f"{peaks[lane]:.4g}", fontsize=size, va="center", transform=beside)
         if steps and most > 0:
             times, held = _curve(steps, most, page)
             tops = lane + 0.95 - 0.8 * numpy.maximum(held, 0) / most
@@ -307,13 +308,8 @@ def _bare(axes: Any, page: _Page) -> None:
     axes.set_frame_on(False)
 
 
-def _beside(axes: Any) -> Any:
-    """Shares of the width across, lanes down."""
-    return axes.get_yaxis_transform()
-
-
-def _footer(timeline: Timeline, page: _Page) -> str:
-    peaks = timeline.peak_in_flight
+def _footer(page: _Page) -> str:
+    timeline, peaks = page.timeline, page.timeline.peak_in_flight
     extremes = " to ".join(map(str, sorted({min(peaks), max(peaks)})))
     facts = [
         f"makespan {duration(float(timeline.makespan), timeline.unit)}",
@@ -336,7 +332,7 @@ def _kinds(timeline: Timeline) -> list[Kind]:
 
 
 def _stages(row: Sequence[Event]) -> list[int]:
-    return [event.action.stage for event in row]
+    return sorted({event.action.stage for event in row})
 
 
 def _points(pixels: float) -> float:
