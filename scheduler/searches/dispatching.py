@@ -6,12 +6,12 @@ F is let in only where, with what the lane holds of later chunks, the oldest one
 back. So the oldest of all always can, and no lane waits for ever.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
 
 from scheduler.searches.formulation import alone
+from scheduler.searches.lane_state import LaneState
 from scheduler.searches.problem import LaneOrders, Problem
 
 __all__ = ["dispatch"]
@@ -41,7 +41,8 @@ def dispatch(problem: Problem, forward_first: bool = False, patient: bool = Fals
             if later < inf:
                 heappush(events, (later, at))
             continue
-        end[action] = lane.run(action, time)
+        lane.start(action, time)
+        end[action] = lane.free
         heappush(events, (lane.free, at))
         receiver = problem.messages.receiver[action]
         if receiver < problem.count:
@@ -49,12 +50,12 @@ def dispatch(problem: Problem, forward_first: bool = False, patient: bool = Fals
     return LaneOrders([lane.order for lane in lanes])
 
 
-class _Lane:
-    """The state of a lane: the actions that have run, its memory, and those that could run next."""
+class _Lane(LaneState):
+    """A lane, and the actions that could run next."""
 
     def __init__(self, problem: Problem, lane: int, forward_first: bool, patient: bool) -> None:
-        self._problem, self._patient = problem, patient
-        self._cap = problem.caps[lane]
+        super().__init__(problem, lane)
+        self._patient = patient
         self._stages = problem.placement.stages_of(lane)
         self._alone = alone(self._stages, problem.held)
         held = [problem.held[stage] for stage in self._stages]
@@ -63,10 +64,6 @@ class _Lane:
         forwards, backwards = [(0, stage) for stage in reversed(self._stages)], [(1, stage) for stage in self._stages]
         self._chains = forwards + backwards if forward_first else backwards + forwards
         self._done = dict.fromkeys(self._chains, 0)
-        self._weights: deque[int] = deque()
-        self._level = 0.0
-        self.free = 0.0
-        self.order: list[int] = []
 
     def choose(self, time: float, end: Sequence[float]) -> tuple[int | None, float]:
         """The action to run at `time`, if any; and when the next is there, as far as that is known."""
@@ -75,26 +72,19 @@ class _Lane:
         later = min((arrival for arrival, _ in arrivals if arrival > time), default=inf)
         if ready:
             return ready[0], later
-        if self._weights and not (self._patient and time + self._duration(self._weights[0]) > later < inf):
-            return self._weights[0], later
+        if self.weights and not (self._patient and time + self._times.duration[self.weights[0]] > later < inf):
+            return self.weights[0], later
         return None, later
 
-    def run(self, action: int, time: float) -> float:
-        """Runs an action at `time`, and says until when."""
+    def start(self, action: int, time: float) -> None:
+        """Runs an action at `time`."""
         kind, pair = divmod(action, self._problem.pairs)
         if kind == 2:
-            self._weights.popleft()
+            self.weights.popleft()
         else:
             self._done[kind, pair // self._problem.chunks] += 1
-            if kind == 1 and self._problem.kinds == 3:
-                self._weights.append(action + self._problem.pairs)
-        self._level += self._problem.split.change[action]
-        self.order.append(action)
-        self.free = time + self._duration(action)
-        return self.free
-
-    def _duration(self, action: int) -> float:
-        return self._problem.split.duration[action]
+        self.free = time
+        self.run(action)
 
     def _next(self) -> Iterator[int]:
         """The next F and I of each stage that fit."""
@@ -104,7 +94,7 @@ class _Lane:
             if chunk < problem.chunks:
                 action = (kind * problem.stages + stage) * problem.chunks + chunk
                 is_safe = kind == 1 or self._leaves_room(stage, chunk)
-                if is_safe and self._level + problem.split.need[action] <= self._cap:
+                if is_safe and self._level + self._times.need[action] <= self._cap:
                     yield action
 
     def _leaves_room(self, stage: int, chunk: int) -> bool:

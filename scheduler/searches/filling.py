@@ -10,11 +10,11 @@ into a wait, where memory is full, and where the lane would wait longer than it 
 as long as it has idled less than the lane that idled most.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import floor, inf
 
+from scheduler.searches.lane_state import LaneState
 from scheduler.searches.problem import LaneOrders, Problem
 
 __all__ = ["filled", "turns", "warmups", "without_weights"]
@@ -97,16 +97,13 @@ def filled(problem: Problem, orders: Orders, eager: bool = False) -> LaneOrders 
     return None if sleepers else LaneOrders([[*lane.order, *lane.weights] for lane in lanes])
 
 
-class _Lane:
-    """The state of a lane: the actions that have run, its idle time since the first, and those that are left."""
+class _Lane(LaneState):
+    """A lane, its idle time since its first action, and the F and I that are left."""
 
     def __init__(self, problem: Problem, lane: int, order: list[int]) -> None:
-        self._problem, self._times, self._cap = problem, problem.split, problem.caps[lane]
-        self._level = 0.0
+        super().__init__(problem, lane)
         self.left = order[::-1]
-        self.weights: deque[int] = deque()
-        self.order: list[int] = []
-        self.free = self.idled = 0.0
+        self.idled = 0.0
 
     def make_room(self, action: int) -> bool:
         """Runs as many W as it takes until memory allows an action; says whether it does."""
@@ -129,14 +126,6 @@ class _Lane:
         if self.free < until:
             self.idled += (until - self.free) * bool(self.order)
             self.free = until
-
-    def run(self, action: int) -> None:
-        """Runs an action now."""
-        self._level += self._times.change[action]
-        self.free += self._times.duration[action]
-        self.order.append(action)
-        if self._problem.kinds == 3 and action // self._problem.pairs == 1:
-            self.weights.append(action + self._problem.pairs)
 
 
 def _while_it_waits(problem: Problem, more: int) -> list[int]:
