@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from scheduler.action import COMPUTE
 from scheduler.advice import Change, Job, advice, known_name
@@ -209,25 +209,18 @@ def report(
     )
 
 
-class _Times(NamedTuple):
-    """Of one stage, in one step."""
-
-    busy: float = 0
-    waiting: float = 0
-    idle: float = 0
-
-
-def _times(timeline: Timeline, stages: int) -> list[_Times]:
-    busy, waiting, idle = ([0.0] * stages for _ in _Times._fields)
+def _times(timeline: Timeline, stages: int) -> list[list[float]]:
+    """For each stage, how long in one step it is busy and waiting, and its lane idle."""
+    times = [[0.0, 0.0, 0.0] for _ in range(stages)]
     for row in timeline.by_lane:
-        last = row[0].start if row else 0.0
+        last = row[0].start if row else 0
         for event in row:
-            busy[event.action.stage] += event.duration
-            waiting[event.action.stage] += max(0, event.start - last)
+            of_stage = times[event.action.stage]
+            of_stage[0] += float(event.duration)
+            of_stage[1] += float(max(0, event.start - last))
+            of_stage[2] = float(row[0].start + timeline.makespan - row[-1].end)
             last = event.end
-        for stage in {event.action.stage for event in row}:
-            idle[stage] = row[0].start + timeline.makespan - row[-1].end
-    return [_Times(*map(float, times)) for times in zip(busy, waiting, idle)]
+    return times
 
 
 def _rows(
@@ -247,7 +240,7 @@ def _rows(
     for stage, lane in enumerate(placement.lane_of):
         busy, waiting, idle = (median(column) for column in zip(*(times[stage] for times in measured)))
         rows.append(StageReport(
-            stage, lane, busy, to_be[stage].busy, waiting, idle, peaks[0][lane], peaks[1][lane],
+            stage, lane, busy, to_be[stage][0], waiting, idle, peaks[0][lane], peaks[1][lane],
             **{what: numbers[lane] for what, numbers in devices.items() if numbers is not None},
         ))
     return tuple(rows)
