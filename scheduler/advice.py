@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from scheduler.costs import Costs
+from scheduler.measurement import OF_ACTIONS
 from scheduler.schedule import Schedule
 from scheduler.schedules import for_placement
 from scheduler.simulation import simulate
@@ -144,7 +145,7 @@ def _even(job: Job) -> Job:
 
 def _of_actions(costs: Costs) -> Iterator[tuple[str, Sequence[float]]]:
     """The costs that are a number for each stage."""
-    for what in ("forward", "input", "weight", "backward", "recompute"):
+    for what in OF_ACTIONS:
         cost = getattr(costs, what)
         if isinstance(cost, Sequence):
             yield what, cost

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from scheduler.action import Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_cost
 from scheduler.links import Link, Links, between
-from scheduler.measurement import costs_of, links_of, measure
+from scheduler.measurement import OF_ACTIONS, costs_of, links_of, measure
 from scheduler.memory_model import Held
 from scheduler.placement import Placement
 from scheduler.timeline import Timeline
@@ -134,7 +134,7 @@ class Costs:
 
     def of_order(self, lane: int, order: Sequence[Action]) -> list[float]:
         """The duration of each action of a lane."""
-        if any(callable(cost) for what, cost in self._given() if what in _OF_ACTIONS):
+        if any(callable(cost) for what, cost in self._given() if what in OF_ACTIONS):
             return [self.of(action, lane) for action in order]
         known = {(stage, kind): self.of(Action(stage, kind, 0), lane)
                  for stage, kind in {action[:2] for action in order}}
@@ -217,9 +217,6 @@ def _halves(given: float | Costs, stage: int) -> tuple[float, float]:
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
         raise ScheduleError(f"halves is {given!r}, but must be Costs, or the share of I in a backward, from 0 to 1.")
     return given, 1 - given
-
-
-_OF_ACTIONS = ("forward", "input", "weight", "backward", "recompute")
 
 
 def _look_up(what: str, cost: Cost, stage: int, chunk: int) -> float:

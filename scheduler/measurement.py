@@ -28,7 +28,9 @@ from scheduler.memory_model import Held
 from scheduler.placement import Placement
 from scheduler.timeline import Timeline
 
-__all__ = ["Measurement", "Sample", "costs_of", "links_of", "measure"]
+__all__ = ["OF_ACTIONS", "Measurement", "Sample", "costs_of", "links_of", "measure"]
+
+OF_ACTIONS: tuple[str, ...] = ("forward", "input", "weight", "backward", "recompute")  # the costs of actions
 
 
 class Sample(NamedTuple):
@@ -128,7 +130,7 @@ def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
 def costs_of(measurement: Measurement, of_lanes: bool, halves: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """The arguments of `Costs` but the link, see `Costs.measured`. `halves`: what I and W of each stage take of B."""
     rows: list[tuple[float, ...]] = list(map(_times, measurement.actions, halves))
-    names: tuple[str, ...] = ("forward", "input", "weight", "backward", "recompute")
+    names = OF_ACTIONS
     if measurement.held:
         names += Held._fields
         rows = [row + held for row, held in zip(rows, measurement.held)]

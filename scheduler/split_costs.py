@@ -17,6 +17,8 @@ from typing import Any
 from scheduler.costs import Costs
 from scheduler.errors import ScheduleError
 from scheduler.links import Way
+from scheduler.measurement import OF_ACTIONS
+from scheduler.memory_model import Held
 from scheduler.placement import Placement
 
 __all__ = ["of_stages"]
@@ -43,7 +45,7 @@ def of_stages(costs: Costs, placement: Placement) -> Costs:
     costs.refuse_unless_for(one_each)
     if placement == one_each:
         return costs
-    shares = {what: _shared(getattr(costs, what), placement) for what in _SHARED}
+    shares = {what: _shared(getattr(costs, what), placement) for what in OF_ACTIONS + Held._fields}
     link = costs.link
     if isinstance(link, tuple):
         link = _by_lanes(link, placement)
@@ -55,9 +57,6 @@ def of_stages(costs: Costs, placement: Placement) -> Costs:
             "others. Give one number for all."
         )
     return replace(costs, link=link, **shares)
-
-
-_SHARED = ("forward", "input", "weight", "backward", "recompute", "activation", "kept", "checkpoint")
 
 
 def _shared(cost: Any, placement: Placement) -> Any:
