@@ -131,8 +131,7 @@ def slowest(
 ) -> float:  # fmt: skip
     """The time of the slowest stage of a balance; inf where one does not fit."""
     windows = Windows(layers, specs, messages, lanes)
-    held = windows.bytes(balance)
-    if any(held[rows].sum() > memory for memory, rows in windows.limits):
+    if windows.over(windows.bytes(balance)) > 0:
         return inf
     stops = numpy.cumsum(balance).tolist()
     ways = zip(windows.lines, [0, *stops[:-1]], stops, strict=True)

@@ -112,8 +112,7 @@ def _cut_under(windows: Windows, caps: Table, number: int) -> _Node | None:
         return None
     balance = evenest(windows, caps, slowest)
     held = windows.bytes(balance)
-    over = max((float(held[rows].sum()) - memory for memory, rows in windows.limits), default=0.0)
-    return _Node(slowest, over, number, caps, held, tuple(balance))
+    return _Node(slowest, windows.over(held), number, caps, held, tuple(balance))
 
 
 def _narrower(windows: Windows, node: _Node) -> Iterator[Table]:

@@ -274,6 +274,10 @@ class Windows:
                 held[row] = self._rows.bytes(row, Block(stop, stop, size, size))[0, 0]
         return held
 
+    def over(self, held: Table) -> float:
+        """The bytes by which some rows exceed what they may have together, at the most; negative where none does."""
+        return max((float(held[rows].sum()) - memory for memory, rows in self.limits), default=0.0)
+
     def least_bytes(self) -> Table:
         """For each row the bytes of a window that holds as little as any that leaves the other stages a layer each."""
         least = numpy.zeros(len(self._rows.lines))

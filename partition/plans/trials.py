@@ -266,8 +266,7 @@ def enumerated(base: Base, budget: int) -> tuple[Trial | None, int]:
             break
         for cuts in combinations(range(1, windows.layers), windows.stages - 1):
             balance = [stop - start for start, stop in zip((0, *cuts), (*cuts, windows.layers))]
-            held = windows.bytes(balance)
-            if any(held[rows].sum() > memory for memory, rows in windows.limits):
+            if windows.over(windows.bytes(balance)) > 0:
                 continue
             trial = replayed(base, checkpoint, balance)
             if trial.fits:
