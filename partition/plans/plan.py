@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
 from partition.plans.memory import DevicePeak
-from partition.profiles.amounts import spelt_bytes, spelt_count, spelt_seconds
+from partition.profiles.amounts import spelt_bytes, spelt_work
 from scheduler import Costs, Link, Schedule
 from scheduler.aligning import aligned
 from scheduler.notebook import Shown
 
-__all__ = ["Expected", "Plan", "RecomputedStages", "spelt"]
+__all__ = ["Expected", "Plan", "RecomputedStages"]
 
 
 @dataclass(frozen=True)
@@ -159,15 +159,15 @@ class Plan(Shown):
             stages = [stage for stage, host in enumerate(self.lane_of) if host == lane]
             rows.append((
                 self.devices[lane] if self.devices else str(lane), " ".join(map(str, stages)),
-                " ".join(str(self.balance[stage]) for stage in stages), spelt(busy, expected.unit),
+                " ".join(str(self.balance[stage]) for stage in stages), spelt_work(busy, expected.unit),
                 *map(spelt_bytes, peak), spelt_bytes(self.memory[lane]) if self.memory else "any",
             ))  # fmt: skip
         return "\n".join([
             f"{name}, {self.chunks} chunks of {-(-self.rows // self.chunks)} rows, {len(self.balance)} stages on "
             f"{count} devices, balance {list(self.balance)}",
             f"recomputed: {recomputed}",
-            f"a step: {spelt(expected.step, expected.unit)}, bubble {expected.bubble:.1%}; no order of these stages "
-            f"takes less than {spelt(expected.bound, expected.unit)}{gap}",
+            f"a step: {spelt_work(expected.step, expected.unit)}, bubble {expected.bubble:.1%}; "
+            f"no order of these stages takes less than {spelt_work(expected.bound, expected.unit)}{gap}",
             *aligned(rows),
             *([f"the layers go through devices {order}, in this order"] if order != sorted(order) else ()),
             *self.notes,
@@ -185,8 +185,3 @@ def _link_of(text: Any) -> Any:
     if isinstance(text, Mapping) and "lanes" in text:
         return {(one, other): _link_of(way) for one, other, way in text["lanes"]}
     return Link(**text) if isinstance(text, Mapping) else text
-
-
-def spelt(work: float, unit: str) -> str:
-    """Seconds or FLOPs in words."""
-    return spelt_seconds(work) if unit == "s" else spelt_count(work, unit)

@@ -18,9 +18,9 @@ from partition.errors import PartitionError
 from partition.hardware.selection import Choice
 from partition.plans.device_orders import fitting, tried_in_orders
 from partition.plans.memory import DevicePeak
-from partition.plans.plan import Expected, Plan, spelt
+from partition.plans.plan import Expected, Plan
 from partition.plans.trials import Base, Links, Machine, Trial, costs_of, polished, recomputed, stages_of, tried
-from partition.profiles.amounts import spelt_bytes
+from partition.profiles.amounts import spelt_bytes, spelt_work
 from partition.profiles.optimizer_state import StateOf
 from partition.profiles.profile import Profile
 from partition.profiles.profiling import profile, rows_of, with_rows
@@ -286,7 +286,7 @@ def _notes(best: Trial, trials: Sequence[Trial]) -> Iterator[str]:
     if others:
         second = min(others, key=lambda trial: trial.rank)
         yield (
-            f"runner-up: {second.words}, {spelt(second.timeline.makespan, unit)} "
+            f"runner-up: {second.words}, {spelt_work(second.timeline.makespan, unit)} "
             f"({second.timeline.makespan / step - 1:.1%} longer): {_why(second, best)}"
         )
     faster = [trial for trial in trials if not trial.fits and trial.timeline.makespan < step]
@@ -294,7 +294,7 @@ def _notes(best: Trial, trials: Sequence[Trial]) -> Iterator[str]:
         first = min(faster, key=lambda trial: trial.timeline.makespan)
         lane = max(range(len(first.over)), key=first.over.__getitem__)
         yield (
-            f"faster, but does not fit: {first.words}, {spelt(first.timeline.makespan, unit)}; it needs "
+            f"faster, but does not fit: {first.words}, {spelt_work(first.timeline.makespan, unit)}; it needs "
             f"{spelt_bytes(first.peaks[lane].total)} on device {lane}, {spelt_bytes(first.over[lane])} too much"
         )
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Bytes", "Measured", "joined", "spelt_bytes", "spelt_count", "spelt_seconds"]
+__all__ = ["Bytes", "Measured", "joined", "spelt_bytes", "spelt_count", "spelt_seconds", "spelt_work"]
 
 
 class Bytes(NamedTuple):
@@ -96,6 +96,11 @@ def spelt_count(count: float, what: str) -> str:
     while count >= 1000 and unit < len(_DECIMAL) - 1:
         count, unit = count / 1000, unit + 1
     return f"{count:.0f} {what}" if unit == 0 else f"{count:.{_digits(count)}f} {_DECIMAL[unit]}{what}"
+
+
+def spelt_work(work: float, unit: str) -> str:
+    """Seconds ("s") or FLOPs in words."""
+    return spelt_seconds(work) if unit == "s" else spelt_count(work, unit)
 
 
 def _digits(number: float) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
-from partition.profiles.amounts import Bytes, Measured, joined, spelt_bytes, spelt_count, spelt_seconds
+from partition.profiles.amounts import Bytes, Measured, joined, spelt_bytes, spelt_work
 from scheduler.aligning import aligned
 from scheduler.notebook import Shown
 
@@ -229,7 +229,7 @@ class Profile(Shown):
 
     def spelt(self, work: float) -> str:
         """Seconds or FLOPs in words."""
-        return spelt_seconds(work) if self.unit == "s" else spelt_count(work, self.unit)
+        return spelt_work(work, self.unit)
 
     def __str__(self) -> str:
         rows = [_COLUMNS, *map(self._row, self.layers)]
