@@ -82,7 +82,9 @@ class Storages:
 
     def __call__(self, layer: nn.Module, x: Any, here: Layer) -> tuple[Saved, Any]:
         """Run F of a layer twice, on a clone and on its input: what both save is no activation. Then its I."""
-        self._enter(x, not here.number)
+        self._number(x)
+        if not here.number:
+            self.entry = tuple([(self._numbers[storage_of(tensor)], tensor.nbytes) for tensor in tensors_of(x)])
         first = copy_context().run(_Run, layer, pytree.tree_map_only(Tensor, _cloned, x), here).saved
         popped = tuple([self._skips.pop(key) for key in here.pops])
         run = _Run(layer, x, here)
@@ -95,10 +97,11 @@ class Storages:
         waits = {key: size for key, size in run.first_half(layer, here).items() if key not in own}
         inputs = self._bytes({key: waits[key] for key in waits.keys() & run.saved.keys()})
         gradients = sum(waits[key] for key in waits.keys() - run.saved.keys())
+        parameters = layer.named_parameters(remove_duplicate=False)
         result = Saved(
             saved, sum(run.saved[key] for key in constants), _message(y),
             Skips(tuple([self._skips[key] for key in here.stashes]), popped),
-            [torch.empty_like(parameter, device="meta") for _, parameter in _parameters(layer)],
+            [torch.empty_like(parameter, device="meta") for _, parameter in parameters],
             sum(buffer.nbytes for buffer in layer.buffers()), self._leaves(x, y),
             Waits(inputs, gradients, run.rise(own | self._numbers.keys() | waits.keys())),
         )  # fmt: skip
@@ -126,11 +129,6 @@ class Storages:
 
     def _leaves(self, x: Any, y: Any) -> tuple[int, ...]:
         return tuple([self._numbers[storage_of(tensor)] for tensor in tensors_of([x, y])])
-
-    def _enter(self, x: Any, first: bool) -> None:
-        self._number(x)
-        if first:
-            self.entry = tuple([(self._numbers[storage_of(tensor)], tensor.nbytes) for tensor in tensors_of(x)])
 
     def _leave(self, y: Any, here: Layer) -> None:
         self._number(y)
@@ -211,10 +209,6 @@ class _Run:
 
 class _Token:
     """Of a storage: it is there as long as a graph holds the storage."""
-
-
-def _parameters(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(layer.named_parameters(remove_duplicate=False))
 
 
 def _message(value: Any) -> int:
