@@ -71,7 +71,8 @@ def reordered(schedule: Schedule, order: Sequence[int]) -> Schedule:
     """
     lane_at = sorted(range(len(order)), key=order.__getitem__)
     placement = Placement(tuple([order[lane] for lane in schedule.placement.lane_of]))
-    return Schedule(schedule.name, placement, schedule.chunks, tuple([schedule.orders[lane] for lane in lane_at]))
+    cells = schedule.cells()
+    return Schedule.of_cells(schedule.name, placement, schedule.chunks, [cells[lane] for lane in lane_at])
 
 
 def _placed(base: Base, order: Order) -> Base:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from partition import LayerProfile, PartitionError, Plan, Profile, plan, profile
 from partition.plans import device_orders
-from partition.plans.device_orders import fitting, tried_in_orders
+from partition.plans.device_orders import fitting, reordered, tried_in_orders
 from partition.plans.memory import Value, moments_of, peaks
 from partition.plans.plan import RecomputedStages
 from partition.plans.trials import Base, Machine, Trial, polished, recomputed, replayed, stages_of, tried
@@ -280,6 +280,14 @@ def test_unequal_devices_are_taken_in_the_best_of_all_orders(seed: int, many: bo
         each.append(min(trial.rank for trial in tried(Base(measured, other, "", "", schedule))))
     assert is_all != many and found.rank == pytest.approx(min(each))
     assert (found.base.given == "name") == (found.base.schedule.placement == schedule.placement)
+
+
+def test_a_schedule_on_reordered_devices_keeps_its_blocks() -> None:
+    """A plan's dualpipev on unequal devices was drawn and written without its blocks."""
+    schedule = by_name("dualpipev", 2, 4)
+    turned = reordered(schedule, (1, 0))
+    assert turned.orders == schedule.orders[::-1]
+    assert schedule.blocks and {(1 - lane, at) for lane, at in turned.blocks} == schedule.blocks
 
 
 def test_memory_decides_what_is_recomputed_and_nothing_else_is() -> None:
