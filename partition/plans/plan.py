@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from partition.errors import PartitionError
 from partition.plans.memory import DevicePeak
 from partition.profiles.amounts import spelt_bytes, spelt_work
+from partition.profiles.profile import frozen
 from scheduler import Costs, Link, Schedule
 from scheduler.aligning import aligned
 from scheduler.notebook import Shown
@@ -102,14 +103,11 @@ class Plan(Shown):
     def to_json(self) -> str:
         """The plan as text, for `from_json`."""
         given = dict(vars(self))
-        if isinstance(self.schedule, Schedule):
-            given["schedule"] = {"text": str(self.schedule)}
-        if isinstance(self.checkpoint, RecomputedStages):
-            given["checkpoint"] = {"stages": self.checkpoint.stages}
         given["costs"] = {name: value for name, value in vars(self.costs).items() if value is not None}
-        given["costs"]["link"] = _link_text(self.costs.link)
+        if isinstance(self.costs.link, Mapping):  # by pairs of lanes, which are no keys in JSON
+            given["costs"]["link"] = {"lanes": [[*lanes, way] for lanes, way in self.costs.link.items()]}
         given["expected"] = {**self.expected._asdict(), "peaks": [peak._asdict() for peak in self.expected.peaks]}
-        return json.dumps(given, indent=1)
+        return json.dumps(given, indent=1, default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -119,26 +117,17 @@ class Plan(Shown):
             PartitionError: the text is something else.
         """
         try:
-            given = json.loads(text)
-            expected = given.pop("expected")
-            peaks = tuple([DevicePeak(**peak) for peak in expected.pop("peaks")])
-            busy = tuple(expected.pop("busy"))
-            costs: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in given.pop("costs").items()
-            }
-            costs["link"] = _link_of(costs["link"])
+            given = frozen(json.loads(text))
             schedule, checkpoint = given.pop("schedule"), given.pop("checkpoint")
-            rest: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-            }
+            expected, costs = given.pop("expected"), given.pop("costs")
+            peaks = tuple([DevicePeak(**peak) for peak in expected.pop("peaks")])
             return cls(
-                **rest,
+                **given,
                 schedule=Schedule.parse(schedule["text"]) if isinstance(schedule, Mapping) else schedule,
-                checkpoint=RecomputedStages(tuple(checkpoint["stages"])) if isinstance(checkpoint, Mapping)
-                else checkpoint,
-                expected=Expected(**expected, busy=busy, peaks=peaks),
-                costs=Costs(**costs),
-            )  # fmt: skip
+                checkpoint=RecomputedStages(**checkpoint) if isinstance(checkpoint, Mapping) else checkpoint,
+                expected=Expected(**expected, peaks=peaks),
+                costs=Costs(**{**costs, "link": _link_of(costs["link"])}),
+            )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PartitionError(
                 f"this is no plan ({type(error).__name__}: {error}). Give what Plan.to_json has written."
@@ -174,11 +163,9 @@ class Plan(Shown):
         ])
 
 
-def _link_text(link: Any) -> Any:
-    """A link as JSON: a number, [latency, bandwidth], or a list of (lane, lane, one of these)."""
-    if isinstance(link, Mapping):
-        return {"lanes": [[*lanes, _link_text(way)] for lanes, way in link.items()]}
-    return {"latency": link.latency, "bandwidth": link.bandwidth} if isinstance(link, Link) else link
+def _plain(part: Any) -> dict[str, Any]:
+    """A part of a plan for JSON: a Schedule as its text, a Link or RecomputedStages as their fields."""
+    return {"text": str(part)} if isinstance(part, Schedule) else vars(part)
 
 
 def _link_of(text: Any) -> Any:

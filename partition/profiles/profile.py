@@ -7,8 +7,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from partition.profiles.amounts import Bytes, Measured, joined, spelt_bytes, spe
 from scheduler.aligning import aligned
 from scheduler.notebook import Shown
 
-__all__ = ["LayerProfile", "Profile", "Skips", "StageProfile", "Waits", "Work"]
+__all__ = ["LayerProfile", "Profile", "Skips", "StageProfile", "Waits", "Work", "frozen"]
 
 
 class Work(NamedTuple):
@@ -194,7 +194,7 @@ class Profile(Shown):
 
     def to_json(self) -> str:
         """The profile as text, for `from_json`."""
-        return json.dumps(_plain(self), indent=1)
+        return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Profile":
@@ -204,11 +204,9 @@ class Profile(Shown):
             PartitionError: the text is something else.
         """
         try:
-            given = json.loads(text)
-            loss = given.pop("loss")
-            layers = tuple([_layer(each) for each in given.pop("layers")])
-            entry = _pairs(given.pop("entry"))
-            return cls(**given, layers=layers, entry=entry, loss=None if loss is None else _layer(loss))
+            given = frozen(json.loads(text))
+            layers, loss = tuple(map(_layer, given.pop("layers"))), given.pop("loss")
+            return cls(**given, layers=layers, loss=None if loss is None else _layer(loss))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PartitionError(
                 f"this is no profile ({type(error).__name__}: {error}). Give what Profile.save or to_json has written."
@@ -279,11 +277,11 @@ def _split(layers: Sequence[LayerProfile], aside: Container[int]) -> tuple[int, 
 _COLUMNS = ("layer", "kind", "F", "I", "W", "B", "parameters", "gradients", "optimizer", "saved", "output")
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses as dicts; tuples stay, and become lists."""
-    if isinstance(value, (Profile, LayerProfile)):
-        return {name: _plain(each) for name, each in vars(value).items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+def frozen(value: Any) -> Any:
+    """What JSON gives, with tuples for its lists."""
+    if isinstance(value, dict):
+        return {name: frozen(each) for name, each in value.items()}
+    return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
 _AMOUNTS = ("parameters", "gradients", "optimizer", "saved")
@@ -291,16 +289,7 @@ _AMOUNTS = ("parameters", "gradients", "optimizer", "saved")
 
 def _layer(given: dict[str, Any]) -> LayerProfile:
     work = Work(*[Measured(*each) for each in given["work"]])
-    amounts = {name: _bytes(given[name]) for name in _AMOUNTS}
+    amounts = {name: Bytes(*given[name]) for name in _AMOUNTS}
     inputs, *waits = given["waits"]
-    skips = Skips(*map(_pairs, given["skips"]))
-    return LayerProfile(**{**given, **amounts, "work": work, "skips": skips, "waits": Waits(_bytes(inputs), *waits)})
-
-
-def _bytes(given: Sequence[Any]) -> Bytes:
-    own, shared = given
-    return Bytes(own, _pairs(shared))
-
-
-def _pairs(given: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple([(number, size) for number, size in given])
+    skips = Skips(*given["skips"])
+    return LayerProfile(**{**given, **amounts, "work": work, "skips": skips, "waits": Waits(Bytes(*inputs), *waits)})
