@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from partition.hardware.nvml import Answers, words_of
 
-__all__ = ["Device", "GpuProcess", "Unit", "read_units", "text_of"]
+__all__ = ["Device", "GpuProcess", "Unit", "load_of", "read_units", "text_of"]
 
 
 class GpuProcess(NamedTuple):
@@ -109,6 +109,12 @@ def text_of(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
+def load_of(answers: Answers) -> tuple[float | None, float | None]:
+    """The watts that a device draws now, and the share of the last second or less in which a kernel ran."""
+    rates = answers.ask("utilisation", "nvmlDeviceGetUtilizationRates")
+    return _per_thousand(answers.ask("power", "nvmlDeviceGetPowerUsage")), None if rates is None else rates.gpu / 100
+
+
 def _units(nvml: Any, number: int) -> Iterator[Unit]:
     try:
         gpu = nvml.nvmlDeviceGetHandleByIndex(number)
@@ -137,7 +143,7 @@ def _read(nvml: Any, handle: Any, gpu: Any, number: int) -> Device:
     ask = answers.ask
     bus = Answers(nvml, gpu).ask("bus", "nvmlDeviceGetPciInfo")  # of the whole GPU: an instance has none
     memory = ask("memory", "nvmlDeviceGetMemoryInfo")
-    rates = ask("utilisation", "nvmlDeviceGetUtilizationRates")
+    watts, utilisation = load_of(answers)
     processes = ask("processes", "nvmlDeviceGetComputeRunningProcesses")
     return Device(
         index=None,
@@ -147,9 +153,9 @@ def _read(nvml: Any, handle: Any, gpu: Any, number: int) -> Device:
         bus=None if bus is None else text_of(bus.busId).upper(),
         total_bytes=None if memory is None else int(memory.total),
         free_bytes=None if memory is None else int(memory.free),
-        utilisation=None if rates is None else rates.gpu / 100,
+        utilisation=utilisation,
         processes=None if processes is None else tuple(GpuProcess(each.pid, each.usedGpuMemory) for each in processes),
-        watts=_per_thousand(ask("power", "nvmlDeviceGetPowerUsage")),
+        watts=watts,
         watt_limit=_per_thousand(ask("limit", "nvmlDeviceGetEnforcedPowerLimit")),
         unknown=answers.unknown,
     )

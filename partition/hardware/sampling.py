@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
-from partition.hardware.gpus import Device
+from partition.hardware.gpus import Device, load_of
 from partition.hardware.nvml import Answers, NoNvml, opened, words_of
 
 __all__ = ["Sampling", "Usage"]
@@ -155,10 +155,8 @@ class _Reader:
 
     def read(self, clock: Callable[[], float]) -> None:
         if self._answers is not None:
-            power = self._answers.ask("power", "nvmlDeviceGetPowerUsage")
-            rates = self._answers.ask("utilisation", "nvmlDeviceGetUtilizationRates")
-            watts = None if power is None else power / 1000
-            self._samples.append(Sample(clock(), watts, None if rates is None else rates.gpu / 100))
+            watts, utilisation = load_of(self._answers)
+            self._samples.append(Sample(clock(), watts, utilisation))
 
     def read_counter(self) -> None:
         if self._answers is not None:
