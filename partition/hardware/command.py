@@ -76,7 +76,7 @@ def _show_devices(found: Devices) -> None:
         show(head, rows, dim=[False] * len(found) + [True] * len(found.hidden))
         print()
     if found.links:
-        head, *rows = link_table([*found.visible, *found.hidden], found.links)
+        head, *rows = link_table(found.all, found.links)
         show(head, rows)
         print("\n".join(bandwidths(found.links)) + "\n")
     for note in found.notes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any
 from warnings import warn
@@ -21,7 +21,8 @@ from partition.hardware.numbering import Numbering, number_devices, uuids_of_tor
 from partition.hardware.nvml import NoNvml, opened, words_of
 from partition.hardware.sampling import Sampling
 from partition.hardware.selection import MARGIN, Choice, choose, memory_cap
-from partition.hardware.tables import as_json, as_text
+from partition.hardware.tables import bandwidths, device_table, link_table, plain
+from scheduler.aligning import aligned
 
 __all__ = ["Devices", "devices"]
 
@@ -54,11 +55,28 @@ class Devices:
         return self.visible[place]
 
     def __str__(self) -> str:
-        return as_text(self.visible, self.hidden, self.links, self.notes)
+        devices = aligned(device_table(self.visible, self.hidden)) if self.all else []
+        links = [*aligned(link_table(self.all, self.links)), *bandwidths(self.links)] if self.links else []
+        return "\n\n".join("\n".join(part) for part in (devices, links, self.notes) if part)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as numbers, strings, lists and dicts; what is not known is None, and "unknown" says why."""
-        return as_json(self.visible, self.hidden, self.links, self.notes)
+        """All of it as numbers, strings, lists and dicts; what is not known is None, and "unknown" says why.
+
+        "links" is a matrix over visible and hidden devices, None on its diagonal.
+        """
+        places = range(len(self.all))
+        pairs = {pair: {"name": str(link), **asdict(link)} for pair, link in self.links.items()}
+        return {
+            "visible": list(map(plain, self.visible)),
+            "hidden": list(map(plain, self.hidden)),
+            "links": [[pairs.get(frozenset((one, other))) for other in places] for one in places],
+            "notes": list(self.notes),
+        }
+
+    @property
+    def all(self) -> tuple[Device, ...]:
+        """All devices of the host, the visible ones first."""
+        return self.visible + self.hidden
 
     def link(self, one: Device, other: Device) -> Link:
         """The way between two of these devices.
@@ -66,10 +84,9 @@ class Devices:
         Raises:
             PartitionError: they are not two of these.
         """
-        both = [*self.visible, *self.hidden]
-        pair = frozenset(both.index(device) for device in (one, other) if device in both)
+        pair = frozenset(self.all.index(device) for device in (one, other) if device in self.all)
         if pair not in self.links:
-            raise PartitionError(f"{one.label} and {other.label} are not two of these devices: {_listed(both)}.")
+            raise PartitionError(f"{one.label} and {other.label} are not two of these devices: {_listed(self.all)}.")
         return self.links[pair]
 
     def choose(self, count: int) -> Choice:

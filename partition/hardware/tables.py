@@ -14,9 +14,8 @@ from typing import Any
 
 from partition.hardware.gpus import Device
 from partition.hardware.links import Links
-from scheduler.aligning import aligned
 
-__all__ = ["as_json", "as_text", "bandwidths", "device_table", "link_table"]
+__all__ = ["bandwidths", "device_table", "link_table", "plain"]
 
 Table = list[list[str]]
 
@@ -48,32 +47,8 @@ def bandwidths(links: Links) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def as_text(visible: Sequence[Device], hidden: Sequence[Device], links: Links, notes: Sequence[str]) -> str:
-    """Both tables and the notes, as plain text."""
-    parts = ["\n".join(notes)]
-    if visible or hidden:
-        parts.insert(0, "\n".join(aligned(device_table(visible, hidden))))
-    if links:
-        matrix = aligned(link_table([*visible, *hidden], links))
-        parts.insert(1, "\n".join([*matrix, *bandwidths(links)]))
-    return "\n\n".join(part for part in parts if part)
-
-
-def as_json(
-    visible: Sequence[Device], hidden: Sequence[Device], links: Links, notes: Sequence[str]
-) -> dict[str, Any]:
-    """Numbers, strings, lists and dicts. "links" is a matrix over visible and hidden devices, None on its diagonal."""
-    places = range(len(visible) + len(hidden))
-    pairs = {pair: {"name": str(link), **asdict(link)} for pair, link in links.items()}
-    return {
-        "visible": [_plain(device) for device in visible],
-        "hidden": [_plain(device) for device in hidden],
-        "links": [[pairs.get(frozenset((one, other))) for other in places] for one in places],
-        "notes": list(notes),
-    }
-
-
-def _plain(device: Device) -> dict[str, Any]:
+def plain(device: Device) -> dict[str, Any]:
+    """A device as numbers, strings, lists and dicts."""
     others = None if device.processes is None else [process._asdict() for process in device.others]
     return asdict(device) | {"label": device.label, "processes": others}
 
