@@ -19,7 +19,7 @@ from partition.errors import PartitionError
 from partition.models.sequential import to_sequential
 from partition.plans import planning
 from partition.profiles import profiling
-from scheduler.command_line.options import number, write
+from scheduler.command_line.options import number, with_all, write
 from scheduler.command_line.running import CommandError
 from scheduler.command_line.targets import value_at
 from scheduler.links import Link
@@ -58,19 +58,15 @@ def _optimizer(value: str) -> Any:
         raise click.BadParameter(words) from None
 
 
-def _of_layers(command: Callable[..., int]) -> Callable[..., int]:
-    """The options that both commands have."""
-    for option in (
-        click.option("--save", "path", metavar="FILE", help="Write JSON to a file as well."),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-        click.option("--timeout", type=float, metavar="SECONDS", help="How long to measure, in all."),
-        click.option("--optimizer", type=_optimizer, default="adam", show_default=True, metavar="NAME|FACTOR",
-                     help="sgd, momentum, adam, adamw, or bytes of state for a byte of parameter."),
-        click.option("--device", help="Where to measure; meta: count bytes and FLOPs, run nothing."),
-        click.argument("target", metavar=_GIVEN),
-    ):  # fmt: skip
-        command = option(command)
-    return command
+_of_layers = with_all(  # what both commands take
+    click.argument("target", metavar=_GIVEN),
+    click.option("--device", help="Where to measure; meta: count bytes and FLOPs, run nothing."),
+    click.option("--optimizer", type=_optimizer, default="adam", show_default=True, metavar="NAME|FACTOR",
+                 help="sgd, momentum, adam, adamw, or bytes of state for a byte of parameter."),
+    click.option("--timeout", type=float, metavar="SECONDS", help="How long to measure, in all."),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    click.option("--save", "path", metavar="FILE", help="Write JSON to a file as well."),
+)  # fmt: skip
 
 
 @click.command(context_settings={"max_content_width": 120}, short_help="What each layer of a model takes and holds.")

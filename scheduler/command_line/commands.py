@@ -24,6 +24,7 @@ from scheduler.command_line.options import (
     number,
     numbers,
     read,
+    with_all,
     with_costs,
     with_release,
     with_schedule,
@@ -70,15 +71,12 @@ def schedules() -> None:
 
 def _with_files(*tables: str) -> Callable[[Command], Command]:
     """--width, and the files that a schedule can be written to; `tables`: what that of a table is called."""
-
-    def decorate(command: Command) -> Command:
-        table = click.option(*tables, metavar="FILE", help="Write a table with a row for each lane.")
-        trace = click.option("--chrome", metavar="FILE", help="Write a trace for chrome://tracing or Perfetto.")
-        figure = click.option("--svg", "picture", metavar="FILE", help="Write a figure.")
-        width = click.option("--width", type=int, metavar="N", help="Cut the makespan into N columns.")
-        return width(figure(trace(table(command))))
-
-    return decorate
+    return with_all(
+        click.option("--width", type=int, metavar="N", help="Cut the makespan into N columns."),
+        click.option("--svg", "picture", metavar="FILE", help="Write a figure."),
+        click.option("--chrome", metavar="FILE", help="Write a trace for chrome://tracing or Perfetto."),
+        click.option(*tables, metavar="FILE", help="Write a table with a row for each lane."),
+    )
 
 
 @schedules.command(short_help="Draw a schedule as a grid.")

@@ -18,7 +18,9 @@ from scheduler.csv_files import from_csv
 from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
 
-__all__ = ["number", "numbers", "read", "with_costs", "with_release", "with_schedule", "with_sizes", "write"]
+__all__ = [
+    "number", "numbers", "read", "with_all", "with_costs", "with_release", "with_schedule", "with_sizes", "write"
+]  # fmt: skip
 
 Command: TypeAlias = Callable[..., int]
 
@@ -54,39 +56,43 @@ def _setting(value: str) -> tuple[str, object]:
         return what, text
 
 
-def with_sizes(required: bool) -> Callable[[Command], Command]:
-    """--lanes and --chunks."""
+def with_all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator; help lists the first one first."""
 
     def decorate(command: Command) -> Command:
-        chunks = click.option("--chunks", type=int, required=required, metavar="N", help="How many chunks a step has.")
-        lanes = click.option("--lanes", type=int, required=required, metavar="N", help="How many ranks or devices.")
-        return lanes(chunks(command))
+        for option in reversed(options):
+            command = option(command)
+        return command
 
     return decorate
 
 
-def with_release(command: Command) -> Command:
-    """--release."""
-    words = (
-        "When the outputs of two actions that run as one block are there: each after its own, or with the block."
+def with_sizes(required: bool) -> Callable[[Command], Command]:
+    """--lanes and --chunks."""
+    return with_all(
+        click.option("--lanes", type=int, required=required, metavar="N", help="How many ranks or devices."),
+        click.option("--chunks", type=int, required=required, metavar="N", help="How many chunks a step has."),
     )
-    choice = click.Choice(("early", "block"))
-    return click.option("--release", type=choice, default="early", show_default=True, help=words)(command)
+
+
+with_release = click.option(
+    "--release", type=click.Choice(("early", "block")), default="early", show_default=True,
+    help="When the outputs of two actions that run as one block are there: each after its own, or with the block.",
+)  # fmt: skip
 
 
 def with_costs(place: str) -> Callable[[Command], Command]:
     """An option for each cost, which become `costs`; what is not said is as in `Costs()`. Lists have one a `place`."""
 
     def decorate(command: Command) -> Command:
+        @with_all(*[click.option(f"--{what}", type=numbers, metavar=f"X[,X of each {place}]", help=words)
+                    for what, words in _COSTS.items()])
         @wraps(command)
         def gathered(**given: Any) -> int:
             said = {what: given.pop(what) for what in _COSTS}
             return command(costs=Costs(**{what: cost for what, cost in said.items() if cost is not None}), **given)
 
-        decorated: Command = gathered
-        for what, words in reversed(_COSTS.items()):
-            decorated = click.option(f"--{what}", type=numbers, metavar=f"X[,X of each {place}]", help=words)(decorated)
-        return decorated
+        return gathered
 
     return decorate
 
@@ -94,6 +100,13 @@ def with_costs(place: str) -> Callable[[Command], Command]:
 def with_schedule(command: Command) -> Command:
     """A name with sizes and options, or a file, which become `schedule`."""
 
+    @click.argument("name", required=False, metavar="[NAME]")
+    @with_sizes(required=False)
+    @click.option("--stages-per-lane", type=int, metavar="N", help="Of a schedule that has several.")
+    @click.option("--option", type=_setting, multiple=True, metavar="WHAT=VALUE",
+                  help="Another option of the schedule, such as warmup=3,2,1.")
+    @click.option("--csv", metavar="FILE", help="Read the schedule instead of NAME: a table with a row for each lane, "
+                  "or a printed schedule.")
     @wraps(command)
     def gathered(
         name: str | None, lanes: int | None, chunks: int | None, stages_per_lane: int | None,
@@ -111,18 +124,7 @@ def with_schedule(command: Command) -> Command:
         options = dict(option) | ({} if stages_per_lane is None else {"stages_per_lane": stages_per_lane})
         return command(schedule=by_name(name, lanes, chunks, **options), **given)
 
-    decorated = click.option(
-        "--csv", metavar="FILE",
-        help="Read the schedule instead of NAME: a table with a row for each lane, or a printed schedule.",
-    )(gathered)  # fmt: skip
-    decorated = click.option(
-        "--option", type=_setting, multiple=True, metavar="WHAT=VALUE",
-        help="Another option of the schedule, such as warmup=3,2,1.",
-    )(decorated)  # fmt: skip
-    decorated = click.option(
-        "--stages-per-lane", type=int, metavar="N", help="Of a schedule that has several."
-    )(decorated)  # fmt: skip
-    return click.argument("name", required=False, metavar="[NAME]")(with_sizes(required=False)(decorated))
+    return gathered
 
 
 def read(path: str) -> Schedule:
