@@ -55,7 +55,7 @@ def verify(schedule: Schedule | Program, cap: int | Sequence[int] | None = None)
     computed = schedule.schedule() if isinstance(schedule, Program) else schedule
     columns = Columns(computed)
     faults = [*_exist(columns), *_complete(columns), *_ascend(columns), *progress(columns).stuck]
-    faults += _fit(columns, _cap_of_lanes(cap, schedule.lanes))
+    faults += _fit(columns, cap)
     if faults:
         raise refusal(computed, faults)
     if isinstance(schedule, Program):
@@ -133,7 +133,10 @@ def _descents(columns: Columns, which: Booleans, words: str) -> Iterator[Fault]:
         )
 
 
-def _fit(columns: Columns, caps: Sequence[int]) -> Iterator[Fault]:
+def _fit(columns: Columns, given: int | Sequence[int] | None) -> Iterator[Fault]:
+    caps: list[int] = [] if given is None else one_each("cap", given, columns.schedule.lanes)
+    for cap in caps:
+        refuse_unless_whole("cap", cap, least=1)
     for lane, (order, cap) in enumerate(zip(columns.schedule.orders, caps)):
         held = list(in_flight(order))
         if max(held, default=0) > cap:
@@ -142,12 +145,3 @@ def _fit(columns: Columns, caps: Sequence[int]) -> Iterator[Fault]:
                 f"lane {lane} holds up to {max(held)} chunks in flight, first above its cap of {cap} at "
                 f"{order[position]}: run a backward before it, or allow {max(held)}.", lane, position,
             )
-
-
-def _cap_of_lanes(cap: int | Sequence[int] | None, lanes: int) -> Sequence[int]:
-    if cap is None:
-        return ()
-    caps = one_each("cap", cap, lanes)
-    for number in caps:
-        refuse_unless_whole("cap", number, least=1)
-    return caps
