@@ -74,11 +74,16 @@ class Columns:
             & (self.chunk >= 0) & (self.chunk < self.schedule.chunks)
         )
 
+    @property
+    def beyond(self) -> int:
+        """The number after those of all actions that exist."""
+        return self.schedule.stages * KINDS * self.schedule.chunks
+
     @cached_property
     def code(self) -> Numbers:
-        """Of an action that does not exist: the number after all others."""
-        beyond = self.schedule.stages * KINDS * self.schedule.chunks
-        return numpy.where(self.exists, (self.stage * KINDS + self.kind) * self.schedule.chunks + self.chunk, beyond)
+        """Of an action that does not exist: `beyond`."""
+        code = (self.stage * KINDS + self.kind) * self.schedule.chunks + self.chunk
+        return numpy.where(self.exists, code, self.beyond)
 
     @cached_property
     def split(self) -> Booleans:
@@ -91,8 +96,7 @@ class Columns:
     def counts(self) -> Numbers:
         """The number of times that each action runs: counts[stage, kind, chunk]."""
         shape = self.schedule.stages, KINDS, self.schedule.chunks
-        size = shape[0] * shape[1] * shape[2]
-        return numpy.bincount(self.code, minlength=size + 1)[:size].reshape(shape)
+        return numpy.bincount(self.code, minlength=self.beyond + 1)[:-1].reshape(shape)
 
     def has(self, action: Action) -> bool:
         """Whether an action that exists runs."""

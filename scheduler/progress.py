@@ -65,8 +65,9 @@ def progress(
     cannot end: lane 1 waits at 1B0 for 1F0, which no lane runs: add 1F0, or drop chunk 0.
     """
     schedule, lanes = columns.schedule, range(columns.schedule.lanes)
-    rows = _rows(schedule, hop)
-    ends = _no_ends(schedule)
+    rows = _rows(columns, hop)
+    # by code; at last of those that do not exist, which ended at 0
+    ends: list[float | None] = [*[None] * (columns.beyond + 1), *[0] * schedule.chunks]
     hidden = {columns.first[lane] + position for lane, position in blocks}
     also = {int(columns.code[index + 1]): int(columns.code[index]) for index in hidden}
     items = [_items(columns, lane, durations, hidden) for lane in lanes]
@@ -106,13 +107,13 @@ def progress(
     return Replayed(starts_of, ends_of, [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)])
 
 
-def _rows(schedule: Schedule, hop: Hop | None) -> list[Row]:
+def _rows(columns: Columns, hop: Hop | None) -> list[Row]:
     """A row for each stage, kind and whether the backward of the stage after is split; at last one that needs nothing.
 
     An action with fewer than two needs also waits for what ended at 0.
     """
+    schedule, nothing = columns.schedule, columns.beyond + 1
     stages, chunks, lane_of = schedule.stages, schedule.chunks, schedule.placement.lane_of
-    nothing = stages * KINDS * chunks + 1
     rows = []
     for stage in range(stages):
         for kind in COMPUTE:
@@ -123,12 +124,6 @@ def _rows(schedule: Schedule, hop: Hop | None) -> list[Row]:
                     row += [(need.stage * KINDS + COMPUTE.index(need.kind)) * chunks, travels]
                 rows.append((*row, *[nothing, 0] * 2)[:4])
     return [*rows, (nothing, 0, nothing, 0)]  # type: ignore[list-item]  # even places are whole
-
-
-def _no_ends(schedule: Schedule) -> list[float | None]:
-    """A table for the ends of actions, by code, and of those that do not exist, which ended at 0."""
-    none: list[float | None] = [None]
-    return none * (schedule.stages * KINDS * schedule.chunks + 1) + [0] * schedule.chunks
 
 
 def _items(
@@ -143,7 +138,7 @@ def _items(
     row = numpy.where(exists, (stage * KINDS + columns.kind[part]) * 2 + split, schedule.stages * KINDS * 2)
     for index in hidden:
         if part.start <= index < part.stop:
-            code[index - part.start] = schedule.stages * KINDS * schedule.chunks
+            code[index - part.start] = columns.beyond
     times = repeat(0) if durations is None else durations[lane]
     return zip(row.data, chunk.data, code.data, times)
 
