@@ -9,16 +9,16 @@ An optimizer is asked by one step on fakes of the parameters (torch's FakeTensor
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partition.errors import PartitionError
+from partition.profiles.measuring import tensors_of
 
 __all__ = ["StateOf", "state_bytes"]
 
@@ -69,7 +69,7 @@ def _stepped(optimizer: Any, kinds: Sequence[tuple[torch.Size, torch.dtype]]) ->
                 f"{type(made).__name__} cannot step without numbers ({type(error).__name__}: {error}), so its state is "
                 "not known. Give a factor: bytes of state for a byte of parameter, such as 2 for two moments."
             ) from error
-        return [sum(_sizes(made.state.get(fake, {}))) for fake in fakes]
+        return [sum(tensor.nbytes for tensor in tensors_of(made.state.get(fake, {}))) for fake in fakes]
 
 
 def _made(optimizer: Any, fakes: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -87,7 +87,3 @@ def _made(optimizer: Any, fakes: list[nn.Parameter]) -> torch.optim.Optimizer:
             f"{optimizer!r}, which makes {type(made).__name__}."
         )
     return made
-
-
-def _sizes(state: Any) -> Iterable[int]:
-    return [leaf.nbytes for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
