@@ -78,10 +78,10 @@ def layers_of(profile: Profile) -> Layers:
     layers = profile.layers
     states = [
         Bytes(
-            layer.parameters.own + layer.gradients.own + layer.optimizer.own + layer.buffers + layer.constants,
+            sum(amount.own for amount in layer.states) + layer.buffers + layer.constants,
             tuple([
                 (3 * number + kind, size)
-                for kind, amount in enumerate((layer.parameters, layer.gradients, layer.optimizer))
+                for kind, amount in enumerate(layer.states)
                 for number, size in amount.shared
             ]),
         )

@@ -104,6 +104,11 @@ class LayerProfile:
     skips: Skips = Skips()
     waits: Waits = Waits()
 
+    @property
+    def states(self) -> tuple[Bytes, Bytes, Bytes]:
+        """What it holds all the time, and may have in common with other layers."""
+        return self.parameters, self.gradients, self.optimizer
+
 
 class StageProfile(NamedTuple):
     """The work and the bytes of some neighbouring layers together, for one chunk.
@@ -163,21 +168,19 @@ class Profile(Shown):
             (32, 32, 32)
         """
         inside = self.layers[start:stop]
-        works = [layer.work for layer in inside]
         own = {number for number, _ in self.entry} if not start else set()
         made = {number for layer in inside for number, _ in layer.skips.stashes}
         popped = dict(skip for layer in inside for skip in layer.skips.pops if skip[0] not in made)
+        forward, first, second, backward = (
+            sum(getattr(layer.work, action).median for layer in inside) for action in Work._fields
+        )
         return StageProfile(
-            sum(work.forward.median for work in works),
-            sum(work.input.median for work in works),
-            sum(work.weight.median for work in works),
-            sum(work.backward.median for work in works),
-            joined(layer.parameters for layer in inside) + joined(layer.gradients for layer in inside)
-            + joined(layer.optimizer for layer in inside) + sum(layer.buffers + layer.constants for layer in inside),
+            forward, first, second, backward,
+            sum(_states(inside)) + sum(layer.buffers + layer.constants for layer in inside),
             joined(layer.saved.without(own) for layer in inside),
             (self.layers[start - 1].output if start else 0) + sum(popped.values()),
             *_split(inside, own),
-        )
+        )  # fmt: skip
 
     def loss_bytes(self, start: int) -> int:
         """Bytes that the loss saves on top of a last stage that begins at a layer, while its backward runs."""
@@ -235,22 +238,24 @@ class Profile(Shown):
             rows.append(self._row(self.loss))
         whole = self.stage(0, len(self.layers))
         rows.append((
-            "all", "", *map(self.spelt, (whole.forward, whole.input, whole.weight, whole.backward)),
-            spelt_bytes(joined(layer.parameters for layer in self.layers)),
-            spelt_bytes(joined(layer.gradients for layer in self.layers)),
-            spelt_bytes(joined(layer.optimizer for layer in self.layers)), spelt_bytes(whole.saved), "",
+            "all", "", *map(self.spelt, whole[:4]), *map(spelt_bytes, (*_states(self.layers), whole.saved)), "",
         ))  # fmt: skip
         head = f"a chunk of {self.rows} rows, on {self.device}"
         return "\n".join([head, *aligned(rows, left=2)])
 
     def _row(self, layer: LayerProfile) -> tuple[str, ...]:
         works = [self._measured(each) for each in layer.work]
-        sizes = (layer.parameters.total, layer.gradients.total, layer.optimizer.total, layer.saved.total, layer.output)
+        sizes = (*(amount.total for amount in (*layer.states, layer.saved)), layer.output)
         return layer.name, layer.kind, *works, *map(spelt_bytes, sizes)
 
     def _measured(self, measured: Measured) -> str:
         share = f" ±{measured.spread / measured.median / 2:.0%}" if measured.spread and measured.median else ""
         return self.spelt(measured.median) + share
+
+
+def _states(layers: Sequence[LayerProfile]) -> list[int]:
+    """The bytes of parameters, of gradients and of optimizer state that some layers have together."""
+    return list(map(joined, zip(*[layer.states for layer in layers])))
 
 
 def _split(layers: Sequence[LayerProfile], aside: Container[int]) -> tuple[int, int]:
