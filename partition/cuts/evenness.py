@@ -74,20 +74,23 @@ class _Floors:
 
     def before(self, stage: int, first: int, last: int) -> Table:
         """Of the stages before this one, if they have the layers before each place."""
-        floors = self._layers[:, first : last + 1] - self._stages[:, stage, None]
-        return numpy.asarray(numpy.maximum(floors.max(axis=0), 0))
+        return _highest(self._layers[:, first : last + 1] - self._stages[:, stage, None])
 
     def behind(self, stage: int, first: int, last: int) -> Table:
         """Of this stage and those behind it, if they have the layers from each place on."""
         layers = self._layers[:, -1:] - self._layers[:, first : last + 1]
-        floors = layers - (self._stages[:, -1:] - self._stages[:, stage, None])
-        return numpy.asarray(numpy.maximum(floors.max(axis=0), 0))
+        return _highest(layers - (self._stages[:, -1:] - self._stages[:, stage, None]))
 
     def longest(self, spare: float, first: int, last: int) -> int:
         """The length of the longest stage in a balance that takes so much more than the least."""
         stops = self._trimmed[first : last + 1]
         starts = self._trimmed.searchsorted((stops - self._level - sqrt(spare)) * (1 - 1e-12))
         return int((numpy.arange(first, last + 1) - starts).max())
+
+
+def _highest(floors: Table) -> Table:
+    """Of the floors by all levels the highest, for each place; none is below 0."""
+    return numpy.asarray(numpy.maximum(floors.max(axis=0), 0))
 
 
 def _fewest_squares(
