@@ -157,11 +157,9 @@ class Costs:
         size = self.message[min(sender, receiver)] if isinstance(self.message, Sequence) else self.message
         return between(self.link, sender, receiver, lanes, size)
 
-    def hops(self, placement: Placement) -> Callable[[int, int], float] | None:
-        """`hop` for these lanes; None where messages take no time."""
+    def hops(self, placement: Placement) -> Callable[[int, int], float]:
+        """`hop` for these lanes."""
         lane_of = placement.lane_of
-        if isinstance(self.link, (int, float)) and not self.link:
-            return None
         return lambda sender, receiver: self.hop(sender, receiver, (lane_of[sender], lane_of[receiver]))
 
     def held(self, stage: int) -> Held:

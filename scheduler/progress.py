@@ -40,7 +40,7 @@ class Replayed(NamedTuple):
 def progress(
     columns: Columns,
     durations: Sequence[Iterable[float]] | None = None,
-    hop: Hop | None = None,
+    hop: Hop = lambda sender, receiver: 0,
     blocks: Iterable[tuple[int, int]] = (),
 ) -> Replayed:
     """Runs every lane as far as it gets, in time proportional to the number of actions.
@@ -48,7 +48,7 @@ def progress(
     Args:
         columns: of any schedule, right or wrong; an action that does not exist needs nothing, and nothing needs it
         durations: for each lane, how long its actions take; None: no time
-        hop: how long a message takes from a stage to another on another lane; None: no time
+        hop: how long a message takes from a stage to another on another lane
         blocks: the (lane, position) of actions whose end others see when the action after them ends
 
     Returns:
@@ -107,7 +107,7 @@ def progress(
     return Replayed(starts_of, ends_of, [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)])
 
 
-def _rows(columns: Columns, hop: Hop | None) -> list[Row]:
+def _rows(columns: Columns, hop: Hop) -> list[Row]:
     """A row for each stage, kind and whether the backward of the stage after is split; at last one that needs nothing.
 
     An action with fewer than two needs also waits for what ended at 0.
@@ -120,7 +120,7 @@ def _rows(columns: Columns, hop: Hop | None) -> list[Row]:
             for split in (frozenset[tuple[int, int]](), frozenset({(stage + 1, 0)})):
                 row: list[float] = []
                 for need in requires(Action(stage, kind, 0), stages, split):
-                    travels = hop(need.stage, stage) if hop and lane_of[need.stage] != lane_of[stage] else 0
+                    travels = hop(need.stage, stage) if lane_of[need.stage] != lane_of[stage] else 0
                     row += [(need.stage * KINDS + COMPUTE.index(need.kind)) * chunks, travels]
                 rows.append((*row, *[nothing, 0] * 2)[:4])
     return [*rows, (nothing, 0, nothing, 0)]  # type: ignore[list-item]  # even places are whole

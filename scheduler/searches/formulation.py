@@ -89,7 +89,7 @@ def _waits(
         for need in needs:
             if lane[need] != lane[number]:
                 sender[number], receiver[need] = need, number
-                travel[number] = arrival[need] = hop(actions[need].stage, action.stage) if hop else 0
+                travel[number] = arrival[need] = hop(actions[need].stage, action.stage)
         before = [number - 1] if action.chunk else []
         near.append(frozenset([*before, *(need for need in needs if lane[need] == lane[number])]))
     return lane, Messages(sender, travel, receiver, arrival), near
@@ -144,7 +144,7 @@ def _offsets(costs: Costs, placement: Placement, objective: Objective) -> list[f
                 f"depends on the order (lane_of: {placement.lane_of}). Make the 'flush' short, or place one stage on "
                 "each lane before the next round."
             )
-        if stage and hop:
+        if stage:
             time += hop(stage - 1, stage)
         offset[lane] = -time
         time += costs.of(Action(stage, Kind.F, 0), lane)
