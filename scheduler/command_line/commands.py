@@ -136,18 +136,18 @@ def compare(
       penstock schedules compare --lanes 4 --chunks 16 --forward 3,3,3,4 --input 3 --weight 2 --kept 0.4 --memory 4
     """
     rows = sorted(compared(lanes, chunks, costs, wanted or None, release), key=_ORDERS[sort])
-    fits = [memory is None or row.fits(memory) for row in rows]
-    defined = [(row, fit) for row, fit in zip(rows, fits) if not row.reason]
+    verdicts = [[] if memory is None else [_YES_NO[row.fits(memory)]] for row in rows]
+    defined = [(row, verdict) for row, verdict in zip(rows, verdicts) if not row.reason]
     print(f"{lanes} lanes, {chunks} chunks; a chunk on a lane: {_spelt(costs)}\n")
     columns = ["schedule", "stages", "step", "bubble", "span", "in flight", "memory"]
     columns += [] if memory is None else [f"fits {_listed(memory)}"]
-    cells = [[*_cells(row), *([] if memory is None else [_YES_NO[fit]])] for row, fit in defined]
     if defined:
-        show(columns, cells, dim=[not fit for _, fit in defined])
+        cells = [[*_cells(row), *verdict] for row, verdict in defined]
+        show(columns, cells, dim=[verdict == ["no"] for _, verdict in defined])
     for row in rows[len(defined):]:
         print(f"{row.name}: {row.reason}")
     if to_csv is not None:
-        write(to_csv, _table(rows, None if memory is None else fits))
+        write(to_csv, _table(rows, verdicts))
     return 0
 
 
@@ -293,14 +293,14 @@ def _cells(row: Row) -> list[str]:
             f"{row.peak_in_flight:.6g}", f"{row.peak_memory:.6g}"]
 
 
-def _table(rows: Sequence[Row], fits: Sequence[bool] | None) -> str:
+def _table(rows: Sequence[Row], verdicts: Sequence[Sequence[str]]) -> str:
     """The CSV of `compare`, unrounded; numbers are empty where a schedule is not defined."""
     text = StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow([*_COLUMNS, *([] if fits is None else ["fits"]), "reason"])
-    for place, row in enumerate(rows):
+    table.writerow([*_COLUMNS, *["fits" for _ in verdicts[0]], "reason"])
+    for row, verdict in zip(rows, verdicts):
         cells = [getattr(row, what) if what == "name" or not row.reason else "" for what in _COLUMNS]
-        table.writerow([*cells, *([] if fits is None else [_YES_NO[fits[place]]]), row.reason])
+        table.writerow([*cells, *verdict, row.reason])
     return text.getvalue()
 
 
