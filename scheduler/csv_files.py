@@ -71,8 +71,8 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None, c
     """
     table = [[_read(cell, lane, column) for column, cell in enumerate(row)] for lane, row in enumerate(_rows(text))]
     table += [[]] * (placement.lanes - len(table) if placement else 0)
-    if placement is None or chunks is None:
-        _refuse_if_empty(table)
+    if (placement is None or chunks is None) and not any(cell for row in table for cell in row):
+        raise ScheduleError(f"there is no action in the table. {_ALLOWED} Or say placement= and chunks=.")
     return Schedule.of_cells(
         name,
         _placement(table) if placement is None else placement,
@@ -106,11 +106,6 @@ def _read(cell: str, lane: int, column: int) -> Order:
     except ValueError:  # also numbers of thousands of digits, which int refuses
         short = cell if len(cell) <= _LONG else f"{cell[:_LONG]}..."
         raise ScheduleError(f"{_place(lane, column)}: {short!r} is not an action. {_ALLOWED}") from None
-
-
-def _refuse_if_empty(table: list[list[Order]]) -> None:
-    if not any(cell for row in table for cell in row):
-        raise ScheduleError(f"there is no action in the table. {_ALLOWED} Or say placement= and chunks=.")
 
 
 def _placement(table: list[list[Order]]) -> Placement:
