@@ -11,6 +11,7 @@ import sys
 import click
 
 from partition.errors import PartitionError
+from partition.hardware.gpus import gib
 from partition.hardware.inventory import Devices
 from partition.hardware.inventory import devices as find
 from partition.hardware.selection import MARGIN, Choice, memory_cap
@@ -85,7 +86,7 @@ def _show_devices(found: Devices) -> None:
 
 def _show_choice(choice: Choice, caps: list[int | None], margin: float) -> None:
     print(f"\n{choice}")
-    sizes = ", ".join("not told" if cap is None else f"{cap / 2**30:.1f} GiB" for cap in caps)
+    sizes = ", ".join("not told" if cap is None else gib(cap) for cap in caps)
     print(f"memory for a plan: {sizes}; {margin:.0%} of what is free is kept back")
     print(_assigned(choice))
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from partition.hardware.nvml import Answers, words_of
 
-__all__ = ["Device", "GpuProcess", "Unit", "load_of", "read_units", "text_of"]
+__all__ = ["Device", "GpuProcess", "Unit", "gib", "load_of", "read_units", "text_of"]
 
 
 class GpuProcess(NamedTuple):
@@ -107,6 +107,15 @@ def read_units(nvml: Any) -> list[Unit]:
 def text_of(value: bytes | str) -> str:
     """A text of NVML's: pynvml decodes what functions return, not what stands in their structs."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+def gib(count: int) -> str:
+    """Bytes in words.
+
+    >>> gib(3 << 29)
+    '1.5 GiB'
+    """
+    return f"{count / 2**30:.1f} GiB"
 
 
 def load_of(answers: Answers) -> tuple[float | None, float | None]:

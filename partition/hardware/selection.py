@@ -14,7 +14,7 @@ from itertools import combinations, permutations
 
 import scheduler
 from partition.errors import PartitionError
-from partition.hardware.gpus import Device
+from partition.hardware.gpus import Device, gib
 from partition.hardware.links import Link, Links
 
 __all__ = ["Choice", "best_line", "choose", "memory_cap", "why_poor"]
@@ -133,7 +133,7 @@ def why_poor(device: Device, most_free: int) -> str:
     others = device.others
     if others:
         held = [process.used_bytes for process in others]
-        words = "" if None in held else f" ({_gib(sum(filter(None, held)))})"
+        words = "" if None in held else f" ({gib(sum(filter(None, held)))})"
         pids = ", ".join(f"{process.pid}" for process in others)
         return f"is in use by process{'es' if len(others) > 1 else ''} {pids}{words}"
     is_here = len(others) < len(device.processes or ())  # then it may be this process that computes
@@ -144,9 +144,9 @@ def why_poor(device: Device, most_free: int) -> str:
     own = sum(process.used_bytes or 0 for process in device.processes or ())
     hidden = device.total_bytes - device.free_bytes - own
     if hidden > _HELD * device.total_bytes:
-        return f"has {_gib(hidden)} in use, by no process that is shown here"
+        return f"has {gib(hidden)} in use, by no process that is shown here"
     if device.free_bytes < most_free / 2:
-        return f"has {_gib(device.free_bytes)} free, others up to {_gib(most_free)}"
+        return f"has {gib(device.free_bytes)} free, others up to {gib(most_free)}"
     return ""
 
 
@@ -257,10 +257,6 @@ def _why_slow(link: Link, has_nvlink: bool) -> str:
     if link.level is None:
         return "is not known"
     return "has no NVLink, as others here have" if has_nvlink else ""
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
 
 
 _EXACT = 10  # candidates: ten take 0.1 s, each more twice as long

@@ -8,11 +8,11 @@ A field that is not known shows why, in words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from partition.hardware.gpus import Device
+from partition.hardware.gpus import Device, gib
 from partition.hardware.links import Links
 
 __all__ = ["bandwidths", "device_table", "link_table", "plain"]
@@ -54,26 +54,25 @@ def plain(device: Device) -> dict[str, Any]:
 
 
 def _row(device: Device, label: str) -> list[str]:
-    def shown(what: str, value: object, text: str) -> str:
-        return device.unknown.get(what, "not told") if value is None else text
+    def shown(what: str, value: Any, spelt: Callable[[Any], str]) -> str:
+        return device.unknown.get(what, "not told") if value is None else spelt(value)
 
-    used = device.utilisation
     return [
         label,
-        shown("name", device.name, f"{device.name}"),
-        shown("uuid", device.uuid, f"{device.uuid}"[:12]),
-        shown("memory", device.free_bytes, f"{(device.free_bytes or 0) / 2**30:.1f} GiB"),
-        shown("memory", device.total_bytes, f"{(device.total_bytes or 0) / 2**30:.1f} GiB"),
-        shown("utilisation", used, f"{used or 0:.0%}"),
-        shown("power", device.watts, f"{device.watts or 0:.0f} W"),
-        shown("limit", device.watt_limit, f"{device.watt_limit or 0:.0f} W"),
-        shown("processes", device.processes, ", ".join(_processes(device)) or "-"),
+        shown("name", device.name, str),
+        shown("uuid", device.uuid, lambda uuid: f"{uuid}"[:12]),
+        shown("memory", device.free_bytes, gib),
+        shown("memory", device.total_bytes, gib),
+        shown("utilisation", device.utilisation, "{:.0%}".format),
+        shown("power", device.watts, "{:.0f} W".format),
+        shown("limit", device.watt_limit, "{:.0f} W".format),
+        shown("processes", device.processes, lambda _: ", ".join(_processes(device)) or "-"),
     ]
 
 
 def _processes(device: Device) -> Iterator[str]:
     for pid, used in device.others:
-        yield f"{pid}" if used is None else f"{pid} ({used / 2**30:.1f} GiB)"
+        yield f"{pid}" if used is None else f"{pid} ({gib(used)})"
 
 
 _HEAD = ["device", "name", "uuid", "free", "total", "utilised", "power", "limit", "other processes"]
