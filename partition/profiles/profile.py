@@ -106,7 +106,7 @@ class LayerProfile:
 
     @property
     def states(self) -> tuple[Bytes, Bytes, Bytes]:
-        """What it holds all the time, and may have in common with other layers."""
+        """The bytes that it holds all the time and that other layers may have as well, by kind."""
         return self.parameters, self.gradients, self.optimizer
 
 
@@ -283,7 +283,7 @@ _COLUMNS = ("layer", "kind", "F", "I", "W", "B", "parameters", "gradients", "opt
 
 
 def frozen(value: Any) -> Any:
-    """What JSON gives, with tuples for its lists."""
+    """A value that JSON gave, with tuples for its lists."""
     if isinstance(value, dict):
         return {name: frozen(each) for name, each in value.items()}
     return tuple(map(frozen, value)) if isinstance(value, list) else value
