@@ -204,7 +204,7 @@ def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def line_offset(tensor: Tensor) -> int:
-    """Where in a cache line a tensor begins, in numbers."""
+    """The offset in a cache line at which a tensor begins, in numbers."""
     return tensor.data_ptr() % LINE // tensor.itemsize
 
 

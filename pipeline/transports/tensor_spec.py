@@ -27,7 +27,7 @@ class Strided(NamedTuple):
     """The spec of a tensor in memory.
 
     Attributes:
-        offset: where in a cache line it begins, in numbers.
+        offset: in a cache line, where it begins, in numbers.
     """
 
     dtype: torch.dtype
