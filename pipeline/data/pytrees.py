@@ -208,6 +208,13 @@ def line_offset(tensor: Tensor) -> int:
     return tensor.data_ptr() % LINE // tensor.itemsize
 
 
+def unrolled(tensor: Tensor) -> Tensor:
+    """The numbers in the span of a tensor's memory, behind as many zeros as its offset in a cache line."""
+    whole = tensor.as_strided((span_of(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset())
+    offset = line_offset(tensor)
+    return torch.cat([whole.new_zeros(offset), whole]) if offset else whole
+
+
 def copied(tensor: Tensor) -> Tensor:
     """A copy that lies in memory as the original does: with its gaps, at the same offset in a cache line.
 
@@ -225,8 +232,8 @@ def copied(tensor: Tensor) -> Tensor:
     span, offset = span_of(tensor.shape, tensor.stride()), line_offset(tensor)
     if span < tensor.numel() or span == tensor.numel() and not offset:
         return tensor.clone()
-    whole = tensor.as_strided((span,), (1,), tensor.storage_offset())
-    return torch.cat([whole.new_empty(offset), whole]).as_strided(tensor.shape, tensor.stride(), offset)
+    memory = unrolled(tensor) if offset else unrolled(tensor).clone()
+    return memory.as_strided(tensor.shape, tensor.stride(), offset)
 
 
 def share_memory(tensors: Sequence[Tensor]) -> list[bool]:

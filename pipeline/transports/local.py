@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipeline.common.accelerators import entered_streams, is_accelerator
 from pipeline.common.places import Place
-from pipeline.data.pytrees import copied, resolved, span_of
+from pipeline.data.pytrees import line_offset, resolved, span_of, unrolled
 
 
 class Parcel(NamedTuple):
@@ -86,14 +86,13 @@ class Local:
         if _is_there(tensor, source, target):
             return tensor
         tensor = resolved(tensor)  # of a conjugate torch would make a copy at each use, record_stream too
-        span = _span(tensor)
-        if span is not None:
-            moved = self._moved(tensor.as_strided((span,), (1,), tensor.storage_offset()), source, target, streams)
-            return moved.as_strided(tensor.shape, tensor.stride())
+        if _lies_otherwise(tensor):
+            moved = self._moved(unrolled(tensor), source, target, streams)
+            return moved.as_strided(tensor.shape, tensor.stride(), line_offset(tensor))
         here, there = tensor.device, target.device
         reads, writes = is_accelerator(here), is_accelerator(there)
         if here == there and not reads:
-            return copied(tensor)
+            return tensor.clone()
         if reads and writes:
             return self._between_accelerators(tensor, there, streams)
         if here.type == "cpu" and writes and tensor.layout is torch.strided:
@@ -139,16 +138,16 @@ class Local:
         return first
 
 
-def _span(tensor: Tensor) -> int | None:
-    """The span of memory to move for a tensor whose layout a plain copy would change; None: a plain copy will do.
+def _lies_otherwise(tensor: Tensor) -> bool:
+    """Whether a plain copy would lie in memory otherwise, and the span of the memory is to be moved in its place.
 
-    Expanded, as the gradient of a sum is, it needs less than a number each; with gaps, as a real part has, more. In
-    another layout kernels add in another order, so the numbers would depend on the place.
+    Expanded, as the gradient of a sum is, it needs less than a number each; with gaps, as a real part has, more. Where
+    a tensor lies otherwise kernels add in another order, so the numbers would depend on the place.
     """
     if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return None
+        return False
     span = span_of(tensor.shape, tensor.stride())
-    return span if span != tensor.numel() and span <= 2 * tensor.numel() else None
+    return span <= 2 * tensor.numel() and (span != tensor.numel() or line_offset(tensor) > 0)
 
 
 def _is_there(tensor: Tensor, source: Place | None, target: Place) -> bool:
