@@ -35,7 +35,7 @@ def test_two_pipelines_of_two_ranks_train_as_two_pipes_that_are_averaged_by_hand
     check(crew4, [
         {"model": "mixed", "schedule": schedule, "entry": entry, "alone": alone,
          "balance": (2, 2, 2, 2) if schedule in ("interleaved", "zb-v", "looped-bfs") else (3, 5)}
-        for entry in ENTRIES for schedule in schedules for alone in (False, True)
+        for entry, schedule, alone in some(product(ENTRIES, schedules, (False, True)))
     ])  # fmt: skip
 
 

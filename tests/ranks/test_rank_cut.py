@@ -21,9 +21,9 @@ CASES = [
 
 
 def test_cut_models_train_over_ranks_as_in_one_process(crew2: Crew, crew3: Crew) -> None:
-    for crew in (crew2, crew3):
+    for crew, cases in ((crew2, CASES), (crew3, either(CASES[1::2], CASES))):
         agree_all(crew, "rank_cut:trained", [
-            (name, crew.size, schedule, checkpoint) for name, schedule, checkpoint in CASES
+            (name, crew.size, schedule, checkpoint) for name, schedule, checkpoint in cases
         ])  # fmt: skip
 
 
