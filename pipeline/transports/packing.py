@@ -3,9 +3,9 @@
     settled tensors --Packing.of--> Packing: what they look like, and where each goes
     header, tensors --pack-->  [header | tensor 0 | gap | tensor 1 | gap | tensor 2]  --unpack--> tensors
 
-Each tensor begins as far behind a multiple of 64 bytes, the length of a cache line, as it did where it was sent: kernels
-add in another order where that is another offset, and numbers would have other last bits. On the other side each has a
-storage and a version counter of its own.
+Each tensor begins as far behind a multiple of 64 bytes, the length of a cache line, as it did where it was sent:
+kernels add in another order where that is another offset, and numbers would have other last bits. On the other side
+each has a storage and a version counter of its own.
 """
 
 from __future__ import annotations
