@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from pipeline.execution.plan import Plan, plan_forward, plan_step
+from pipeline.execution.plan import CallPlan, plan_forward, plan_step
 from scheduler import Kind, by_name
 
 STAGES, BLOCKS, WIDTH, ROWS, CHUNKS = 3, 4, 256, 64, 8
@@ -64,7 +64,7 @@ class _Held:
         self.tensor = tensor
 
 
-def analytic(plan: Plan, mode: str) -> tuple[int, int]:
+def analytic(plan: CallPlan, mode: str) -> tuple[int, int]:
     """Peak bytes that autograd saves, and peak bytes of inputs kept for recomputation."""
     (order,) = plan.device_orders
     recomputed = plan.recomputed(mode)

@@ -14,14 +14,14 @@ from torch import nn
 from partition.contiguous import balance_costs, check_stages, whole
 from partition.errors import PartitionError
 from partition.profiles.profiling import check_timeout, layer_bytes, layer_work
-from partition.profiles.sandbox import Device, device_of
+from partition.profiles.sandbox import DeviceLike, device_of
 from partition.splitting import check_module
 
 __all__ = ["balance_by_time", "balance_by_size"]
 
 
 def balance_by_time(
-    stages: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: Device = None
+    stages: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: DeviceLike = None
 ) -> list[int]:
     """Choose a balance by the seconds that each layer's forward and backward take.
 
@@ -62,7 +62,7 @@ def balance_by_size(
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
-    device: Device = None,
+    device: DeviceLike = None,
 ) -> list[int]:
     """Choose a balance by the bytes that each layer holds in training.
 

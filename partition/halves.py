@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["REENTRANT", "Part", "Site", "ends_without", "held_by", "late_gradients", "survey", "waiting"]
+__all__ = ["REENTRANT", "LateGrads", "Site", "ends_without", "held_by", "late_gradients", "survey", "waiting"]
 
 REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
 Late: TypeAlias = "partial[Sequence[Tensor]]"  # from the gradient of an output to those of the weights
@@ -50,7 +50,7 @@ class Site(NamedTuple):
     late: Late
 
 
-class _Rule(NamedTuple):
+class _WeightRule(NamedTuple):
     """The inputs of a node that are weights, and a map from the node to their gradients.
 
     A convolution's weight and bias are computed by one kernel, so the bias waits too. The bias of a matrix
@@ -61,7 +61,7 @@ class _Rule(NamedTuple):
     late: Callable[[Any, bool], tuple[Tensor, Late] | None]
 
 
-class Part(NamedTuple):
+class LateGrads(NamedTuple):
     """Gradients that W will compute, and the tensors that must not change until then.
 
     `site` is without its node: the graph above is freed in I.
@@ -92,7 +92,7 @@ def survey(
 
 
 def _alone(
-    found: list[tuple[Any, _Rule]], entered: Mapping[Any, int], may_wait: Callable[[Tensor], bool]
+    found: list[tuple[Any, _WeightRule]], entered: Mapping[Any, int], may_wait: Callable[[Tensor], bool]
 ) -> Sequence[Site]:
     """Those of the uses whose weights are used in no other way."""
     sites = [site for node, rule in found for site in _site(node, rule, entered, may_wait)]
@@ -108,9 +108,9 @@ def _alone(
 
 
 @contextmanager
-def waiting(sites: Sequence[Site]) -> Iterator[list[Part]]:
+def waiting(sites: Sequence[Site]) -> Iterator[list[LateGrads]]:
     """Within, a backward passes the sites [2]; the yielded list fills with the parts that W computes."""
-    parts: list[Part] = []
+    parts: list[LateGrads] = []
     handles = [site.node.register_prehook(partial(_keep, parts, site)) for site in sites]
     try:
         yield parts
@@ -131,7 +131,7 @@ def ends_without(sites: Sequence[Site], leaves: Sequence[Tensor]) -> list[Tensor
     return now + [GradientEdge(site.node, 0) for site in sites]
 
 
-def late_gradients(parts: Sequence[Part], what: str) -> tuple[list[GradientEdge], list[Tensor]]:
+def late_gradients(parts: Sequence[LateGrads], what: str) -> tuple[list[GradientEdge], list[Tensor]]:
     """W: the gradients that waited [3], and the edges from which autograd adds them to those of the weights [4].
 
     Args:
@@ -157,7 +157,7 @@ def late_gradients(parts: Sequence[Part], what: str) -> tuple[list[GradientEdge]
     return tails, grads
 
 
-def held_by(parts: Iterable[Part]) -> list[Tensor]:
+def held_by(parts: Iterable[LateGrads]) -> list[Tensor]:
     """The tensors that parts hold from I to W, some of them weights."""
     return [
         tensor
@@ -167,9 +167,9 @@ def held_by(parts: Iterable[Part]) -> list[Tensor]:
     ]
 
 
-def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None:
+def _keep(parts: list[LateGrads], site: Site, grads: Sequence[Tensor | None]) -> None:
     if grads[0] is not None:
-        parts.append(Part(site._replace(node=None), grads[0], _versions(site.given, grads[0])))
+        parts.append(LateGrads(site._replace(node=None), grads[0], _versions(site.given, grads[0])))
 
 
 def _versions(given: Tensor, of_output: Tensor) -> tuple[int, int]:
@@ -179,7 +179,7 @@ def _versions(given: Tensor, of_output: Tensor) -> tuple[int, int]:
 
 
 def _site(
-    node: Any, rule: _Rule, entered: Mapping[Any, int], may_wait: Callable[[Tensor], bool]
+    node: Any, rule: _WeightRule, entered: Mapping[Any, int], may_wait: Callable[[Tensor], bool]
 ) -> Iterator[tuple[Site, list[Any]]]:
     """Follow a use down to its leaves, through a transpose and a cast (autocast's) without other uses.
 
@@ -274,9 +274,9 @@ def _embedding(indices: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence
 
 
 _RULES = {
-    "AddmmBackward0": _Rule((2,), _of_addmm),
-    "MmBackward0": _Rule((1,), _of_mm),
-    "ConvolutionBackward0": _Rule((1, 2), _of_convolution),
-    "EmbeddingBackward0": _Rule((0,), _of_embedding),
+    "AddmmBackward0": _WeightRule((2,), _of_addmm),
+    "MmBackward0": _WeightRule((1,), _of_mm),
+    "ConvolutionBackward0": _WeightRule((1, 2), _of_convolution),
+    "EmbeddingBackward0": _WeightRule((0,), _of_embedding),
 }
 _BETWEEN = ("TBackward0", "ToCopyBackward0")

@@ -60,7 +60,7 @@ class Modes:
             if model is not None and module is not model.get_submodule(name):
                 standing[name].append(module)
         self._standing = [] if model is None else [
-            _Standing(name, model.get_submodule(name), modules) for name, modules in standing.items()
+            _StandIns(name, model.get_submodule(name), modules) for name, modules in standing.items()
         ]  # fmt: skip
 
     @classmethod
@@ -81,7 +81,7 @@ class Modes:
 
     def add(self, module: nn.Module, standing: nn.Module) -> None:
         """Let something stand for a module from now on: a placeholder of what another process has."""
-        self._standing.append(_Standing("", module, [standing]))
+        self._standing.append(_StandIns("", module, [standing]))
 
     def follow(self) -> None:
         """Give what stands for modules of the model the modes of these, where they were changed."""
@@ -104,7 +104,7 @@ class Modes:
             each.lead(training != (each.name in exempt))
 
 
-class _Standing:
+class _StandIns:
     """Modules that stand for one of a model. They have its mode, or one that they were given since.
 
     Args:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from partition import Plan, split
-from partition.hardware.sampling import Sampling
+from partition.hardware.sampling import DeviceSampling
 from partition.models.sequential import to_sequential
 from partition.names import sequential
 from partition.splitting import check_module
@@ -580,7 +580,7 @@ class Pipe(Settled, Stateful):
 
     def report(
         self, steps: Step | Timeline | Iterable[Step | Timeline], planned: Costs | HasCosts | None = None,
-        sampling: Sampling | None = None,
+        sampling: DeviceSampling | None = None,
     ) -> Report:  # fmt: skip
         """Report on traced steps: measured beside planned for each stage, the bottleneck, and what to change.
 

@@ -17,7 +17,7 @@ from typing import Any
 from scheduler.action import Action, Kind
 from scheduler.errors import ScheduleError
 from scheduler.explanation import Causes
-from scheduler.memory_model import Held
+from scheduler.memory_model import ChunkMemory
 from scheduler.timeline import Event, Timeline
 
 __all__ = ["chrome_trace", "timeline_from_chrome"]
@@ -77,7 +77,7 @@ def timeline_from_chrome(text: str) -> Timeline:
         if about["unit"] not in _UNITS:
             raise ValueError(f"the unit is {about['unit']!r}, not one of {', '.join(_UNITS)}")
         events = [_read(event, about["unit"]) for event in trace["traceEvents"] if event["ph"] == "X"]
-        held = tuple(Held(*heights) for heights in about["held"])
+        held = tuple(ChunkMemory(*heights) for heights in about["held"])
         turns = tuple(map(tuple, about.get("turns", ())))
         ordered = tuple(sorted(events, key=itemgetter(2)))
         outside = _told(about.get("outside", 0), about["unit"])

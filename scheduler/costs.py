@@ -1,7 +1,7 @@
 """Costs: the durations of actions, the delays between stages, and the memory that a chunk holds.
 
     Costs(forward=..., input=..., weight=...)  --of(action)-->  time        --hop(sender, receiver)-->  time
-                                               --held(stage)->  Held: what a chunk holds there, from when to when
+                                               --held(stage)->  ChunkMemory: what a chunk holds there, from when to when
 
     F   forward
     B   backward (input + weight unless given) + recompute          each divided by the speed of its lane
@@ -20,7 +20,7 @@ from scheduler.action import Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_cost
 from scheduler.links import Link, Links, between
 from scheduler.measurement import OF_ACTIONS, costs_of, links_of, measure
-from scheduler.memory_model import Held
+from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 from scheduler.timeline import Timeline
 
@@ -162,10 +162,10 @@ class Costs:
         lane_of = placement.lane_of
         return lambda sender, receiver: self.hop(sender, receiver, (lane_of[sender], lane_of[receiver]))
 
-    def held(self, stage: int) -> Held:
+    def held(self, stage: int) -> ChunkMemory:
         """The memory of a chunk in `stage`."""
         values = (self.activation, self.kept, self.checkpoint)
-        return Held.of(*[value[stage] if isinstance(value, Sequence) else value for value in values])
+        return ChunkMemory.of(*[value[stage] if isinstance(value, Sequence) else value for value in values])
 
     def refuse_unless_for(self, placement: Placement) -> None:
         """Refuses costs that are listed for another number of stages or lanes.

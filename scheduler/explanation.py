@@ -14,10 +14,10 @@ from scheduler.event import Event
 
 __all__ = ["Causes", "critical_path", "why_idle"]
 
-Rows = Sequence[Sequence[Event]]
+EventRows = Sequence[Sequence[Event]]
 
 
-def critical_path(rows: Rows, exact: bool) -> tuple[Event, ...]:
+def critical_path(rows: EventRows, exact: bool) -> tuple[Event, ...]:
     """From an action that waits for nothing to the one that ends last.
 
     Args:
@@ -42,7 +42,7 @@ def critical_path(rows: Rows, exact: bool) -> tuple[Event, ...]:
     return tuple(reversed(path))
 
 
-def why_idle(rows: Rows, exact: bool, lane: int, time: float) -> str:
+def why_idle(rows: EventRows, exact: bool, lane: int, time: float) -> str:
     """A description of `lane` at `time`: it works, or it waits for an action, which something holds up.
 
     Args:
@@ -105,7 +105,7 @@ class Causes:
         exact: as of `critical_path`
     """
 
-    def __init__(self, rows: Rows, exact: bool) -> None:
+    def __init__(self, rows: EventRows, exact: bool) -> None:
         self._exact = exact
         self._events = {event.action: event for row in rows for event in row}
         self._before = {after.action: event for row in rows for event, after in zip(row, row[1:])}

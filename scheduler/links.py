@@ -44,8 +44,8 @@ class Link:
         return self.latency if self.bandwidth == inf else self.latency + size / self.bandwidth
 
 
-Way = float | Link
-Links = Way | Sequence[Way] | Mapping[tuple[int, int], Way] | Callable[[int, int], float]
+LinkCost = float | Link
+Links = LinkCost | Sequence[LinkCost] | Mapping[tuple[int, int], LinkCost] | Callable[[int, int], float]
 
 
 def between(links: Links, sender: int, receiver: int, lanes: tuple[int, int] | None, size: float) -> float:

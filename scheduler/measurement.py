@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from scheduler.action import Kind
 from scheduler.errors import ScheduleError
 from scheduler.exchanges import exchanges
-from scheduler.memory_model import Held
+from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 from scheduler.timeline import Timeline
 
@@ -82,7 +82,7 @@ class Measurement:
     unit: Literal["slots", "s"]
     actions: tuple[Mapping[Kind, Sample], ...]
     messages: tuple[Sample, ...]
-    held: tuple[Held, ...]
+    held: tuple[ChunkMemory, ...]
     outside: float = 0
 
     def median(self, stage: int, kind: Kind) -> float | None:
@@ -132,7 +132,7 @@ def costs_of(measurement: Measurement, of_lanes: bool, halves: Sequence[tuple[fl
     rows: list[tuple[float, ...]] = list(map(_times, measurement.actions, halves))
     names = OF_ACTIONS
     if measurement.held:
-        names += Held._fields
+        names += ChunkMemory._fields
         rows = [row + held for row, held in zip(rows, measurement.held)]
     if of_lanes:
         rows = [tuple(map(sum, zip(*(rows[stage] for stage in measurement.placement.stages_of(lane)))))

@@ -18,10 +18,10 @@ from scheduler.action import Kind
 from scheduler.errors import ScheduleError
 from scheduler.event import Event
 
-__all__ = ["Held", "steps"]
+__all__ = ["ChunkMemory", "steps"]
 
 
-class Held(NamedTuple):
+class ChunkMemory(NamedTuple):
     """The memory of a chunk in one stage: the three heights of the pictures above."""
 
     activation: float = 1
@@ -29,7 +29,7 @@ class Held(NamedTuple):
     checkpoint: float = 1
 
     @classmethod
-    def of(cls, activation: float | None, kept: float | None, checkpoint: float | None) -> "Held":
+    def of(cls, activation: float | None, kept: float | None, checkpoint: float | None) -> "ChunkMemory":
         """None stands for all of the activations.
 
         Raises:
@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
 
 def steps(
-    events: Iterable[Event], held: tuple[Held, ...], recomputed: Set[tuple[int, int]] | None = None
+    events: Iterable[Event], held: tuple[ChunkMemory, ...], recomputed: Set[tuple[int, int]] | None = None
 ) -> Iterator[tuple[float, float]]:
     """The times at which the memory of a lane changes, and its new amounts.
 
@@ -59,7 +59,7 @@ def steps(
     """
     level: float = 0
     for (stage, kind, chunk), _, start, end in events:
-        whole, kept, low = held[stage] if held else Held()
+        whole, kept, low = held[stage] if held else ChunkMemory()
         if recomputed is not None and (stage, chunk) not in recomputed:
             low = whole
         again = whole - low

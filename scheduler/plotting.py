@@ -30,7 +30,7 @@ from scheduler.action import Kind
 from scheduler.drawing import duration, take_turns
 from scheduler.errors import refuse_unless_whole
 from scheduler.event import Event
-from scheduler.memory_model import Held
+from scheduler.memory_model import ChunkMemory
 from scheduler.palette import IDLE_COLOUR, colour, ink
 from scheduler.schedule import Schedule
 from scheduler.simulation import simulate
@@ -258,7 +258,7 @@ def _draw_legend(axes: Any, several: int, has_blocks: bool, page: _Page) -> None
 def _draw_memory(axes: Any, page: _Page) -> None:
     _bare(axes, page)
     timeline = page.timeline
-    what = "chunks held" if set(timeline.held) <= {Held()} else "held"
+    what = "chunks held" if set(timeline.held) <= {ChunkMemory()} else "held"
     axes.set_title(f"{what} by each lane, and the maximum", loc="left", fontsize=_points(10), color=_FAINT, pad=3)
     peaks = [float(peak) for peak in timeline.peak_memory]
     most = max(peaks)

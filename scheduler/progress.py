@@ -26,7 +26,7 @@ from scheduler.schedule import Schedule
 __all__ = ["Replayed", "progress"]
 
 Hop = Callable[[int, int], float]
-Row = tuple[int, float, int, float]  # where the ends of the two needs of chunk 0 stand, and how long each travels
+NeedRow = tuple[int, float, int, float]  # where the ends of the two needs of chunk 0 stand, and how long each travels
 
 
 class Replayed(NamedTuple):
@@ -107,7 +107,7 @@ def progress(
     return Replayed(starts_of, ends_of, [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)])
 
 
-def _rows(columns: Columns, hop: Hop) -> list[Row]:
+def _rows(columns: Columns, hop: Hop) -> list[NeedRow]:
     """A row for each stage, kind and whether the backward of the stage after is split; at last one that needs nothing.
 
     An action with fewer than two needs also waits for what ended at 0.

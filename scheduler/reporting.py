@@ -23,7 +23,7 @@ from scheduler.costs import Costs
 from scheduler.drawing import duration, take_turns
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.measurement import measure
-from scheduler.memory_model import Held
+from scheduler.memory_model import ChunkMemory
 from scheduler.notebook import Shown
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
@@ -224,7 +224,7 @@ def _times(timeline: Timeline, stages: int) -> list[list[float]]:
 
 
 def _rows(
-    steps: Sequence[Timeline], planned: Timeline, held: tuple[Held, ...],
+    steps: Sequence[Timeline], planned: Timeline, held: tuple[ChunkMemory, ...],
     devices: Mapping[str, Sequence[float | None] | None], placement: Placement,
 ) -> tuple[StageReport, ...]:  # fmt: skip
     none: list[float | None] = [None] * placement.lanes
@@ -268,10 +268,10 @@ def _check_balance(balance: Sequence[int] | None, stages: int) -> None:
         refuse_unless_whole(f"balance[{stage}]", layers, least=1)
 
 
-def _held(given: Costs | None, step: Timeline) -> tuple[Held, ...]:
+def _held(given: Costs | None, step: Timeline) -> tuple[ChunkMemory, ...]:
     """The memory of a chunk in each stage, where costs or the timeline say it."""
     if given is None or given.activation == Costs.activation:
-        return step.held if any(held != Held() for held in step.held) else ()
+        return step.held if any(held != ChunkMemory() for held in step.held) else ()
     return tuple(given.held(stage) for stage in sorted({event.action.stage for event in step.events}))
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from scheduler.costs import Costs
 from scheduler.errors import ScheduleError
-from scheduler.links import Way
+from scheduler.links import LinkCost
 from scheduler.measurement import OF_ACTIONS
-from scheduler.memory_model import Held
+from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 
 __all__ = ["of_stages"]
@@ -45,7 +45,7 @@ def of_stages(costs: Costs, placement: Placement) -> Costs:
     costs.refuse_unless_for(one_each)
     if placement == one_each:
         return costs
-    shares = {what: _shared(getattr(costs, what), placement) for what in OF_ACTIONS + Held._fields}
+    shares = {what: _shared(getattr(costs, what), placement) for what in OF_ACTIONS + ChunkMemory._fields}
     link = costs.link
     if isinstance(link, tuple):
         link = _by_lanes(link, placement)
@@ -70,7 +70,7 @@ def _shared(cost: Any, placement: Placement) -> Any:
     return tuple(whole[lane] / stages[lane] for lane in lane_of)
 
 
-def _by_lanes(ways: Sequence[Way], placement: Placement) -> dict[tuple[int, int], Way]:
+def _by_lanes(ways: Sequence[LinkCost], placement: Placement) -> dict[tuple[int, int], LinkCost]:
     """A list says nothing about lanes that are not neighbours, such as the last and the first of a loop."""
     lane_of = placement.lane_of
     for stage, (lane, other) in enumerate(zip(lane_of, lane_of[1:])):

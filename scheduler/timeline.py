@@ -30,7 +30,7 @@ from scheduler.action import Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_cost, refuse_unless_whole
 from scheduler.event import Event
 from scheduler.explanation import critical_path, why_idle
-from scheduler.memory_model import Held, steps
+from scheduler.memory_model import ChunkMemory, steps
 
 __all__ = ["Event", "Timeline", "in_flight"]
 
@@ -58,7 +58,7 @@ class Timeline:
     events: tuple[Event, ...]
     lanes: int
     unit: Literal["slots", "s"] = "slots"
-    held: tuple[Held, ...] = ()
+    held: tuple[ChunkMemory, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
     clocked: bool = False
     outside: float = 0

@@ -326,6 +326,28 @@ def _attributes(node: ast.ClassDef) -> set[str]:
     return fields | {part.attr for part in stores if isinstance(part.value, ast.Name) and part.value.id == "self"}
 
 
+def test_a_type_name_means_one_thing() -> None:
+    """Classes and aliases, whether private or not, of the three packages. Two public ones are called Report."""
+    owners: dict[str, list[str]] = {}
+    for path in MODULES:
+        for name in _type_names(ast.parse(path.read_text())):
+            owners.setdefault(name.lstrip("_"), []).append(str(path.relative_to(ROOT)))
+    assert len(owners) > 500
+    assert owners.pop("Report") == ["pipeline/curvature/checking.py", "scheduler/reporting.py"]
+    assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
+
+
+def _type_names(tree: ast.Module) -> Iterator[str]:
+    yield from [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            if ast.unparse(node.annotation) == "TypeAlias":
+                yield node.target.id
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if re.match("_?[A-Z][a-z]", node.targets[0].id) and "TypeVar" not in ast.unparse(node.value):
+                yield node.targets[0].id
+
+
 def test_no_class_has_more_than_12_attributes() -> None:
     counted = 0
     for package in PACKAGES:

@@ -17,12 +17,12 @@ from math import inf
 
 import numpy
 
-from partition.cuts.windows import Block, Places, Table, Windows, placed, slid
+from partition.cuts.windows import Floats, Indices, WindowBlock, Windows, placed, slid
 
 __all__ = ["ANY_TIME", "bottleneck"]
 
 
-def bottleneck(windows: Windows, caps: Table) -> float:
+def bottleneck(windows: Windows, caps: Floats) -> float:
     """The time of the slowest stage, as small as can be but for rounding; inf where nothing fits.
 
     Args:
@@ -43,7 +43,7 @@ def bottleneck(windows: Windows, caps: Table) -> float:
     return found
 
 
-def _relaxed(windows: Windows, caps: Table) -> float:
+def _relaxed(windows: Windows, caps: Floats) -> float:
     """The time of the slowest stage, if each stage may begin wherever the furthest end before it is not passed.
 
     No cut is faster. Where no time is enough it is what some layer takes alone.
@@ -66,11 +66,11 @@ def _relaxed(windows: Windows, caps: Table) -> float:
         values = numpy.linspace(low, high - 4 * windows.rounding, 17)[1:]
 
 
-def _slowest(windows: Windows, caps: Table, least: float, value: float) -> float:
+def _slowest(windows: Windows, caps: Floats, least: float, value: float) -> float:
     """The least time of the slowest stage that is neither below `least` nor above `value`; inf where there is none."""
     starts, before = (0, 0), numpy.full(1, least)
     for stage, stops in enumerate(windows.ends_within(caps, value)):
-        block = Block.between(starts, stops)
+        block = WindowBlock.between(starts, stops)
         if block.is_empty:
             return inf
         best = numpy.full(stops[1] - stops[0] + 1, least)
@@ -92,8 +92,8 @@ def _slowest(windows: Windows, caps: Table, least: float, value: float) -> float
 
 
 def _undecided(
-    windows: Windows, stage: int, caps: Table, least: float, before: tuple[int, Table], block: Block
-) -> Places:
+    windows: Windows, stage: int, caps: Floats, least: float, before: tuple[int, Floats], block: WindowBlock
+) -> Indices:
     """The columns of a block but those in which the latest start has a window that takes no longer than `least`."""
     stops = numpy.arange(block.first, block.last + 1)
     if block.size < _FEW:

@@ -21,7 +21,7 @@ from partition.contiguous import check_stages
 from partition.cuts.bottleneck import ANY_TIME
 from partition.cuts.layers import Layers, layers_of
 from partition.cuts.sharing import loosest_caps, shared
-from partition.cuts.windows import Block, Held, Lane, StageSpec, Table, Windows, placed, slid
+from partition.cuts.windows import DeviceStages, Floats, HeldChunks, StageSpec, WindowBlock, Windows, placed, slid
 from partition.errors import PartitionError
 from partition.profiles.profile import Profile
 
@@ -79,14 +79,19 @@ def cut(
                 f"stages {hosted} share a device, but their specs say that it has {sorted(memory)} bytes. Give each of "
                 f"them the device's memory."
             )
-        lanes.append(Lane(hosted, memory.pop(), (tuple([Held(specs[s].kept, specs[s].inputs) for s in hosted]),)))
+        lanes.append(
+            DeviceStages(hosted, memory.pop(), (tuple([HeldChunks(specs[s].kept, specs[s].inputs) for s in hosted]),))
+        )
     messages = [2 * (latency + size / bandwidth) for size in layers.message]
     between = [[0.0] * len(messages) if one == other else messages for one, other in zip(numbers, numbers[1:])]
     return cut_layers(layers, specs, between, lanes)
 
 
 def cut_layers(
-    layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]] = (), lanes: Sequence[Lane] = (),
+    layers: Layers,
+    specs: Sequence[StageSpec],
+    messages: Sequence[Sequence[float]] = (),
+    lanes: Sequence[DeviceStages] = (),
     splits: int = 1000,
 ) -> list[int]:  # fmt: skip
     """Cut layers so that the slowest stage is as fast as can be.
@@ -127,7 +132,7 @@ def cut_layers(
 
 def slowest(
     layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]], balance: Sequence[int],
-    lanes: Sequence[Lane] = (),
+    lanes: Sequence[DeviceStages] = (),
 ) -> float:  # fmt: skip
     """The time of the slowest stage of a balance; inf where one does not fit."""
     windows = Windows(layers, specs, messages, lanes)
@@ -138,7 +143,7 @@ def slowest(
     return max(float(line.ends[stop] - line.begins[start]) for line, start, stop in ways)
 
 
-def _unfit(windows: Windows, specs: Sequence[StageSpec], lanes: Sequence[Lane]) -> str:
+def _unfit(windows: Windows, specs: Sequence[StageSpec], lanes: Sequence[DeviceStages]) -> str:
     """The reason that nothing fits, in words."""
     memory = [spec.memory for spec in specs]
     for lane in lanes:
@@ -148,7 +153,7 @@ def _unfit(windows: Windows, specs: Sequence[StageSpec], lanes: Sequence[Lane]) 
     first, reached = 0, numpy.zeros(1)  # inf where no stage may end
     for stage, size in enumerate(memory):
         last = first + len(reached) - 1
-        block = Block.between((first, last), (first + 1, windows.layers))
+        block = WindowBlock.between((first, last), (first + 1, windows.layers))
         if first < windows.layers:
             block = windows.shorter(stage, caps, ANY_TIME, block)
             starts = slid(placed(reached, first, windows.layers), block)
@@ -169,8 +174,8 @@ def _unfit(windows: Windows, specs: Sequence[StageSpec], lanes: Sequence[Lane]) 
     )
 
 
-def _is_too_big(windows: Windows, stage: int, caps: Table, layer: int) -> bool:
-    full = windows.too_big(stage, caps, Block(layer + 1, layer + 1, 1, 1))
+def _is_too_big(windows: Windows, stage: int, caps: Floats, layer: int) -> bool:
+    full = windows.too_big(stage, caps, WindowBlock(layer + 1, layer + 1, 1, 1))
     return full is not None and bool(full.any())
 
 

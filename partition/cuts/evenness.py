@@ -17,12 +17,12 @@ from math import inf, sqrt
 
 import numpy
 
-from partition.cuts.windows import Block, Table, Windows, placed, slid
+from partition.cuts.windows import Floats, WindowBlock, Windows, placed, slid
 
 __all__ = ["evenest"]
 
 
-def evenest(windows: Windows, caps: Table, value: float) -> list[int]:
+def evenest(windows: Windows, caps: Floats, value: float) -> list[int]:
     """The balance with the smallest sum of squared times, of those whose stages are within their limits.
 
     Args:
@@ -72,11 +72,11 @@ class _Floors:
         of_stages = levels**2 * speeds**2 - 2 * levels * windows.extra
         self._stages = numpy.pad(numpy.cumsum(of_stages, axis=1), ((0, 0), (1, 0)))  # up to each
 
-    def before(self, stage: int, first: int, last: int) -> Table:
+    def before(self, stage: int, first: int, last: int) -> Floats:
         """Of the stages before this one, if they have the layers before each place."""
         return _highest(self._layers[:, first : last + 1] - self._stages[:, stage, None])
 
-    def behind(self, stage: int, first: int, last: int) -> Table:
+    def behind(self, stage: int, first: int, last: int) -> Floats:
         """Of this stage and those behind it, if they have the layers from each place on."""
         layers = self._layers[:, -1:] - self._layers[:, first : last + 1]
         return _highest(layers - (self._stages[:, -1:] - self._stages[:, stage, None]))
@@ -88,13 +88,13 @@ class _Floors:
         return int((numpy.arange(first, last + 1) - starts).max())
 
 
-def _highest(floors: Table) -> Table:
+def _highest(floors: Floats) -> Floats:
     """Of the floors by all levels the highest, for each place; none is below 0."""
     return numpy.asarray(numpy.maximum(floors.max(axis=0), 0))
 
 
 def _fewest_squares(
-    windows: Windows, caps: Table, value: float, ends: Sequence[tuple[int, int]], floors: _Floors, spare: float
+    windows: Windows, caps: Floats, value: float, ends: Sequence[tuple[int, int]], floors: _Floors, spare: float
 ) -> list[int] | None:
     """The balance with the smallest sum of squares; None where it is more than so much above the floor."""
     most = (floors.least + spare) * (1 + 1e-9)
@@ -110,7 +110,7 @@ def _fewest_squares(
                 return None
             behind = behind[near[0] : near[-1] + 1]
             first, last = first + int(near[0]), first + int(near[-1])
-        block = Block.between(starts, (first, last))
+        block = WindowBlock.between(starts, (first, last))
         if block.is_empty:
             return None
         if spare < inf and block.long - block.short > _FEW:

@@ -24,12 +24,12 @@ import numpy
 
 from partition.cuts.bottleneck import bottleneck
 from partition.cuts.evenness import evenest
-from partition.cuts.windows import Table, Windows
+from partition.cuts.windows import Floats, Windows
 
 __all__ = ["Cut", "loosest_caps", "shared"]
 
 
-class _Node(NamedTuple):
+class _LimitedCut(NamedTuple):
     """A cut under limits of stages; those with the fastest slowest stage come first, then the nearest to fit.
 
     Attributes:
@@ -44,8 +44,8 @@ class _Node(NamedTuple):
     slowest: float
     over: float
     number: int
-    caps: Table
-    held: Table
+    caps: Floats
+    held: Floats
     balance: tuple[int, ...]
 
 
@@ -89,7 +89,7 @@ def shared(windows: Windows, splits: int) -> Cut:
     return Cut(best.balance, best.slowest) if best else Cut((), inf)
 
 
-def loosest_caps(windows: Windows) -> Table:
+def loosest_caps(windows: Windows) -> Floats:
     """For each row of bytes what is left where the other stages of its device hold as little as they can."""
     least, caps = windows.least_bytes(), numpy.zeros(sum(len(rows) for _, rows in windows.limits))
     for memory, rows in windows.limits:
@@ -97,7 +97,7 @@ def loosest_caps(windows: Windows) -> Table:
     return caps
 
 
-def _even_caps(windows: Windows) -> Table:
+def _even_caps(windows: Windows) -> Floats:
     """For each row of bytes an equal part of its device's memory."""
     caps = numpy.zeros(sum(len(rows) for _, rows in windows.limits))
     for memory, rows in windows.limits:
@@ -105,17 +105,17 @@ def _even_caps(windows: Windows) -> Table:
     return caps
 
 
-def _cut_under(windows: Windows, caps: Table, number: int) -> _Node | None:
+def _cut_under(windows: Windows, caps: Floats, number: int) -> _LimitedCut | None:
     """The cut under limits of stages; None where nothing fits."""
     slowest = bottleneck(windows, caps)
     if slowest == inf:
         return None
     balance = evenest(windows, caps, slowest)
     held = windows.bytes(balance)
-    return _Node(slowest, windows.over(held), number, caps, held, tuple(balance))
+    return _LimitedCut(slowest, windows.over(held), number, caps, held, tuple(balance))
 
 
-def _narrower(windows: Windows, node: _Node) -> Iterator[Table]:
+def _narrower(windows: Windows, node: _LimitedCut) -> Iterator[Floats]:
     """Limits of which any cut that fits keeps some, and the cut of a node none; of the device that holds too much."""
     memory, rows = max(windows.limits, key=lambda limit: float(node.held[limit[1]].sum()) - limit[0])
     over = float(node.held[rows].sum()) - memory

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from partition.cuts.layers import Amounts, Layers
 from partition.errors import PartitionError
 
-__all__ = ["Block", "Held", "Lane", "Line", "Places", "StageSpec", "Table", "Windows", "placed", "slid"]
+__all__ = ["DeviceStages", "HeldChunks", "Line", "Indices", "StageSpec", "Floats", "WindowBlock", "Windows", "placed",
+           "slid"]  # fmt: skip
 
-Table: TypeAlias = NDArray[numpy.float64]
+Floats: TypeAlias = NDArray[numpy.float64]
 Mask: TypeAlias = NDArray[numpy.bool_]
-Places: TypeAlias = NDArray[numpy.intp]
-Chosen: TypeAlias = slice | Places
+Indices: TypeAlias = NDArray[numpy.intp]
+Chosen: TypeAlias = slice | Indices
 ALL = slice(None)
 
 
@@ -65,7 +66,7 @@ class StageSpec:
                 raise PartitionError(f"{name} is {getattr(self, name)!r}, but must be finite and not negative.")
 
 
-class Held(NamedTuple):
+class HeldChunks(NamedTuple):
     """The chunks of which a stage holds something, at one moment.
 
     Attributes:
@@ -81,7 +82,7 @@ class Held(NamedTuple):
     late: int = 0
 
 
-class Lane(NamedTuple):
+class DeviceStages(NamedTuple):
     """A device whose stages share its memory.
 
     Attributes:
@@ -92,10 +93,10 @@ class Lane(NamedTuple):
 
     stages: tuple[int, ...]
     memory: float
-    moments: tuple[tuple[Held, ...], ...]
+    moments: tuple[tuple[HeldChunks, ...], ...]
 
 
-class Block(NamedTuple):
+class WindowBlock(NamedTuple):
     """Windows with ends in a range, and lengths in a range; a row for each length, a column for each end.
 
     Attributes:
@@ -109,7 +110,7 @@ class Block(NamedTuple):
     long: int
 
     @classmethod
-    def between(cls, starts: tuple[int, int], stops: tuple[int, int]) -> "Block":
+    def between(cls, starts: tuple[int, int], stops: tuple[int, int]) -> "WindowBlock":
         """All windows from one range of places to another."""
         return cls(*stops, max(1, stops[0] - starts[1]), stops[1] - starts[0])
 
@@ -133,21 +134,21 @@ class Line:
         most_begins: of all beginnings up to a place the most. Both rise, so places can be searched for.
     """
 
-    def __init__(self, ends: Table, begins: Table, missing: float) -> None:
+    def __init__(self, ends: Floats, begins: Floats, missing: float) -> None:
         self.ends, self.begins = ends, begins
         self.least_ends = numpy.ascontiguousarray(numpy.minimum.accumulate(ends[::-1])[::-1])  # else each search copies
         self.most_begins = numpy.maximum.accumulate(begins)
         self._padded = numpy.concatenate([numpy.full(len(begins) - 1, missing), begins])
         self._rises = bool((begins[1:] >= begins[:-1]).all())
 
-    def at_most(self, block: Block) -> float:
+    def at_most(self, block: WindowBlock) -> float:
         """No window of a block has more; inf: not known."""
         longest = slid(self._padded, block._replace(short=block.long))
         return float((self.ends[block.first : block.last + 1] - longest).max()) if self._rises else inf
 
-    def within(self, block: Block, chosen: Chosen = ALL) -> Table:
+    def within(self, block: WindowBlock, chosen: Chosen = ALL) -> Floats:
         """The numbers of the windows in chosen columns of a block; what is missing: with a beginning before layer 0."""
-        table: Table = self.ends[block.first : block.last + 1][chosen] - slid(self._padded, block)[:, chosen]
+        table: Floats = self.ends[block.first : block.last + 1][chosen] - slid(self._padded, block)[:, chosen]
         return table
 
 
@@ -171,7 +172,11 @@ class Windows:
     """
 
     def __init__(
-        self, layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]], lanes: Sequence[Lane]
+        self,
+        layers: Layers,
+        specs: Sequence[StageSpec],
+        messages: Sequence[Sequence[float]],
+        lanes: Sequence[DeviceStages],
     ) -> None:
         self.layers, self.stages = len(layers.work), len(specs)
         self.speeds = numpy.array([spec.speed for spec in specs])
@@ -204,7 +209,7 @@ class Windows:
         """The different ones of the lines."""
         return list({id(line): line for line in self.lines}.values())
 
-    def furthest(self, caps: Table, values: Table) -> list[Places]:
+    def furthest(self, caps: Floats, values: Floats) -> list[Indices]:
         """For each stage, and each time that a stage may take, no later end of it can be reached; 0: none can."""
         reached = numpy.zeros(len(values), dtype=numpy.intp)
         possible = numpy.ones(len(values), dtype=bool)
@@ -221,7 +226,7 @@ class Windows:
             furthest.append(reached)
         return furthest
 
-    def ends_within(self, caps: Table, value: float) -> list[tuple[int, int]]:
+    def ends_within(self, caps: Floats, value: float) -> list[tuple[int, int]]:
         """For each stage the first and the last place at which it may end, if none takes longer than this."""
         last = [int(reached[0]) for reached in self.furthest(caps, numpy.array([value]))]
         first = [self.layers]
@@ -230,7 +235,7 @@ class Windows:
             first.append(min(max(start, stage), self.layers))
         return list(zip(reversed(first), last, strict=True))
 
-    def shorter(self, stage: int, caps: Table, value: float, block: Block, chosen: Chosen = ALL) -> Block:
+    def shorter(self, stage: int, caps: Floats, value: float, block: WindowBlock, chosen: Chosen = ALL) -> WindowBlock:
         """A block without the lengths at which no window in its chosen columns is so fast and small."""
         if block.long - block.short < _NARROW:
             return block
@@ -238,7 +243,7 @@ class Windows:
         longest = int((stops - self._earliest(stage, caps, value, stops)).max())
         return block._replace(long=max(block.short, min(block.long, longest)))
 
-    def _earliest(self, stage: int, caps: Table, value: float, stops: Places) -> Places:
+    def _earliest(self, stage: int, caps: Floats, value: float, stops: Indices) -> Indices:
         """For each end, a window that begins before this takes longer or holds too much, in a stage."""
         line = self.lines[stage]
         starts = line.most_begins.searchsorted(line.least_ends[stops] - (value + self.rounding), "left")
@@ -247,7 +252,7 @@ class Windows:
             starts = numpy.maximum(starts, held.most_begins.searchsorted(held.least_ends[stops] - caps[row], "left"))
         return starts
 
-    def too_big(self, stage: int, caps: Table, block: Block, chosen: Chosen = ALL) -> Mask | None:
+    def too_big(self, stage: int, caps: Floats, block: WindowBlock, chosen: Chosen = ALL) -> Mask | None:
         """The windows that hold too much, in chosen columns of a block; None: there are none."""
         full: Mask | None = None
         for row in self._rows.of[stage]:
@@ -257,7 +262,7 @@ class Windows:
             full = over if full is None else full | over
         return full
 
-    def surely_fit(self, stage: int, caps: Table, starts: Places, stops: Places) -> Mask:
+    def surely_fit(self, stage: int, caps: Floats, starts: Indices, stops: Indices) -> Mask:
         """Of windows one by one, whether each fits; where that takes more than sums to know, none."""
         fit = numpy.full(len(stops), self._rows.is_separable)
         for row in self._rows.of[stage]:
@@ -265,20 +270,20 @@ class Windows:
             fit &= held.ends[stops] - held.begins[starts] <= caps[row]
         return fit
 
-    def bytes(self, balance: Sequence[int]) -> Table:
+    def bytes(self, balance: Sequence[int]) -> Floats:
         """The bytes of each row, for the stages of a balance."""
         held, stop = numpy.zeros(len(self._rows.lines)), 0
         for rows, size in zip(self._rows.of, balance, strict=True):
             stop += size
             for row in rows:
-                held[row] = self._rows.bytes(row, Block(stop, stop, size, size))[0, 0]
+                held[row] = self._rows.bytes(row, WindowBlock(stop, stop, size, size))[0, 0]
         return held
 
-    def over(self, held: Table) -> float:
+    def over(self, held: Floats) -> float:
         """The bytes by which some rows exceed what they may have together, at the most; negative where none does."""
         return max((float(held[rows].sum()) - memory for memory, rows in self.limits), default=0.0)
 
-    def least_bytes(self) -> Table:
+    def least_bytes(self) -> Floats:
         """For each row the bytes of a window that holds as little as any that leaves the other stages a layer each."""
         least = numpy.zeros(len(self._rows.lines))
         for stage, rows in enumerate(self._rows.of):
@@ -299,10 +304,10 @@ class _Rows:
         limits: (bytes, rows): what some rows may have together.
     """
 
-    def __init__(self, layers: Layers, specs: Sequence[StageSpec], lanes: Sequence[Lane]) -> None:
+    def __init__(self, layers: Layers, specs: Sequence[StageSpec], lanes: Sequence[DeviceStages]) -> None:
         none = Amounts([0] * len(layers.work))
         of_chunks = layers.saved, layers.read, layers.late
-        sums = [_Sums(amounts if len(amounts.each) else none) for amounts in (layers.state, *of_chunks)]
+        sums = [_PrefixSums(amounts if len(amounts.each) else none) for amounts in (layers.state, *of_chunks)]
         state, *of_chunk = sums
         entry, tail = numpy.zeros(len(layers.work) + 1), numpy.zeros(len(layers.work) + 1)
         entry[: len(layers.entry)] = layers.entry
@@ -310,7 +315,7 @@ class _Rows:
         self.of: list[list[int]] = [[] for _ in specs]
         self.lines: list[Line] = []
         self.limits: list[tuple[float, list[int]]] = []
-        self._sizes: list[Table] = []
+        self._sizes: list[Floats] = []
         for lane in lanes:
             for moment in lane.moments:
                 rows = list(range(len(self.lines), len(self.lines) + len(moment)))
@@ -334,12 +339,12 @@ class _Rows:
         """True where sums alone are the bytes."""
         return not len(self._before)
 
-    def bytes(self, row: int, block: Block, chosen: Chosen = ALL) -> Table:
+    def bytes(self, row: int, block: WindowBlock, chosen: Chosen = ALL) -> Floats:
         """The bytes of windows, in chosen columns of a block."""
         table = self.lines[row].within(block, chosen)
         return table if self.is_separable else table + self._astride(row, block)[:, chosen]
 
-    def _astride(self, row: int, block: Block) -> Table:
+    def _astride(self, row: int, block: WindowBlock) -> Floats:
         """The bytes of the later layer of two that share, in windows that begin between them."""
         first, last, short, long = block
         chosen = ((self._later < last) & (self._later > first - long) & (self._sizes[row] > 0)).nonzero()[0]
@@ -352,11 +357,11 @@ class _Rows:
         lines = numpy.broadcast_to((stops - first) * columns, sizes.shape)
         spots = numpy.concatenate([(lines + begin).ravel(), (lines + end).ravel()])
         steps: Any = numpy.bincount(spots, numpy.concatenate([sizes.ravel(), -sizes.ravel()]), len(stops) * columns)
-        table: Table = numpy.cumsum(steps.reshape(-1, columns), axis=1)[:, :-1].T
+        table: Floats = numpy.cumsum(steps.reshape(-1, columns), axis=1)[:, :-1].T
         return table
 
 
-class _Sums:
+class _PrefixSums:
     """Prefix sums of an amount: a window has ends[j] - begins[i], and what is astride."""
 
     def __init__(self, amounts: Amounts) -> None:
@@ -375,7 +380,7 @@ class _Sums:
         self.begins = sums - numpy.append(off[1:], off[-1])
 
 
-def slid(padded: Table, block: Block) -> Table:
+def slid(padded: Floats, block: WindowBlock) -> Floats:
     """For each length and end of a block, the value where the window begins, of a row as long as a Line pads it."""
     first, last, short, long = block
     origin = len(padded) // 2 + first - short
@@ -384,19 +389,22 @@ def slid(padded: Table, block: Block) -> Table:
     return numpy.ndarray(shape, float, padded, origin * size, (-size, size))
 
 
-def placed(values: Table, first: int, layers: int) -> Table:
+def placed(values: Floats, first: int, layers: int) -> Floats:
     """A row for `slid` with values at some places, and inf at the others."""
     row = numpy.full(2 * layers + 1, inf)
     row[layers + first : layers + first + len(values)] = values
     return row
 
 
-def _sums(values: Sequence[float] | Table) -> Table:
+def _sums(values: Sequence[float] | Floats) -> Floats:
     return numpy.concatenate([[0.0], numpy.cumsum(numpy.asarray(values, dtype=float))])
 
 
 _NARROW = 32  # lengths: to find out which can be left out takes as long
 
 
-def _alone(specs: Sequence[StageSpec]) -> list[Lane]:
-    return [Lane((stage,), spec.memory, ((Held(spec.kept, spec.inputs),),)) for stage, spec in enumerate(specs)]
+def _alone(specs: Sequence[StageSpec]) -> list[DeviceStages]:
+    return [
+        DeviceStages((stage,), spec.memory, ((HeldChunks(spec.kept, spec.inputs),),))
+        for stage, spec in enumerate(specs)
+    ]

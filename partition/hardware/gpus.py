@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from partition.hardware.nvml import Answers, words_of
+from partition.hardware.nvml import NvmlQueries, words_of
 
 __all__ = ["Device", "GpuProcess", "Unit", "gib", "load_of", "read_units", "text_of"]
 
@@ -118,7 +118,7 @@ def gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def load_of(answers: Answers) -> tuple[float | None, float | None]:
+def load_of(answers: NvmlQueries) -> tuple[float | None, float | None]:
     """The watts that a device draws now, and the share of the last second or less in which a kernel ran."""
     rates = answers.ask("utilisation", "nvmlDeviceGetUtilizationRates")
     return _per_thousand(answers.ask("power", "nvmlDeviceGetPowerUsage")), None if rates is None else rates.gpu / 100
@@ -132,25 +132,25 @@ def _units(nvml: Any, number: int) -> Iterator[Unit]:
         return
     whole = _read(nvml, gpu, gpu, number)
     instances = list(_instances(nvml, gpu, number, whole))
-    mode = Answers(nvml, gpu).ask("mig", "nvmlDeviceGetMigMode")
+    mode = NvmlQueries(nvml, gpu).ask("mig", "nvmlDeviceGetMigMode")
     yield from instances or [Unit(whole, gpu, whole.uuid, is_usable=mode is None or not mode[0])]
 
 
 def _instances(nvml: Any, gpu: Any, number: int, whole: Device) -> Iterator[Unit]:
-    answers = Answers(nvml, gpu)
+    answers = NvmlQueries(nvml, gpu)
     for place in range(answers.ask("count", "nvmlDeviceGetMaxMigDeviceCount") or 0):
         handle = answers.ask("instance", "nvmlDeviceGetMigDeviceHandleByIndex", place)
         if handle is not None:
-            part = Answers(nvml, handle)
+            part = NvmlQueries(nvml, handle)
             ids = [part.ask("id", f"nvmlDeviceGet{kind}InstanceId") for kind in ("Gpu", "Compute")]
             alias = None if None in ids else f"MIG-{whole.uuid}/{ids[0]}/{ids[1]}"
             yield Unit(_read(nvml, handle, gpu, number), gpu, whole.uuid, alias)
 
 
 def _read(nvml: Any, handle: Any, gpu: Any, number: int) -> Device:
-    answers = Answers(nvml, handle)
+    answers = NvmlQueries(nvml, handle)
     ask = answers.ask
-    bus = Answers(nvml, gpu).ask("bus", "nvmlDeviceGetPciInfo")  # of the whole GPU: an instance has none
+    bus = NvmlQueries(nvml, gpu).ask("bus", "nvmlDeviceGetPciInfo")  # of the whole GPU: an instance has none
     memory = ask("memory", "nvmlDeviceGetMemoryInfo")
     watts, utilisation = load_of(answers)
     processes = ask("processes", "nvmlDeviceGetComputeRunningProcesses")

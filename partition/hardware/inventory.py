@@ -16,10 +16,10 @@ import torch
 
 from partition.errors import PartitionError
 from partition.hardware.gpus import Device, Unit, read_units
-from partition.hardware.links import Link, Links, read_links
+from partition.hardware.links import DeviceLink, DeviceLinks, read_links
 from partition.hardware.numbering import Numbering, number_devices, uuids_of_torch
 from partition.hardware.nvml import NoNvml, opened, words_of
-from partition.hardware.sampling import Sampling
+from partition.hardware.sampling import DeviceSampling
 from partition.hardware.selection import MARGIN, Choice, choose, memory_cap
 from partition.hardware.tables import bandwidths, device_table, link_table, plain
 from scheduler.aligning import aligned
@@ -42,7 +42,7 @@ class Devices:
 
     visible: tuple[Device, ...] = ()
     hidden: tuple[Device, ...] = ()
-    links: Links = field(default_factory=dict, repr=False)
+    links: DeviceLinks = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Devices:
         """All devices of the host, the visible ones first."""
         return self.visible + self.hidden
 
-    def link(self, one: Device, other: Device) -> Link:
+    def link(self, one: Device, other: Device) -> DeviceLink:
         """The way between two of these devices.
 
         Raises:
@@ -149,7 +149,7 @@ class Devices:
 
     def sampling(
         self, which: Iterable[torch.device | str | int] | None = None, *, every: float = 0.1
-    ) -> Sampling:
+    ) -> DeviceSampling:
         """A context within which power and utilisation are sampled, in a thread, and energy is counted.
 
         Args:
@@ -161,7 +161,7 @@ class Devices:
             PartitionError: a device is none of these.
         """
         if which is None:
-            return Sampling(self.visible, every)
+            return DeviceSampling(self.visible, every)
         wanted = dict.fromkeys(f"{torch.device(device)}" for device in which)
         by_name = {device.label: device for device in self.visible if device.index is not None}
         missing = [name for name in wanted if name not in by_name and name != "cpu"]
@@ -170,7 +170,7 @@ class Devices:
                 f"cannot sample {missing[0]}: the devices that NVML tells of are {', '.join(by_name) or 'none'}. "
                 + " ".join(self.notes)
             )
-        return Sampling([by_name[name] for name in wanted if name in by_name], every)
+        return DeviceSampling([by_name[name] for name in wanted if name in by_name], every)
 
 
 def devices(environment: Mapping[str, str] | None = None) -> Devices:
@@ -205,7 +205,7 @@ def devices(environment: Mapping[str, str] | None = None) -> Devices:
     return _numbered(units, links, numbering)
 
 
-def _numbered(units: list[Unit], links: Links, numbering: Numbering) -> Devices:
+def _numbered(units: list[Unit], links: DeviceLinks, numbering: Numbering) -> Devices:
     visible = numbering.visible
     places = [*visible, *(place for place in range(len(units)) if place not in visible)]
     found = [

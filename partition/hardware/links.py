@@ -1,7 +1,7 @@
 """Links between GPUs: NVLinks, directly or over switches, or the way over PCIe.
 
     NVLinks of a GPU ──► ends: another GPU's bus, or a switch  ─┐
-    common ancestor of two GPUs on PCIe ────────────────────────┴──► Link of each pair
+    common ancestor of two GPUs on PCIe ────────────────────────┴──► DeviceLink of each pair
 
         NV18   bonded NVLinks, how many                                      what nvidia-smi topo -m calls them;
         INT    two GPUs on one board                                         NVML's levels are the last six, from near
@@ -20,13 +20,13 @@ from itertools import combinations
 from typing import Any
 
 from partition.hardware.gpus import Unit, text_of
-from partition.hardware.nvml import Answers
+from partition.hardware.nvml import NvmlQueries
 
-__all__ = ["Link", "Links", "read_links"]
+__all__ = ["DeviceLink", "DeviceLinks", "read_links"]
 
 
 @dataclass(frozen=True)
-class Link:
+class DeviceLink:
     """The way from one device to another. What NVML did not tell is None.
 
     Attributes:
@@ -37,7 +37,7 @@ class Link:
         peer: whether a GPU reads the other's memory by itself; if not, values go through the host's memory.
 
     Example:
-        >>> print(Link(nvlinks=18, level=50, bandwidth=478e9), Link(level=30), Link())
+        >>> print(DeviceLink(nvlinks=18, level=50, bandwidth=478e9), DeviceLink(level=30), DeviceLink())
         NV18 PHB ?
     """
 
@@ -58,10 +58,10 @@ class Link:
         return (1, self.peer is False, 100 if self.level is None else self.level, speed)
 
 
-Links = dict[frozenset[int], Link]
+DeviceLinks = dict[frozenset[int], DeviceLink]
 
 
-def read_links(nvml: Any, units: Sequence[Unit]) -> Links:
+def read_links(nvml: Any, units: Sequence[Unit]) -> DeviceLinks:
     """The link of each pair of units, by their positions. Instances of MIG have no NVLinks and are no peers."""
     buses = {unit.device.bus for unit in units}
     ends = [_ends(nvml, unit, buses) for unit in units]
@@ -73,24 +73,24 @@ def read_links(nvml: Any, units: Sequence[Unit]) -> Links:
     return links
 
 
-def _link(nvml: Any, pair: tuple[Unit, Unit], ends: tuple[list[str], list[str]], slots: float | None) -> Link:
+def _link(nvml: Any, pair: tuple[Unit, Unit], ends: tuple[list[str], list[str]], slots: float | None) -> DeviceLink:
     if pair[0].gpu is None or pair[1].gpu is None:
-        return Link()
-    answers = Answers(nvml, pair[0].gpu)
+        return DeviceLink()
+    answers = NvmlQueries(nvml, pair[0].gpu)
     if pair[0].device.bus == pair[1].device.bus:
-        return Link(level=0, peer=False)
+        return DeviceLink(level=0, peer=False)
     level = answers.ask("level", "nvmlDeviceGetTopologyCommonAncestor", pair[1].gpu)
     if any(unit.device.is_mig for unit in pair):
-        return Link(level=level, bandwidth=slots, peer=False)
+        return DeviceLink(level=level, bandwidth=slots, peer=False)
     status = [answers.ask("peer", "nvmlDeviceGetP2PStatus", pair[1].gpu, capability) for capability in (_READ, _NVLINK)]
     peer = None if status[0] is None else status[0] == 0
     count = ends[0].count(pair[1].device.bus or "")  # [1] a bridge or a board joins the two
     if not count and status[1] in (0, None):
         count = min(each.count(_SWITCH) for each in ends)  # [2] switches do, and lead from any GPU to any other
     if not count:
-        return Link(0, level, slots, peer)
+        return DeviceLink(0, level, slots, peer)
     speed = _least(*(_nvlink_speed(nvml, unit.gpu) for unit in pair))
-    return Link(count, level, None if speed is None else count * speed, peer)
+    return DeviceLink(count, level, None if speed is None else count * speed, peer)
 
 
 def _ends(nvml: Any, unit: Unit, buses: set[str | None]) -> list[str]:
@@ -99,7 +99,7 @@ def _ends(nvml: Any, unit: Unit, buses: set[str | None]) -> list[str]:
     In a virtual machine NVML may not know the other end. What is no GPU of the host is a switch then, as NCCL has it
     (NCCL, issue 1182).
     """
-    answers = Answers(nvml, unit.gpu)
+    answers = NvmlQueries(nvml, unit.gpu)
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS if unit.gpu is not None else 0):
         if answers.ask("state", "nvmlDeviceGetNvLinkState", link) != 1:
@@ -117,7 +117,7 @@ def _ends(nvml: Any, unit: Unit, buses: set[str | None]) -> list[str]:
 def _nvlink_speed(nvml: Any, gpu: Any) -> float | None:
     """Bytes per second of one NVLink in one direction."""
     fields = [_COMMON_SPEED, *((_SPEED_OF_LINK, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS))]
-    values = Answers(nvml, gpu).ask("speed", "nvmlDeviceGetFieldValues", fields) or ()
+    values = NvmlQueries(nvml, gpu).ask("speed", "nvmlDeviceGetFieldValues", fields) or ()
     told = [getattr(field.value, _MEMBER[field.valueType]) for field in values
             if field.nvmlReturn == 0 and field.valueType in _MEMBER]
     return next((speed * 1e6 for speed in told if speed), None)
@@ -125,7 +125,7 @@ def _nvlink_speed(nvml: Any, gpu: Any) -> float | None:
 
 def _slot_bandwidth(nvml: Any, gpu: Any) -> float | None:
     """Bytes per second of a PCIe slot in one direction, of the fastest that card and slot have in common."""
-    answers = Answers(nvml, gpu)
+    answers = NvmlQueries(nvml, gpu)
     generation = answers.ask("generation", "nvmlDeviceGetMaxPcieLinkGeneration")  # the current one falls when idle
     width = answers.ask("width", "nvmlDeviceGetMaxPcieLinkWidth")
     return _LANE[generation] * width or None if generation in _LANE and width is not None else None

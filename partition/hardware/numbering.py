@@ -26,7 +26,7 @@ from partition.hardware.gpus import Unit
 
 __all__ = ["Numbering", "number_devices", "uuids_of_torch"]
 
-Entry = TypeVar("Entry")
+T = TypeVar("T")
 
 
 class Numbering(NamedTuple):
@@ -130,7 +130,7 @@ def _numbers(visible: str, count: int) -> list[int]:
     return list(takewhile(lambda number: number < count, numbers))
 
 
-def _if_once(entries: list[Entry]) -> list[Entry]:
+def _if_once(entries: list[T]) -> list[T]:
     """The same; none if one stands there twice."""
     return entries if len(set(entries)) == len(entries) else []
 

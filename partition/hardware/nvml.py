@@ -1,7 +1,7 @@
 """Answers of NVIDIA's management library (NVML), and why one is lacking.
 
     with opened() as nvml:
-        answers = Answers(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
+        answers = NvmlQueries(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
         answers.ask("power", "nvmlDeviceGetPowerUsage")  ──► milliwatts, or None and answers.unknown["power"]
 
 A question that a device, a driver, a container or an instance of MIG does not answer is no error here. The names are
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Answers", "NoNvml", "opened", "words_of"]
+__all__ = ["NvmlQueries", "NoNvml", "opened", "words_of"]
 
 
 class NoNvml(Exception):
@@ -49,7 +49,7 @@ def opened() -> Iterator[Any]:
             pass  # the driver went away meanwhile
 
 
-class Answers:
+class NvmlQueries:
     """Questions to NVML about one device.
 
     Attributes:

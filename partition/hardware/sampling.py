@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
 from partition.hardware.gpus import Device, load_of
-from partition.hardware.nvml import Answers, NoNvml, opened, words_of
+from partition.hardware.nvml import NoNvml, NvmlQueries, opened, words_of
 
-__all__ = ["Sampling", "Usage"]
+__all__ = ["DeviceSampling", "Usage"]
 
 
-class Sample(NamedTuple):
+class Reading(NamedTuple):
     """A reading: seconds on the clock; None for what NVML did not tell."""
 
     time: float
@@ -66,7 +66,7 @@ class Usage:
         return f"{self.device.label}: {energy}{watts}{busy}, {self.samples} samples in {self.seconds:.4g} s"
 
 
-class Sampling:
+class DeviceSampling:
     """A context within which devices are sampled. Without a driver it samples nothing, and `usage` is empty.
 
     Attributes:
@@ -87,7 +87,7 @@ class Sampling:
     ) -> None:
         if not 0.001 <= every <= 3600:
             raise PartitionError(f"every is {every!r}. Give the seconds between two samples, from 0.001 to 3600.")
-        self._readers = [_Reader(device) for device in devices]
+        self._readers = [_DeviceReader(device) for device in devices]
         self._every = every
         self._clock = clock
         self._library = opened()
@@ -95,7 +95,7 @@ class Sampling:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-sampling", daemon=True)
 
-    def __enter__(self) -> Sampling:
+    def __enter__(self) -> DeviceSampling:
         try:
             nvml = self._library.__enter__()
         except NoNvml as error:
@@ -137,26 +137,26 @@ class Sampling:
             reader.read(self._clock)
 
 
-class _Reader:
+class _DeviceReader:
     """The readings of one device."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.source = "not sampled yet"
-        self._answers: Answers | None = None
-        self._samples: list[Sample] = []
+        self._answers: NvmlQueries | None = None
+        self._samples: list[Reading] = []
         self._counters: list[int | None] = []
 
     def open(self, nvml: Any) -> None:
         try:
-            self._answers = Answers(nvml, nvml.nvmlDeviceGetHandleByUUID(f"{self.device.uuid}"))
+            self._answers = NvmlQueries(nvml, nvml.nvmlDeviceGetHandleByUUID(f"{self.device.uuid}"))
         except nvml.NVMLError as error:
             self.source = words_of(error)
 
     def read(self, clock: Callable[[], float]) -> None:
         if self._answers is not None:
             watts, utilisation = load_of(self._answers)
-            self._samples.append(Sample(clock(), watts, utilisation))
+            self._samples.append(Reading(clock(), watts, utilisation))
 
     def read_counter(self) -> None:
         if self._answers is not None:

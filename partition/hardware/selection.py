@@ -15,12 +15,12 @@ from itertools import combinations, permutations
 import scheduler
 from partition.errors import PartitionError
 from partition.hardware.gpus import Device, gib
-from partition.hardware.links import Link, Links
+from partition.hardware.links import DeviceLink, DeviceLinks
 
 __all__ = ["Choice", "best_line", "choose", "memory_cap", "why_poor"]
 
 MARGIN = 0.1
-Line = tuple[int, ...]
+GpuOrder = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Choice:
     """
 
     devices: tuple[Device, ...]
-    pairs: Links = field(repr=False)
+    pairs: DeviceLinks = field(repr=False)
     warnings: tuple[str, ...]
     is_exact: bool
 
@@ -54,7 +54,7 @@ class Choice:
         return "\n".join([f"stages on {line} ({how})", *(f"warning: {warning}" for warning in self.warnings)])
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[DeviceLink, ...]:
         """The link of each device to the next."""
         return tuple(self.pairs[frozenset((place, place + 1))] for place in range(len(self.devices) - 1))
 
@@ -150,7 +150,7 @@ def why_poor(device: Device, most_free: int) -> str:
     return ""
 
 
-def choose(devices: Sequence[Device], links: Links, count: int) -> Choice:
+def choose(devices: Sequence[Device], links: DeviceLinks, count: int) -> Choice:
     """The best line of `count` devices.
 
     Args:
@@ -174,7 +174,7 @@ def choose(devices: Sequence[Device], links: Links, count: int) -> Choice:
 
 def best_line(
     is_poor: Sequence[bool], ranks: Mapping[frozenset[int], tuple[float, ...]], count: int
-) -> tuple[Line, bool]:
+) -> tuple[GpuOrder, bool]:
     """The places of the best line, and whether none is better.
 
     Args:
@@ -199,13 +199,13 @@ def best_line(
     return line, cost(line) == least
 
 
-def _exact(nodes: Sequence[int], edges: Mapping[frozenset[int], int], count: int) -> Line:
+def _exact(nodes: Sequence[int], edges: Mapping[frozenset[int], int], count: int) -> GpuOrder:
     """For each set of places and its last one the best line through all of them, from smaller sets to larger."""
-    lines: dict[tuple[frozenset[int], int], tuple[int, Line]] = {
+    lines: dict[tuple[frozenset[int], int], tuple[int, GpuOrder]] = {
         (frozenset([place]), place): (node, (place,)) for place, node in enumerate(nodes)
     }
     for _ in range(count - 1):
-        longer: dict[tuple[frozenset[int], int], tuple[int, Line]] = {}
+        longer: dict[tuple[frozenset[int], int], tuple[int, GpuOrder]] = {}
         for (places, last), (cost, line) in lines.items():
             for place in set(range(len(nodes))) - places:
                 key = places | {place}, place
@@ -216,9 +216,9 @@ def _exact(nodes: Sequence[int], edges: Mapping[frozenset[int], int], count: int
     return min(lines.values())[1]
 
 
-def _improved(places: Sequence[int], cost: Callable[[Sequence[int]], int], count: int) -> Line:
+def _improved(places: Sequence[int], cost: Callable[[Sequence[int]], int], count: int) -> GpuOrder:
     """From each place the nearest next, then changes as long as one helps; the best of these lines."""
-    best: tuple[int, Line] | None = None
+    best: tuple[int, GpuOrder] | None = None
     for start in places:
         line = [start]
         while len(line) < count:
@@ -234,7 +234,7 @@ def _improved(places: Sequence[int], cost: Callable[[Sequence[int]], int], count
     return best[1]
 
 
-def _changed(line: Line, places: Sequence[int]) -> list[Line]:
+def _changed(line: GpuOrder, places: Sequence[int]) -> list[GpuOrder]:
     """The lines with one part reversed, and those with one place exchanged, for another of the line or outside."""
     ends = range(len(line))
     reversals = [line[:a] + line[a:b + 1][::-1] + line[b + 1:] for a in ends for b in ends if a < b]
@@ -247,7 +247,7 @@ def _changed(line: Line, places: Sequence[int]) -> list[Line]:
     return reversals + exchanges
 
 
-def _why_slow(link: Link, has_nvlink: bool) -> str:
+def _why_slow(link: DeviceLink, has_nvlink: bool) -> str:
     if link.nvlinks:
         return ""
     if link.peer is False:

@@ -13,20 +13,20 @@ from dataclasses import asdict
 from typing import Any
 
 from partition.hardware.gpus import Device, gib
-from partition.hardware.links import Links
+from partition.hardware.links import DeviceLinks
 
 __all__ = ["bandwidths", "device_table", "link_table", "plain"]
 
-Table = list[list[str]]
+TextTable = list[list[str]]
 
 
-def device_table(devices: Sequence[Device], hidden: Sequence[Device]) -> Table:
+def device_table(devices: Sequence[Device], hidden: Sequence[Device]) -> TextTable:
     """The rows of a table of devices, the head first."""
     rows = [_row(device, device.label) for device in devices]
     return [_HEAD, *rows, *(_row(device, f"{device.label} (hidden)") for device in hidden)]
 
 
-def link_table(devices: Sequence[Device], links: Links) -> Table:
+def link_table(devices: Sequence[Device], links: DeviceLinks) -> TextTable:
     """The rows of the matrix of links, the head first."""
     labels = [device.label for device in devices]
     places = range(len(devices))
@@ -37,7 +37,7 @@ def link_table(devices: Sequence[Device], links: Links) -> Table:
     return [["", *labels], *rows]
 
 
-def bandwidths(links: Links) -> list[str]:
+def bandwidths(links: DeviceLinks) -> list[str]:
     """For each kind of link its bandwidth in words, fastest first."""
     found = dict.fromkeys((link.rank, str(link), link.bandwidth, link.peer) for link in links.values())
     lines = []

@@ -25,6 +25,7 @@ _LISTS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {  # how the
     defaultdict: (dict.clear, dict.update),
     OrderedDict: (OrderedDict.clear, OrderedDict.update),
 }
+_ABSENT = object()
 _TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: of parameters, of hooks
 
 Hook: TypeAlias = "tuple[Callable[..., Any], bool]"  # on what a module returns; whether it takes keyword arguments
@@ -36,7 +37,7 @@ class _Module(NamedTuple):
     attributes: dict[str, Any]
 
 
-class _Entries(NamedTuple):
+class _ContainerEntries(NamedTuple):
     """A list, a set or a dict, and its entries; and whose it is."""
 
     owner: str
@@ -44,7 +45,7 @@ class _Entries(NamedTuple):
     entries: Any
 
 
-class Found:
+class AttributeSnapshot:
     """The attributes of modules, and what is in their lists and dicts, at any depth.
 
     Args:
@@ -60,7 +61,7 @@ class Found:
         every = {id(each): (name, each) for module in modules for name, each in module.named_modules()}
         own = [each for each in every.values() if not isinstance(each[1], torch.jit.ScriptModule)]
         self._modules = [_Module(name, module, dict(vars(module))) for name, module in own]
-        self._entries: dict[int, _Entries] = {}
+        self._entries: dict[int, _ContainerEntries] = {}
         for name, _, attributes in self._modules:
             for key, value in attributes.items():
                 self._reach(f"{name}.{key}" if name else key, value)
@@ -72,7 +73,7 @@ class Found:
             now = vars(module)
             names += [
                 f"{name}.{key}" if name else key for key in attributes | now
-                if (id(module), key) not in but and not _same(attributes.get(key, Found), now.get(key, Found))
+                if (id(module), key) not in but and not _same(attributes.get(key, _ABSENT), now.get(key, _ABSENT))
             ]  # fmt: skip
         return sorted({name for name in names if name.rpartition(".")[2] not in _TABLES})
 
@@ -113,7 +114,7 @@ class Found:
                 self._reach(owner, entry)
         elif type(value) in _LISTS and id(value) not in self._entries:
             is_dict = isinstance(value, dict)
-            self._entries[id(value)] = _Entries(owner, value, dict(value) if is_dict else list(value))
+            self._entries[id(value)] = _ContainerEntries(owner, value, dict(value) if is_dict else list(value))
             for entry in value.values() if is_dict else value:
                 self._reach(owner, entry)
 
@@ -121,7 +122,7 @@ class Found:
 @contextmanager
 def as_found(
     modules: Iterable[nn.Module], written: Iterable[Tensor] = (), there: Iterable[Tensor] = ()
-) -> Iterator[Found]:
+) -> Iterator[AttributeSnapshot]:
     """At the end: modules are as they were found.
 
     Args:
@@ -132,7 +133,7 @@ def as_found(
     modules = list(modules)
     kept = [*written, *[buffer for module in modules for buffer in module.buffers()]]
     own = [tensor for module in modules for each in module.modules() for tensor in tensors_of(each)]
-    found = Found(modules, Contents([*own, *there, *kept]))
+    found = AttributeSnapshot(modules, Contents([*own, *there, *kept]))
     for tensor in kept:
         found.contents.keep(tensor)
     try:
@@ -153,7 +154,7 @@ def _package(of: Any) -> str | None:
     return None if name is None else str(name).partition(".")[0]
 
 
-def _same_entries(entries: _Entries) -> bool:
+def _same_entries(entries: _ContainerEntries) -> bool:
     now = entries.of
     if len(now) != len(entries.entries):
         return False

@@ -17,7 +17,7 @@ from partition.contents import storage_of
 from partition.models.as_found import Hook, as_found, tensors_of
 from partition.models.flow import Flow
 from partition.models.inputs import Leaves, called_with
-from partition.models.runs import Call, Key, renewed
+from partition.models.runs import ArgumentKey, ModelCall, renewed
 from partition.models.stand_ins import Volatile
 from partition.modes import modes_kept
 from partition.randomness import drawing, host_state, seed_host
@@ -102,12 +102,12 @@ class Called(NamedTuple):
     name: str
     begin: int
     end: int
-    given: Call
+    given: ModelCall
     returned: tuple[Leaves, TreeSpec]
-    entered: dict[tuple[int, int], Key]
+    entered: dict[tuple[int, int], ArgumentKey]
     left: list[tuple[int, int]]
     number: int
-    nodes: dict[Key, int]
+    nodes: dict[ArgumentKey, int]
 
 
 class Seen(NamedTuple):
@@ -265,10 +265,10 @@ def _calling(
             drawn.append(time)
         return time
 
-    begun: list[tuple[int, int, Call, dict[tuple[int, int], Key], dict[Key, int]]] = []
+    begun: list[tuple[int, int, ModelCall, dict[tuple[int, int], ArgumentKey], dict[ArgumentKey, int]]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = Call(*renewed((args, kwargs)))
+        given = ModelCall(*renewed((args, kwargs)))
         tensors = {key: leaf for key, leaf in given.leaves.items() if isinstance(leaf, Tensor)}
         entered = {_state(tensors[key]): key for key in sorted(reversed(tensors), key=given.is_argument)}
         nodes = {key: flow.node(leaf) for key, leaf in tensors.items()}

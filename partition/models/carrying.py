@@ -18,8 +18,8 @@ from torch import Tensor
 
 from partition.errors import PartitionError
 from partition.models.passing import Argument, Passing, Return, Slot
-from partition.models.runs import Chain, Key
-from partition.models.sources import Found, Sources
+from partition.models.runs import ArgumentKey, BlockChain
+from partition.models.sources import FoundSources, Sources
 
 
 class NotCarriedError(PartitionError):
@@ -37,17 +37,17 @@ class NotCarriedError(PartitionError):
         self.number = number
 
 
-def carrying(chain: Chain, runs: Sequence[Sources]) -> Chain:
+def carrying(chain: BlockChain, runs: Sequence[Sources]) -> BlockChain:
     """A chain, with what its blocks are called with that is not computed from the inputs alone.
 
     Raises:
         NotCarriedError: a block is called with something that the first one is not.
         PartitionError: blocks write into what others are called with.
     """
-    kept: dict[Key, int] = {}
+    kept: dict[ArgumentKey, int] = {}
     carried = []
     for number in range(chain.first, chain.last + 1):
-        places: dict[Key, int] = {}
+        places: dict[ArgumentKey, int] = {}
         for sources in runs:
             given, block = sources.blocks[chain.first].given.leaves, sources.blocks[number]
             if number > chain.first and any(sources.of((), until=block.begin)):
@@ -66,7 +66,7 @@ def carrying(chain: Chain, runs: Sequence[Sources]) -> Chain:
     return chain._replace(kept=tuple(kept), carried=tuple(carried))
 
 
-def _is_computed(sources: Sources, number: int, key: Key, leaf: Any) -> bool:
+def _is_computed(sources: Sources, number: int, key: ArgumentKey, leaf: Any) -> bool:
     """Whether a leaf of a block's arguments is not computed from the inputs alone.
 
     Where Python or numpy draw before, it may be another one by chance.
@@ -95,7 +95,7 @@ def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, bool | int | float | str)
 
 
-def passing_of(chains: Sequence[Chain], shares: Sequence[Mapping[str, Any]], runs: Sequence[Sources]) -> Passing:
+def passing_of(chains: Sequence[BlockChain], shares: Sequence[Mapping[str, Any]], runs: Sequence[Sources]) -> Passing:
     """The values that pass blocks by.
 
     Raises:
@@ -132,22 +132,26 @@ def passing_of(chains: Sequence[Chain], shares: Sequence[Mapping[str, Any]], run
     return Passing(tuple(ordered), tuple([readers[slot] for slot in ordered]), frozenset(written))
 
 
-def _returns(sources: Sources, chains: Sequence[Chain], node: int) -> set[Slot]:
+def _returns(sources: Sources, chains: Sequence[BlockChain], node: int) -> set[Slot]:
     """The slots of a node that a module returned: none where that is behind all blocks."""
     part, call, left = _part_of(sources, chains, node), sources.call_of(node), sources.seen.flow.nodes[node].left
     assert call is not None and left is not None  # it did
     return {(chain.first, Return(call.name, place)) for chain in chains[part : part + 1] for place in left[1]}
 
 
-def _part_of(sources: Sources, chains: Sequence[Chain], node: int) -> int:
+def _part_of(sources: Sources, chains: Sequence[BlockChain], node: int) -> int:
     """The part that computes a node: 0 before the first chain, 1 before the second, ..."""
     time = sources.seen.flow.nodes[node].time
     return sum([sources.blocks[chain.first].begin < time for chain in chains])
 
 
 def _read(
-    sources: Sources, past: Sequence[Chain], after: Sequence[Chain], share: Mapping[str, Any], made: Collection[int]
-) -> Found:
+    sources: Sources,
+    past: Sequence[BlockChain],
+    after: Sequence[BlockChain],
+    share: Mapping[str, Any],
+    made: Collection[int],
+) -> FoundSources:
     """The sources of what the part behind some chains makes: for the next one or the output; `made` for later ones."""
     blocks, before = sources.blocks, past[-1]
     reached = blocks[before.first]

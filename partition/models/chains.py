@@ -1,6 +1,6 @@
 """The blocks of a model, and their chains: modules of which each is called with what the one before returned.
 
-    calls of modules ─► found_blocks, or named_blocks ─► chains_of ─► Chain: how a hidden state goes from block to block
+    calls of modules ─► found_blocks, or named_blocks ─► chains_of ─► BlockChain: how a hidden state goes on from each
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec
 from partition.errors import PartitionError
 from partition.models.calls import Called
 from partition.models.inputs import Leaves
-from partition.models.runs import Chain, Key
+from partition.models.runs import ArgumentKey, BlockChain
 
 _LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
 
@@ -98,7 +98,7 @@ def called_again(calls: Sequence[Called], blocks: Sequence[Called]) -> list[Call
 
 def chains_of(
     model: nn.Module, blocks: Sequence[Called], calls: Sequence[Called], begins: Container[int]
-) -> tuple[Chain, ...]:
+) -> tuple[BlockChain, ...]:
     """The chains that blocks make, in their order: a block whose hidden state is not that of the one before begins one.
 
     Args:
@@ -119,7 +119,7 @@ def chains_of(
             run.append(block)
         else:
             runs.append([block])
-    chains: list[Chain] = []
+    chains: list[BlockChain] = []
     for run in runs:
         chains.append(_chain(run)._replace(first=chains[-1].last + 1 if chains else 0))
     return tuple(chains)
@@ -143,7 +143,7 @@ def _plain(call: Called) -> tuple[TreeSpec, Leaves]:
     return tree, [leaf if isinstance(leaf, bool | int | float | str) else None for leaf in leaves]
 
 
-def _chain(run: Sequence[Called]) -> Chain:
+def _chain(run: Sequence[Called]) -> BlockChain:
     """The chain of blocks that follow each other.
 
     Raises:
@@ -165,7 +165,7 @@ def _chain(run: Sequence[Called]) -> Chain:
     names = tuple([call.name for call in run])
     none = frozenset([place for place, leaf in enumerate(leaves) if leaf is None])
     entries, exits = [key for _, key in links], [exit for exit, _ in links]
-    return Chain(names, tuple(entries), returned, tree, tuple(exits), none, dtypes)
+    return BlockChain(names, tuple(entries), returned, tree, tuple(exits), none, dtypes)
 
 
 def _units(model: nn.Module, name: str, called: Container[str]) -> Iterator[str]:
@@ -230,6 +230,6 @@ def _links(run: Iterable[Called]) -> list[list[Called]]:
     return links
 
 
-def _shared(one: Called, other: Called) -> list[tuple[int, Key]]:
+def _shared(one: Called, other: Called) -> list[tuple[int, ArgumentKey]]:
     """The leaves of what one returned that are leaves of the other's arguments."""
     return [(place, other.entered[state]) for place, state in enumerate(one.left) if state in other.entered]

@@ -1,6 +1,6 @@
 """The flow of values through one run of a model: from which values each tensor was computed.
 
-    Flow.watching() ── each operation outside torch's kernels ──► Node: when, and from which nodes
+    Flow.watching() ── each operation outside torch's kernels ──► StorageVersion: when, and from which nodes
                     └─ numbers that Python is told: x.item(), a mask that chooses rows ──► Flow.told
 
 No number is compared, so what follows from a flow is true of other inputs that take the same way through the model's
@@ -24,7 +24,7 @@ from partition.contents import storage_of, written_by
 from partition.randomness import states_of_torch
 
 
-class Node(NamedTuple):
+class StorageVersion(NamedTuple):
     """The numbers of a storage, from when they were computed until something is written there.
 
     Attributes:
@@ -58,7 +58,7 @@ class Flow:
 
     def __init__(self, there: Iterable[Tensor], before_write: Callable[[Tensor], object] = id) -> None:
         self.before_write = before_write
-        self.nodes: list[Node] = []
+        self.nodes: list[StorageVersion] = []
         self.told: list[tuple[int, tuple[int, ...]]] = []
         self.roots: dict[int, int] = {}
         self._time = -1
@@ -81,7 +81,7 @@ class Flow:
         """The node that a tensor's numbers are."""
         storage = storage_of(tensor)
         if storage not in self._now:
-            self.roots[self._put(tensor, Node(-1 if self._time < 0 else self.tick()))] = storage
+            self.roots[self._put(tensor, StorageVersion(-1 if self._time < 0 else self.tick()))] = storage
         return self._now[storage][0]
 
     def leave(self, call: int, leaves: Iterable[Any]) -> None:
@@ -93,7 +93,7 @@ class Flow:
         time = self.tick()
         for leaf, before in [(leaf, self.node(leaf)) for _, leaf in tensors]:
             if before in places:
-                self._put(leaf, Node(time, (before,), before, left=(call, tuple(places.pop(before)))))
+                self._put(leaf, StorageVersion(time, (before,), before, left=(call, tuple(places.pop(before)))))
 
     def computed(self, given: Iterable[Any], made: Iterable[Any], written: Iterable[Tensor], drawn: bool) -> None:
         """Note an operation."""
@@ -102,16 +102,16 @@ class Flow:
         parents = tuple({self.node(leaf) for leaf in given if isinstance(leaf, Tensor)})
         storages = {storage_of(leaf) for leaf in given if isinstance(leaf, Tensor)}
         for tensor in written:
-            self._put(tensor, Node(time, parents, before[id(tensor)], drawn))
+            self._put(tensor, StorageVersion(time, parents, before[id(tensor)], drawn))
         for leaf in made:
             if isinstance(leaf, Tensor) and storage_of(leaf) not in storages:
-                self._put(leaf, Node(time, parents, None, drawn))
+                self._put(leaf, StorageVersion(time, parents, None, drawn))
 
     def tell(self, tensors: Iterable[Tensor]) -> None:
         """Note that Python is told numbers."""
         self.told.append((self.tick(), tuple([self.node(tensor) for tensor in tensors])))
 
-    def _put(self, tensor: Tensor, node: Node) -> int:
+    def _put(self, tensor: Tensor, node: StorageVersion) -> int:
         storage = storage_of(tensor)
         self._now[storage] = len(self.nodes), tensor if storage < 0 else StorageWeakRef(tensor.untyped_storage())
         self.nodes.append(node)

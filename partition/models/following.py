@@ -26,12 +26,12 @@ class Following:
 
     def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = (), volatile: Volatile | None = None) -> None:
         self._volatile = volatile or {}
-        self._pairs = [_Pair(module, copy, self._volatile) for module, copy in pairs]
+        self._pairs = [_FollowingCopy(module, copy, self._volatile) for module, copy in pairs]
         self._written = self._versions()
 
     def add(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Let other copies follow, too."""
-        self._pairs += [_Pair(module, copy, self._volatile) for module, copy in pairs]
+        self._pairs += [_FollowingCopy(module, copy, self._volatile) for module, copy in pairs]
 
     def __reduce__(self) -> tuple[type[Following], tuple[()]]:
         return Following, ()
@@ -48,7 +48,7 @@ class Following:
         return [each._version for each in buffers if not each.is_inference()]
 
 
-class _Pair:
+class _FollowingCopy:
     """A module and its copy, which gets what is set on the module, and keeps what is set on itself."""
 
     def __init__(self, module: nn.Module, copy: nn.Module, volatile: Volatile) -> None:

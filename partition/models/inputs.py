@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 from partition.errors import PartitionError
-from partition.models.shapes import Shape
+from partition.models.shapes import TensorShape
 
 Leaves: TypeAlias = list[Any]
 
@@ -37,7 +37,7 @@ class Unread(Tensor):
     _name: str
 
     @staticmethod
-    def __new__(cls, shape: Shape, device: torch.device, leaf: int, name: str) -> Unread:
+    def __new__(cls, shape: TensorShape, device: torch.device, leaf: int, name: str) -> Unread:
         made: Unread = Tensor._make_wrapper_subclass(cls, shape.shape, dtype=shape.dtype, device=device)
         made._leaf, made._name = leaf, name
         return made
@@ -53,22 +53,22 @@ class Unread(Tensor):
         if func.is_view or name in _CASTS:  # of its first argument
             unread = args[0]
             on_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-            made = func(Shape.of(unread).poison(torch.device("meta")), *args[1:], **on_meta)
+            made = func(TensorShape.of(unread).poison(torch.device("meta")), *args[1:], **on_meta)
             device, leaf, of = kwargs.get("device") or unread.device, unread._leaf, unread._name
             if isinstance(made, Tensor):
-                return Unread(Shape.of(made), device, leaf, of)
-            return tree_map_only(Tensor, lambda part: Unread(Shape.of(part), device, leaf, of), made)
+                return Unread(TensorShape.of(made), device, leaf, of)
+            return tree_map_only(Tensor, lambda part: Unread(TensorShape.of(part), device, leaf, of), made)
         if not name.startswith("new_") and not name.endswith("_like"):
             unread = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Unread))
             raise UnreadError(unread._leaf, unread._name, name)
-        args, kwargs = tree_map_only(Unread, lambda leaf: Shape.of(leaf).poison(leaf.device), (args, kwargs))
+        args, kwargs = tree_map_only(Unread, lambda leaf: TensorShape.of(leaf).poison(leaf.device), (args, kwargs))
         return func(*args, **kwargs)
 
 
 _CASTS = frozenset({"_to_copy", "clone", "detach", "alias", "lift_fresh"})
 
 
-class Inputs(NamedTuple):
+class ModelInputs(NamedTuple):
     """The inputs of the model.
 
     Attributes:
@@ -118,7 +118,7 @@ class Inputs(NamedTuple):
     def arrived(self, travelling: tuple[Any, ...], device: torch.device) -> Leaves:
         """The leaves again."""
         return [
-            Unread(Shape(leaf[0], getattr(torch, leaf[1])), device, number, self._name(number))
+            Unread(TensorShape(leaf[0], getattr(torch, leaf[1])), device, number, self._name(number))
             if isinstance(leaf, tuple) and not is_read else leaf
             for number, (leaf, is_read) in enumerate(zip(travelling, self.read, strict=True))
         ]  # fmt: skip

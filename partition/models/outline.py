@@ -26,12 +26,23 @@ from torch.utils._pytree import tree_leaves
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
 from partition.models.following import Following
-from partition.models.inputs import Inputs, Leaves
+from partition.models.inputs import Leaves, ModelInputs
 from partition.models.passing import Passing
 from partition.models.references import by_name, put_in, references_of
 from partition.models.returns import caught, check_noted
-from partition.models.runs import Call, Chain, Reached, Run, Switches, around, chain_of, names_of, numbers_of, this_run
-from partition.models.shapes import MadeUp, Shape, is_without_memory
+from partition.models.runs import (
+    BlockChain,
+    ModelCall,
+    OutlineRun,
+    Reached,
+    Switches,
+    around,
+    chain_of,
+    names_of,
+    numbers_of,
+    this_run,
+)
+from partition.models.shapes import MadeUp, TensorShape, is_without_memory
 from partition.models.stand_ins import Absent, Shadow, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
 from partition.names import OF_EVERY_MODULE, behaviour_of, places_of
 
@@ -46,20 +57,20 @@ class _Made(NamedTuple):
     """
 
     inputs: list[weakref.ref[Tensor]]
-    calls: list[Call]
+    calls: list[ModelCall]
     tensors: list[Tensor]
     versions: list[int]
 
 
-class _Memory:
+class _ArgumentCache:
     """The arguments of blocks that were made from inputs. It is no module, so no one takes it for the state of one."""
 
     def __init__(self) -> None:
         self.made: OrderedDict[Any, _Made] = OrderedDict()
         self.lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[_Memory], tuple[()]]:
-        return _Memory, ()
+    def __reduce__(self) -> tuple[type[_ArgumentCache], tuple[()]]:
+        return _ArgumentCache, ()
 
 
 class Outline(nn.Module):
@@ -84,8 +95,8 @@ class Outline(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        chains: tuple[Chain, ...],
-        inputs: Inputs,
+        chains: tuple[BlockChain, ...],
+        inputs: ModelInputs,
         apart: Sequence[str],
         volatile: Volatile,
         passing: Passing = Passing(),
@@ -129,7 +140,7 @@ class Outline(nn.Module):
         self._following = Following([*own, *shown], volatile)
         self.settings = {name: _lasting(model.get_submodule(name), volatile) for name in sorted(containers)}
         self._in_eval_mode = dict.fromkeys(self.settings, False)
-        self._memory = _Memory()
+        self._memory = _ArgumentCache()
 
     def lead(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Let copies of the model's modules follow what is set on these.
@@ -146,12 +157,12 @@ class Outline(nn.Module):
     def alone(self) -> Outline:
         """The same outline, which keeps nothing where this one would find it."""
         made: Outline = shallow(self)  # type: ignore[assignment]  # of the same type
-        vars(made).update(_roots={None: self._roots[None]}, _memory=_Memory())
+        vars(made).update(_roots={None: self._roots[None]}, _memory=_ArgumentCache())
         return made
 
     def run(
         self,
-        run: Run,
+        run: OutlineRun,
         leaves: Leaves,
         device: torch.device,
         own: Mapping[str, Any],
@@ -212,7 +223,7 @@ class Outline(nn.Module):
         call = self.beside(number, device, travelling)
         return *call.replaced([*zip(chain.entries, hidden, strict=True), *carried]), call.switches
 
-    def beside(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> Call:
+    def beside(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> ModelCall:
         """The arguments of a block, with nan where the hidden state goes.
 
         One run finds it for all blocks of a chain. It is kept for the call, as long as the inputs live from which it
@@ -237,7 +248,7 @@ class Outline(nn.Module):
                     "depend on which blocks share a stage; write to a copy."
                 )
             return self.reached(made.calls, number)
-        run = Run(self.chains, end)
+        run = OutlineRun(self.chains, end)
         self.run(run, self.inputs.arrived(travelling, device), device, {})
         forget = partial(self._memory.made.pop, key, None)
         made_from = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
@@ -249,7 +260,7 @@ class Outline(nn.Module):
             forget_oldest(self._memory.made)
         return self.reached(run.calls, number)
 
-    def reached(self, calls: Sequence[Call], number: int) -> Call:
+    def reached(self, calls: Sequence[ModelCall], number: int) -> ModelCall:
         """The call of a block in a run.
 
         Raises:
@@ -280,7 +291,7 @@ class Outline(nn.Module):
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device; without memory there where it has none here."""
-    return Shape.of(tensor).poison(device) if is_without_memory(tensor) else tensor.to(device)
+    return TensorShape.of(tensor).poison(device) if is_without_memory(tensor) else tensor.to(device)
 
 
 def _outlined(
@@ -301,11 +312,11 @@ def _outlined(
     made = known[id(module)] = shallow(module, volatile)
     vars(made)["training"] = False
     vars(made)["_parameters"] = {
-        key: None if each is None else Shape.of(each).poison(each.device)
+        key: None if each is None else TensorShape.of(each).poison(each.device)
         for key, each in module._parameters.items()
     }
     vars(made)["_buffers"] = {
-        key: Shape.of(each).poison(each.device) if isinstance(each, MadeUp) else each
+        key: TensorShape.of(each).poison(each.device) if isinstance(each, MadeUp) else each
         for key, each in module._buffers.items()
     }
     for key in references_of(made):

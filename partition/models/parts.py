@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.outline import Outline
-from partition.models.runs import Chain, Run, Switches, chain_of
+from partition.models.runs import BlockChain, OutlineRun, Switches, chain_of
 from partition.names import InModel, NamedLayer
 
-_Values: TypeAlias = tuple[Any, ...]
-Value: TypeAlias = tuple[_Values, _Values, _Values, _Values]  # hidden state, kept, inputs, passing
+_PartLeaves: TypeAlias = tuple[Any, ...]
+PartValue: TypeAlias = tuple[_PartLeaves, _PartLeaves, _PartLeaves, _PartLeaves]  # hidden state, kept, inputs, passing
 
 
 class Holder(nn.Module):
@@ -114,11 +114,11 @@ class Around(Part):
 class Beginning(Around):
     """All that a model computes before its first block."""
 
-    def forward(self, x: Any) -> Value:
+    def forward(self, x: Any) -> PartValue:
         leaves = self.outline.inputs.leaves(x)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         chain = self.outline.chains[0]
-        run = Run(self.outline.chains, chain.first, wanted=self.outline.passing.wanted(chain.first))
+        run = OutlineRun(self.outline.chains, chain.first, wanted=self.outline.passing.wanted(chain.first))
         self.outline.run(run, leaves, device, self.own(), self.modes)
         nothing = (None,) * len(self.outline.passing.slots)
         return _reached(self.outline, run, chain, self.outline.inputs.travelling(leaves), nothing)
@@ -147,7 +147,7 @@ class Block(Part):
         names = [part for name in self._names for part in _parted(name, self.block, self._lent)]
         return InModel(tuple(names), self.outline.places, {})
 
-    def forward(self, value: Value) -> Value:
+    def forward(self, value: PartValue) -> PartValue:
         hidden, kept, travelling, passing = value
         chain = chain_of(self.outline.chains, self._number)
         if self._number == chain.first:
@@ -171,13 +171,13 @@ class Block(Part):
         """The outline and the chain, which blocks that are called alike have in common."""
         return id(self.outline), chain_of(self.outline.chains, self._number).first
 
-    def called(self, value: Value) -> tuple[list[Any], dict[str, Any]] | None:
+    def called(self, value: PartValue) -> tuple[list[Any], dict[str, Any]] | None:
         """The arguments of the block. None: what it does with what it returns depends on its number."""
         hidden, kept, travelling, passing = value
         args, kwargs, switches = self.outline.call(self._number, hidden, kept, travelling)
         return None if passing or switches != Switches.now() else (args, kwargs)
 
-    def _leaves(self, returned: Any, chain: Chain) -> Leaves:
+    def _leaves(self, returned: Any, chain: BlockChain) -> Leaves:
         """The leaves that the block returned: tensors, and the plain values that it returned on the sample."""
         leaves = tree_leaves(returned)
         for place, (leaf, on_sample) in enumerate(zip(leaves, chain.returned, strict=True)):
@@ -204,7 +204,7 @@ class Middle(Around):
         super().__init__(outline, own)
         self._number = number
 
-    def forward(self, value: Value) -> Value:
+    def forward(self, value: PartValue) -> PartValue:
         before, after = self.outline.chains[self._number - 1 : self._number + 1]
         run, leaves, device = _after(self.outline, before, value, after.first, self.modes)
         self.outline.run(run, leaves, device, self.own(), self.modes)
@@ -226,14 +226,14 @@ class End(Around):
         super().__init__(outline, own)
         self._output = output
 
-    def forward(self, value: Value) -> Any:
+    def forward(self, value: PartValue) -> Any:
         run, leaves, device = _after(self.outline, self.outline.chains[-1], value, None, self.modes)
         return self._output(self.outline.run(run, leaves, device, self.own(), self.modes))
 
 
 def _after(
-    outline: Outline, chain: Chain, value: Value, end: int | None, modes: Mapping[str, bool]
-) -> tuple[Run, Leaves, torch.device]:
+    outline: Outline, chain: BlockChain, value: PartValue, end: int | None, modes: Mapping[str, bool]
+) -> tuple[OutlineRun, Leaves, torch.device]:
     """A run that goes on where a chain has ended, the leaves of its inputs, and where it computes."""
     hidden, kept, travelling, passing = value
     device = next(leaf.device for leaf in hidden if leaf is not None)
@@ -242,7 +242,7 @@ def _after(
     written.setdefault(chain.first, {}).update(zip(chain.kept, kept, strict=True))
     rewind = _rewound(device) if any(modes.values()) else int
     returns, wanted = outline.passing.returns(passing), {} if end is None else outline.passing.wanted(end)
-    run = Run(outline.chains, end, told, written, chain.last, rewind, returns, wanted)
+    run = OutlineRun(outline.chains, end, told, written, chain.last, rewind, returns, wanted)
     return run, outline.inputs.arrived(travelling, device), device
 
 
@@ -261,7 +261,9 @@ def _rewound(device: torch.device) -> Callable[[], object]:
     return rewind
 
 
-def _reached(outline: Outline, run: Run, chain: Chain, travelling: _Values, passing: _Values) -> Value:
+def _reached(
+    outline: Outline, run: OutlineRun, chain: BlockChain, travelling: _PartLeaves, passing: _PartLeaves
+) -> PartValue:
     call = outline.reached(run.calls, chain.first)
     passing = outline.passing.entered(chain.first, call, run.noted, passing)
     return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from partition.models.runs import Call, Key
+from partition.models.runs import ArgumentKey, ModelCall
 
 
 class Argument(NamedTuple):
     """A leaf of a block's arguments."""
 
-    key: Key
+    key: ArgumentKey
 
 
 class Return(NamedTuple):
@@ -65,7 +65,7 @@ class Passing(NamedTuple):
         ])
 
     def entered(
-        self, number: int, call: Call, returned: Mapping[tuple[str, int], Any], values: tuple[Any, ...]
+        self, number: int, call: ModelCall, returned: Mapping[tuple[str, int], Any], values: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """The values, with those that the block of this number is called with, and what modules before it returned."""
         return tuple([
@@ -92,9 +92,9 @@ class Passing(NamedTuple):
                 by_name.setdefault(place.name, {})[place.place] = value.clone() if slot in self.written else value
         return by_name
 
-    def arguments(self, values: tuple[Any, ...]) -> dict[int, dict[Key, Any]]:
+    def arguments(self, values: tuple[Any, ...]) -> dict[int, dict[ArgumentKey, Any]]:
         """The arguments that are there: by block, by key."""
-        by_block: dict[int, dict[Key, Any]] = {}
+        by_block: dict[int, dict[ArgumentKey, Any]] = {}
         for (block, place), value in zip(self.slots, values, strict=True):
             if value is not None and isinstance(place, Argument):
                 by_block.setdefault(block, {})[place.key] = value

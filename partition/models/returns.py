@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
-from partition.models.runs import Run
+from partition.models.runs import OutlineRun
 
 _CALL = "_compiled_call_impl"  # what torch calls in place of a module's own `_call_impl`, where there is one
 
 
 @contextmanager
-def caught(run: Run, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+def caught(run: OutlineRun, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     """Within: what modules return is noted as the run wants it, and replaced by what it was told.
 
     A call is caught where torch looks for a compiled one: hooks have run by then, and copies of the module in other
@@ -45,7 +45,7 @@ def caught(run: Run, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]
                 vars(module)[_CALL] = found
 
 
-def check_noted(run: Run) -> None:
+def check_noted(run: OutlineRun) -> None:
     """Raise if a module that is to be noted was not called."""
     for name, places in run.wanted.items():
         if not run.noted.keys() >= {(name, place) for place in places}:
@@ -55,7 +55,7 @@ def check_noted(run: Run) -> None:
             )
 
 
-def _catching(run: Run, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def _catching(run: OutlineRun, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def catching(*args: Any, **kwargs: Any) -> Any:
         returned = run.as_told(name, call(*args, **kwargs))
         leaves = tree_leaves(returned)

@@ -18,7 +18,7 @@ from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.shapes import is_without_memory, lost
 
-Key: TypeAlias = "tuple[int | str, int]"  # an argument, by its place or its name; and a place among its leaves
+ArgumentKey: TypeAlias = "tuple[int | str, int]"  # an argument, by its place or its name; and a place among its leaves
 
 
 class Switches(NamedTuple):
@@ -51,7 +51,7 @@ def _accelerators() -> tuple[str, ...]:
     return () if kind is None else (kind.type,)
 
 
-class Call:
+class ModelCall:
     """The arguments of a call, and the switches with which it is made.
 
     A key leads to a leaf of an argument: (0, 1) to b of call((a, b)), ("mask", 0) to m of call(mask=m).
@@ -66,12 +66,12 @@ class Call:
         self.kwargs = kwargs
         self.switches = Switches.now()
 
-    def __getitem__(self, key: Key) -> Any:
+    def __getitem__(self, key: ArgumentKey) -> Any:
         argument, place = key
         value = self._argument(argument)
         return value if isinstance(value, Tensor) else _leaves_of(argument, value, place)[0][place]
 
-    def is_argument(self, key: Key) -> bool:
+    def is_argument(self, key: ArgumentKey) -> bool:
         """Whether a key leads to an argument itself, and not to a part of one."""
         return self[key] is self._argument(key[0])
 
@@ -79,12 +79,12 @@ class Call:
         return self.kwargs[name] if isinstance(name, str) else self.args[name]
 
     @property
-    def leaves(self) -> dict[Key, Any]:
+    def leaves(self) -> dict[ArgumentKey, Any]:
         """The leaves of all arguments."""
         arguments: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
         return {(name, place): leaf for name, value in arguments for place, leaf in enumerate(tree_leaves(value))}
 
-    def replaced(self, others: Iterable[tuple[Key, Any]]) -> tuple[list[Any], dict[str, Any]]:
+    def replaced(self, others: Iterable[tuple[ArgumentKey, Any]]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with other leaves in some places; what a block does to a list of them is done to a copy."""
         args, kwargs = renewed([*self.args]), renewed(self.kwargs)
         for (argument, place), leaf in others:
@@ -121,7 +121,7 @@ def renewed(value: Any) -> Any:
     return value
 
 
-class Chain(NamedTuple):
+class BlockChain(NamedTuple):
     """The way in which the blocks of a model follow each other.
 
     Attributes:
@@ -138,15 +138,15 @@ class Chain(NamedTuple):
     """
 
     blocks: tuple[str, ...]
-    entries: tuple[Key, ...]
+    entries: tuple[ArgumentKey, ...]
     returned: Leaves
     tree: TreeSpec
     exits: tuple[int, ...]
     none: frozenset[int]
     dtypes: tuple[torch.dtype | None, ...]
     first: int = 0
-    kept: tuple[Key, ...] = ()
-    carried: tuple[tuple[tuple[Key, int], ...], ...] = ()
+    kept: tuple[ArgumentKey, ...] = ()
+    carried: tuple[tuple[tuple[ArgumentKey, int], ...], ...] = ()
 
     @property
     def last(self) -> int:
@@ -158,14 +158,14 @@ class Reached(BaseException):
     """The end of a run at a block. It is no error, and the model does not catch it."""
 
 
-class _Known(NamedTuple):
+class _TensorsBefore(NamedTuple):
     """The tensors that are there before a run, by id; and the storages of those into which it writes nothing."""
 
     ids: set[int]
     storages: set[int]
 
 
-class Run:
+class OutlineRun:
     """One run of an outline.
 
     Args:
@@ -188,16 +188,16 @@ class Run:
 
     def __init__(
         self,
-        chains: Sequence[Chain],
+        chains: Sequence[BlockChain],
         end: int | None,
         told: Mapping[int, Mapping[int, Any]] = MappingProxyType({}),
-        written: Mapping[int, Mapping[Key, Any]] = MappingProxyType({}),
+        written: Mapping[int, Mapping[ArgumentKey, Any]] = MappingProxyType({}),
         resume: int | None = None,
         rewind: Callable[[], object] = int,
         returns: Mapping[str, Mapping[int, Any]] = MappingProxyType({}),
         wanted: Mapping[str, Mapping[int, bool]] = MappingProxyType({}),
     ) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ModelCall] = []
         self.returns = returns
         self.wanted = wanted
         self.noted: dict[tuple[str, int], Any] = {}
@@ -205,7 +205,7 @@ class Run:
         self._end = end
         self._told = told
         there = {id(leaf) for leaves in (*told.values(), *returns.values()) for leaf in leaves.values()}
-        self._known = _Known(there, set())
+        self._known = _TensorsBefore(there, set())
         self._written = written
         self._resume = resume
         self._rewind = rewind
@@ -250,7 +250,7 @@ class Run:
                 "was cut. Turn off what drops layers at random (layerdrop=0), or cut the model with a sample that is "
                 "like this call."
             )
-        call = Call(args, kwargs)
+        call = ModelCall(args, kwargs)
         chain = chain_of(self._chains, number)
         if number > chain.first:
             self._check_handed(number, [call[key] for key in chain.entries])
@@ -303,7 +303,7 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def numbers_of(model: nn.Module, chains: Iterable[Chain]) -> dict[str, tuple[int, ...]]:
+def numbers_of(model: nn.Module, chains: Iterable[BlockChain]) -> dict[str, tuple[int, ...]]:
     """The numbers of each module that is a block, several where it is called several times, by all its names."""
     names = names_of(model)
     numbers: dict[str, tuple[int, ...]] = defaultdict(tuple)
@@ -313,13 +313,13 @@ def numbers_of(model: nn.Module, chains: Iterable[Chain]) -> dict[str, tuple[int
     return numbers
 
 
-def around(model: nn.Module, chains: Iterable[Chain]) -> set[str]:
+def around(model: nn.Module, chains: Iterable[BlockChain]) -> set[str]:
     """The names of the modules that contain blocks."""
     blocks = [name.split(".") for name in numbers_of(model, chains)]
     return {".".join(steps[:length]) for steps in blocks for length in range(len(steps))}
 
 
-def chain_of(chains: Iterable[Chain], number: int) -> Chain:
+def chain_of(chains: Iterable[BlockChain], number: int) -> BlockChain:
     """The chain of a block."""
     for chain in chains:  # in order
         if number < chain.first + len(chain.blocks):
@@ -327,7 +327,7 @@ def chain_of(chains: Iterable[Chain], number: int) -> Chain:
     raise AssertionError(number)  # there is such a block
 
 
-this_run: ContextVar[Run] = ContextVar("run")
+this_run: ContextVar[OutlineRun] = ContextVar("run")
 
 
 def _version(value: Any) -> int:

@@ -1,6 +1,6 @@
 """A model that calls blocks one after the other, as an nn.Sequential of its own modules.
 
-    model, sample ─► runs, watched ─► Chain: blocks that hand a hidden state on ─► Outline, Beginning, Block ..., End
+    model, sample ─► runs, watched ─► BlockChain: how a hidden state goes on ─► Outline, Beginning, Block ..., End
                       └─► Flow ─┬─► what is called and read before, between and after chains
                                 └─► what is carried to all blocks of a chain, or passes blocks by
     compared with the model on the sample: outputs, gradients, what each block is called with
@@ -25,12 +25,12 @@ from partition.models.calls import Called, Watched, drawn_behind, draws_matter, 
 from partition.models.carrying import NotCarriedError, carrying, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks
 from partition.models.comparison import compare, compare_in_train_mode, keeps
-from partition.models.inputs import Inputs, UnreadError
+from partition.models.inputs import ModelInputs, UnreadError
 from partition.models.outline import Outline
 from partition.models.parts import Beginning, Block, End, Middle
 from partition.models.passing import Passing
-from partition.models.runs import Chain, around, chain_of, names_of
-from partition.models.shapes import MadeUp, Shape
+from partition.models.runs import BlockChain, around, chain_of, names_of
+from partition.models.shapes import MadeUp, TensorShape
 from partition.models.shares import phases_of, shares_of
 from partition.models.sources import Sources
 from partition.models.stand_ins import rebuilt
@@ -156,7 +156,7 @@ def _cut(
     model, sample, always, volatile = seen.model, seen.sample, seen.always, seen.volatile
     leaves, tree = tree_flatten(sample)
     names = tuple(sample) if isinstance(sample, Mapping) else None
-    inputs = Inputs(names, tree, always, tuple([not isinstance(leaf, Tensor) for leaf in leaves]))
+    inputs = ModelInputs(names, tree, always, tuple([not isinstance(leaf, Tensor) for leaf in leaves]))
     containers: list[nn.Module] = []  # copies of these have nothing that is volatile
     try:
         chains, shares, apart, passing = _divided(seen, blocks)
@@ -186,7 +186,7 @@ def _cut(
 
 def _divided(
     seen: Watched, blocks: Sequence[Called]
-) -> tuple[tuple[Chain, ...], list[dict[str, Any]], list[str], Passing]:
+) -> tuple[tuple[BlockChain, ...], list[dict[str, Any]], list[str], Passing]:
     """The chains, the shares of what is around them, the modules with parameters there, and what passes blocks by.
 
     A block that is called with more than its chain's first block and the hidden state begins another.
@@ -231,7 +231,7 @@ def _is_parameter(unit: nn.Module | Tensor) -> bool:
     return isinstance(unit, nn.Parameter | MadeUp)
 
 
-def _check_containers(seen: Watched, chains: Sequence[Chain]) -> None:
+def _check_containers(seen: Watched, chains: Sequence[BlockChain]) -> None:
     """See that no module that contains blocks writes what it has, or tells a hook the gradients of its input.
 
     Raises:
@@ -253,7 +253,7 @@ def _check_containers(seen: Watched, chains: Sequence[Chain]) -> None:
                 )
 
 
-def _shaping(chains: Sequence[Chain], passing: Passing, blocks: Sequence[Called]) -> set[int]:
+def _shaping(chains: Sequence[BlockChain], passing: Passing, blocks: Sequence[Called]) -> set[int]:
     """The blocks that return more than the hidden state in its shape, where more than blocks sees what they return."""
     is_seen = len(chains) > 1 or passing.slots
     return {
@@ -262,7 +262,7 @@ def _shaping(chains: Sequence[Chain], passing: Passing, blocks: Sequence[Called]
     }  # fmt: skip
 
 
-def _returns_hidden_state(block: Called, chain: Chain) -> bool:
+def _returns_hidden_state(block: Called, chain: BlockChain) -> bool:
     leaves = block.returned[0]
     tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     return tensors == sorted(chain.exits) and all(
@@ -271,8 +271,8 @@ def _returns_hidden_state(block: Called, chain: Chain) -> bool:
     )  # fmt: skip
 
 
-def _shape(value: Any) -> Shape | None:
-    return Shape.of(value) if isinstance(value, Tensor) else None
+def _shape(value: Any) -> TensorShape | None:
+    return TensorShape.of(value) if isinstance(value, Tensor) else None
 
 
 def _layers(

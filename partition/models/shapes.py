@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 
-class Shape(NamedTuple):
+class TensorShape(NamedTuple):
     """A tensor of which only the shape and the type are known."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Shape:
+    def of(cls, tensor: Tensor) -> TensorShape:
         """Those of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from partition.contents import storage_of
 from partition.errors import PartitionError
 from partition.models.calls import Seen
-from partition.models.runs import Chain, names_of, numbers_of
+from partition.models.runs import BlockChain, names_of, numbers_of
 from partition.models.shapes import MadeUp
 from partition.models.stand_ins import Volatile
 
@@ -29,7 +29,7 @@ class Phases(NamedTuple):
     read: dict[int, set[int]]
 
 
-def phases_of(model: nn.Module, runs: Iterable[Seen], chains: Sequence[Chain]) -> Phases:
+def phases_of(model: nn.Module, runs: Iterable[Seen], chains: Sequence[BlockChain]) -> Phases:
     """The phases in which a model used things, in some runs."""
     found = Phases(defaultdict(set), defaultdict(set))
     names = names_of(model)
@@ -48,7 +48,7 @@ def phases_of(model: nn.Module, runs: Iterable[Seen], chains: Sequence[Chain]) -
 
 
 def shares_of(
-    model: nn.Module, chains: Sequence[Chain], phases: Phases, volatile: Volatile
+    model: nn.Module, chains: Sequence[BlockChain], phases: Phases, volatile: Volatile
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The shares of the parts that are no blocks, in order; and the modules with parameters among them.
 
@@ -91,7 +91,7 @@ def shares_of(
 
 
 def _called_from_without(
-    model: nn.Module, chains: Sequence[Chain], phases: Phases, units: Mapping[str, nn.Module | Tensor]
+    model: nn.Module, chains: Sequence[BlockChain], phases: Phases, units: Mapping[str, nn.Module | Tensor]
 ) -> dict[str, nn.Module]:
     """The modules within blocks that the model itself calls, before or after their chain: blocks[0].embed(y)."""
     known = {

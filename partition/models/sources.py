@@ -23,10 +23,10 @@ from partition.models.flow import Flow
 from partition.models.passing import Slot
 from partition.models.runs import names_of
 
-_Names = frozenset[str]
+_NameSet = frozenset[str]
 
 
-class Found(NamedTuple):
+class FoundSources(NamedTuple):
     """The sources of some values.
 
     Attributes:
@@ -70,7 +70,7 @@ class Sources:
             call.number: frozenset(names[id(model.get_submodule(call.name))]) & set(apart) for call in seen.calls
         }
         self._owners = _owners(model, seen.flow, [*apart, *[block.name for block in blocks]])
-        spans: list[tuple[int, int, int | _Names]] = []
+        spans: list[tuple[int, int, int | _NameSet]] = []
         for call in seen.calls:
             within = self._numbers.get(call.number, self._units[call.number])
             if within != frozenset() and (not spans or call.begin > spans[-1][1]):
@@ -87,7 +87,7 @@ class Sources:
         until: int = -1,
         offered: Mapping[int, Sequence[tuple[int, Slot]]] = MappingProxyType({}),
         by: int = -1,
-    ) -> Found:
+    ) -> FoundSources:
         """The sources of some nodes.
 
         Args:
@@ -99,7 +99,7 @@ class Sources:
             offered: for nodes from when on which slots have them, for what the part cannot compute.
             by: what modules had returned by then is no loss.
         """
-        flow, found = self.seen.flow, Found(set(), [], set())
+        flow, found = self.seen.flow, FoundSources(set(), [], set())
         open_nodes, visited = list[int](), set[int]()
 
         def reach(numbers: Iterable[int], time: float) -> None:
@@ -187,7 +187,7 @@ class Sources:
         within = self._within(time)
         return isinstance(within, int) or bool(within) and not within & set(present)
 
-    def _within(self, time: int) -> int | _Names:
+    def _within(self, time: int) -> int | _NameSet:
         """The block, or the names of the module, that was being called."""
         place = bisect_right(self._begins, time) - 1
         if place < 0 or time > self._spans[place][1]:
@@ -195,9 +195,9 @@ class Sources:
         return self._spans[place][2]
 
 
-def _owners(model: nn.Module, flow: Flow, apart: Collection[str]) -> dict[int, _Names]:
+def _owners(model: nn.Module, flow: Flow, apart: Collection[str]) -> dict[int, _NameSet]:
     """The names, of those that lie in parts, under which the node of a parameter or a buffer can be had."""
-    owners: dict[int, _Names] = {}
+    owners: dict[int, _NameSet] = {}
     for name in apart:
         above, _, key = name.rpartition(".")
         unit = getattr(model.get_submodule(above), key)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from partition.models.as_found import Hook
 from partition.models.references import renewed_references
 from partition.models.runs import this_run
-from partition.models.shapes import Shape, lost
+from partition.models.shapes import TensorShape, lost
 
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
 # have True there: the first forward alone sets that, since it does something once. transformers registers hooks so.
@@ -36,7 +36,7 @@ class Shadow(nn.Module):
 
     def __init__(self, module: nn.Module, volatile: Volatile) -> None:
         super().__init__()
-        self.shadow = rebuilt(module, lambda tensor: Shape.of(tensor).poison(tensor.device), volatile)
+        self.shadow = rebuilt(module, lambda tensor: TensorShape.of(tensor).poison(tensor.device), volatile)
 
     def __getattr__(self, name: str) -> Any:
         shadow = vars(self)["_modules"]["shadow"]
@@ -106,13 +106,13 @@ class Absent(Shadow):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # as a rule: ids of an embedding, say
         leaves, tree = (args, None) if is_plain else tree_flatten((args, kwargs))
-        shapes = [Shape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        shapes = [TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         autocast = autocast_of(device)
         key = repr((tree, shapes, autocast))
         if key not in self._known:
             place = device if any(autocast) else torch.device("meta")  # where autocast does not come to
-            here = [shape.poison(place) if isinstance(shape, Shape) else shape for shape in shapes]
+            here = [shape.poison(place) if isinstance(shape, TensorShape) else shape for shape in shapes]
             self._known[key] = self._shapes(place, *((here, {}) if tree is None else tree_unflatten(here, tree)))
             forget_oldest(self._known)
         known = self._known[key]
@@ -123,7 +123,7 @@ class Absent(Shadow):
 
     def _shapes(self, place: torch.device, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         """The output of the module, on the meta device."""
-        module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: Shape.of(tensor).poison(place))
+        module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: TensorShape.of(tensor).poison(place))
         with torch.no_grad():
             return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), module(*args, **kwargs))
 

@@ -16,10 +16,10 @@ from scheduler import Placement, Schedule
 
 __all__ = ["fitting", "reordered", "tried_in_orders"]
 
-Order = tuple[int, ...]
+DeviceOrder = tuple[int, ...]
 
 
-def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> tuple[list[Trial], list[Order], bool]:
+def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> tuple[list[Trial], list[DeviceOrder], bool]:
     """The trials of schedules on devices, in the orders that may be good.
 
     All orders that differ, where there are few enough for so many schedules. Else the given one, and those by memory
@@ -46,7 +46,7 @@ def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> tuple[list[Tria
         best, order = better, other
 
 
-def fitting(best: Trial, bases: Sequence[Base], orders: Sequence[Order]) -> tuple[Trial, bool]:
+def fitting(best: Trial, bases: Sequence[Base], orders: Sequence[DeviceOrder]) -> tuple[Trial, bool]:
     """A trial that fits, where the best of those that were tried does not, and whether all there is was looked at.
 
     That is all balances and recomputations of the schedules, in these orders of the devices. Where none fits, or none
@@ -75,32 +75,32 @@ def reordered(schedule: Schedule, order: Sequence[int]) -> Schedule:
     return Schedule.of_cells(schedule.name, placement, schedule.chunks, [cells[lane] for lane in lane_at])
 
 
-def _placed(base: Base, order: Order) -> Base:
+def _placed(base: Base, order: DeviceOrder) -> Base:
     if order == _given(base.machine):
         return base
     schedule = reordered(base.schedule, order)
     return base._replace(given=schedule, schedule=schedule)
 
 
-def _given(machine: Machine) -> Order:
+def _given(machine: Machine) -> DeviceOrder:
     return tuple(range(len(machine.speeds)))
 
 
-def _all_orders(machine: Machine, most: int) -> list[Order]:
+def _all_orders(machine: Machine, most: int) -> list[DeviceOrder]:
     """All orders of the devices that differ, the given one first; none, where there are more than so many."""
     kinds = _kinds(machine)
     count = factorial(len(kinds)) // prod(map(factorial, Counter(kinds).values()))
     return list(dict.fromkeys([_given(machine), *_distinct(list(_given(machine)), kinds)])) if count <= most else []
 
 
-def _likely_orders(machine: Machine) -> list[Order]:
+def _likely_orders(machine: Machine) -> list[DeviceOrder]:
     given = _given(machine)
     keys = [machine.caps, machine.speeds]
     by_key = [tuple(sorted(given, key=key.__getitem__, reverse=down)) for key in keys for down in (True, False)]
     return list(dict.fromkeys([given, *by_key]))
 
 
-def _exchanges(order: Order, machine: Machine) -> Iterator[Order]:
+def _exchanges(order: DeviceOrder, machine: Machine) -> Iterator[DeviceOrder]:
     """The orders with two unequal devices in each other's place."""
     kinds = _kinds(machine)
     for one, other in combinations(range(len(order)), 2):
@@ -116,7 +116,7 @@ def _kinds(machine: Machine) -> list[tuple[float, ...]]:
     return list(zip(machine.speeds, machine.caps, numbers))
 
 
-def _distinct(left: list[int], kinds: Sequence[tuple[float, ...]]) -> Iterator[Order]:
+def _distinct(left: list[int], kinds: Sequence[tuple[float, ...]]) -> Iterator[DeviceOrder]:
     """The orders of some devices of which no two have the same kinds, equal devices by number."""
     if not left:
         yield ()

@@ -16,14 +16,14 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
-from partition.cuts.windows import Held
+from partition.cuts.windows import HeldChunks
 from partition.profiles.profile import Profile, StageProfile
 from scheduler import Action, Kind, Placement, Timeline
 
-__all__ = ["Value", "DevicePeak", "moments_of", "peaks", "values_of"]
+__all__ = ["StageValue", "DevicePeak", "moments_of", "peaks", "values_of"]
 
 
-class Value(NamedTuple):
+class StageValue(NamedTuple):
     """A value that one stage computes and another reads, of one chunk; its gradient goes the other way.
 
     Attributes:
@@ -52,22 +52,24 @@ class DevicePeak(NamedTuple):
     total: int
 
 
-def values_of(profile: Profile, balance: Sequence[int]) -> list[Value]:
+def values_of(profile: Profile, balance: Sequence[int]) -> list[StageValue]:
     """The values that pass between stages: each stage's output to the next, and skips to where they are read."""
     stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
     ends = [sum(balance[: stage + 1]) - 1 for stage in range(len(balance))]
-    values = [Value(stage, stage + 1, profile.layers[end].output) for stage, end in enumerate(ends[:-1])]
+    values = [StageValue(stage, stage + 1, profile.layers[end].output) for stage, end in enumerate(ends[:-1])]
     stashed = {number: stage for stage, layer in zip(stage_of, profile.layers) for number, _ in layer.skips.stashes}
     for stage, layer in zip(stage_of, profile.layers):
-        values += [Value(stashed[number], stage, size) for number, size in layer.skips.pops if stashed[number] != stage]
+        values += [
+            StageValue(stashed[number], stage, size) for number, size in layer.skips.pops if stashed[number] != stage
+        ]
     if profile.loss is not None:
-        values.append(Value(len(balance) - 1, len(balance) - 1, profile.layers[-1].output))
+        values.append(StageValue(len(balance) - 1, len(balance) - 1, profile.layers[-1].output))
     return values
 
 
 def moments_of(
     order: Sequence[Action], stages: Sequence[int], again: Collection[tuple[int, int]], last: int
-) -> tuple[tuple[Held, ...], ...]:
+) -> tuple[tuple[HeldChunks, ...], ...]:
     """The moments at which a device may hold the most, each with what its stages hold then.
 
     One of them is its peak, whatever the stages' bytes are, but for moments within an I: at each other moment some of
@@ -81,11 +83,11 @@ def moments_of(
 
     Example:
         >>> moments_of([Action.parse(text) for text in "0F0 0F1 0B0 0B1".split()], [0], [(0, 1)], last=3)
-        ((Held(kept=1, inputs=1, loss=0, late=0),),)
+        ((HeldChunks(kept=1, inputs=1, loss=0, late=0),),)
     """
     place_of = {stage: place for place, stage in enumerate(stages)}
-    held = [Held(0)] * len(stages)
-    most: dict[tuple[Held, ...], None] = {}
+    held = [HeldChunks(0)] * len(stages)
+    most: dict[tuple[HeldChunks, ...], None] = {}
     for stage, kind, chunk in order:
         place, is_again = place_of[stage], (stage, chunk) in again
         for held[place] in _course(held[place], kind, is_again, stage == last):
@@ -93,19 +95,19 @@ def moments_of(
     return tuple([one for one in most if not any(one != other and _is_within(one, other) for other in most)])
 
 
-def _course(held: Held, kind: Kind, is_again: bool, is_last: bool) -> Iterator[Held]:
+def _course(held: HeldChunks, kind: Kind, is_again: bool, is_last: bool) -> Iterator[HeldChunks]:
     """The chunks of which a stage holds something, while an action runs and after it."""
     kept, inputs, _, late = held
     if kind is Kind.F:
-        yield Held(kept, inputs + 1, 0, late) if is_again else Held(kept + 1, inputs, 0, late)
+        yield HeldChunks(kept, inputs + 1, 0, late) if is_again else HeldChunks(kept + 1, inputs, 0, late)
     elif kind is Kind.W:
-        yield Held(kept, inputs, 0, late - 1)
+        yield HeldChunks(kept, inputs, 0, late - 1)
     else:
-        yield Held(kept + is_again, inputs, int(is_last), late)  # while it runs
-        yield Held(kept + is_again - 1, inputs - is_again, 0, late + (kind is Kind.I))
+        yield HeldChunks(kept + is_again, inputs, int(is_last), late)  # while it runs
+        yield HeldChunks(kept + is_again - 1, inputs - is_again, 0, late + (kind is Kind.I))
 
 
-def _is_within(one: Sequence[Held], other: Sequence[Held]) -> bool:
+def _is_within(one: Sequence[HeldChunks], other: Sequence[HeldChunks]) -> bool:
     return all(less <= more for few, many in zip(one, other) for less, more in zip(few, many))
 
 
@@ -113,7 +115,7 @@ def peaks(
     timeline: Timeline,
     placement: Placement,
     stages: Sequence[StageProfile],
-    values: Sequence[Value],
+    values: Sequence[StageValue],
     again: Collection[tuple[int, int]],
     loss: int = 0,
 ) -> tuple[DevicePeak, ...]:
@@ -143,13 +145,13 @@ def peaks(
     return tuple(found)
 
 
-Change = tuple[float, int, int, int]  # time, and the change of saved, inputs and waiting bytes
+MemoryChange = tuple[float, int, int, int]  # time, and the change of saved, inputs and waiting bytes
 
 
 def _changes(
     action: Action, start: float, end: float, stages: Sequence[StageProfile], again: Collection[tuple[int, int]],
     loss: int,
-) -> Iterator[Change]:  # fmt: skip
+) -> Iterator[MemoryChange]:  # fmt: skip
     """The changes that one action makes on its device."""
     stage, kind, chunk = action
     of = stages[stage]
@@ -164,11 +166,11 @@ def _changes(
         yield end, left - of.saved - more, -of.read * is_again, 0
 
 
-def _waiting(timeline: Timeline, placement: Placement, values: Sequence[Value]) -> list[list[Change]]:
+def _waiting(timeline: Timeline, placement: Placement, values: Sequence[StageValue]) -> list[list[MemoryChange]]:
     """For each device the changes of what waits there: values until F of their reader begins, gradients until B."""
     forward = {e.action[::2]: e for e in timeline.events if e.action.kind is Kind.F}
     backward = {e.action[::2]: e for e in timeline.events if e.action.kind in (Kind.B, Kind.I)}
-    changes: list[list[Change]] = [[] for _ in range(timeline.lanes)]
+    changes: list[list[MemoryChange]] = [[] for _ in range(timeline.lanes)]
     for chunk in {chunk for _, chunk in forward}:
         for producer, reader, size in values:
             there, back = placement.lane_of[reader], placement.lane_of[producer]

@@ -17,7 +17,7 @@ from scheduler import Costs, Link, Schedule
 from scheduler.aligning import aligned
 from scheduler.notebook import Shown
 
-__all__ = ["Expected", "Plan", "RecomputedStages"]
+__all__ = ["ExpectedStep", "Plan", "RecomputedStages"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RecomputedStages:
         return stage in self.stages
 
 
-class Expected(NamedTuple):
+class ExpectedStep(NamedTuple):
     """The time and memory of a step, as simulated.
 
     Attributes:
@@ -83,7 +83,7 @@ class Plan(Shown):
     rows: int
     devices: tuple[str, ...]
     memory: tuple[float, ...]
-    expected: Expected
+    expected: ExpectedStep
     costs: Costs
     notes: tuple[str, ...] = ()
 
@@ -125,7 +125,7 @@ class Plan(Shown):
                 **given,
                 schedule=Schedule.parse(schedule["text"]) if isinstance(schedule, Mapping) else schedule,
                 checkpoint=RecomputedStages(**checkpoint) if isinstance(checkpoint, Mapping) else checkpoint,
-                expected=Expected(**expected, peaks=peaks),
+                expected=ExpectedStep(**expected, peaks=peaks),
                 costs=Costs(**{**costs, "link": _link_of(costs["link"])}),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -18,13 +18,13 @@ from partition.errors import PartitionError
 from partition.hardware.selection import Choice
 from partition.plans.device_orders import fitting, tried_in_orders
 from partition.plans.memory import DevicePeak
-from partition.plans.plan import Expected, Plan
-from partition.plans.trials import Base, Links, Machine, Trial, costs_of, polished, recomputed, stages_of, tried
+from partition.plans.plan import ExpectedStep, Plan
+from partition.plans.trials import Base, Machine, PlanLinks, Trial, costs_of, polished, recomputed, stages_of, tried
 from partition.profiles.amounts import spelt_bytes, spelt_work
 from partition.profiles.optimizer_state import StateOf
 from partition.profiles.profile import Profile
 from partition.profiles.profiling import profile, rows_of, with_rows
-from partition.profiles.sandbox import Device
+from partition.profiles.sandbox import DeviceLike
 from partition.splitting import check_module
 from scheduler import Costs, Schedule, ScheduleError, by_name, names, search
 from scheduler.searches.bounds import LowerBound
@@ -46,10 +46,10 @@ def plan(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     target: Any = None,
     speed: float | Sequence[float] = 1.0,
-    link: Links | None = None,
+    link: PlanLinks | None = None,
     flops: float | None = None,
     overhead: float = 1e-4,
-    device: Device = None,
+    device: DeviceLike = None,
     timeout: float = 2.0,
     effort: float = 0.0,
     reorder: bool | None = None,
@@ -253,13 +253,15 @@ def _costs(best: Trial) -> Costs:
     )  # fmt: skip
 
 
-def _expected(best: Trial) -> Expected:
+def _expected(best: Trial) -> ExpectedStep:
     timeline = best.timeline
     stages = stages_of(best.base.profile, best.balance)
     costs = costs_of(best.base, stages, best.balance, frozenset())
     bound = LowerBound(pose(costs, best.base.schedule.placement, best.base.schedule.chunks)).value
     unit = best.base.machine.unit
-    return Expected(timeline.makespan, timeline.bubble, min(bound, timeline.makespan), unit, timeline.busy, best.peaks)
+    return ExpectedStep(
+        timeline.makespan, timeline.bubble, min(bound, timeline.makespan), unit, timeline.busy, best.peaks
+    )
 
 
 def _searched(best: Trial, effort: float) -> Trial:

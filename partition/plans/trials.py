@@ -15,7 +15,7 @@ from typing import NamedTuple
 from partition.contiguous import check_stages
 from partition.cuts.layers import layers_of
 from partition.cuts.sharing import shared
-from partition.cuts.windows import Lane, StageSpec, Windows
+from partition.cuts.windows import DeviceStages, StageSpec, Windows
 from partition.errors import PartitionError
 from partition.plans.memory import DevicePeak, moments_of, peaks, values_of
 from partition.plans.plan import RecomputedStages
@@ -29,8 +29,8 @@ __all__ = [
 ]  # fmt: skip
 
 Checkpoint = str | RecomputedStages
-Pairs = frozenset[tuple[int, int]]
-Links = float | Link | Mapping[tuple[int, int], float | Link]
+StageChunks = frozenset[tuple[int, int]]
+PlanLinks = float | Link | Mapping[tuple[int, int], float | Link]
 
 
 class Machine(NamedTuple):
@@ -47,7 +47,7 @@ class Machine(NamedTuple):
 
     speeds: tuple[float, ...]
     caps: tuple[float, ...]
-    link: Links
+    link: PlanLinks
     rate: float
     overhead: float
     unit: str
@@ -229,7 +229,7 @@ def _windows(base: Base, checkpoint: Checkpoint, caps: Sequence[float] | None) -
         for stage, lane in enumerate(lane_of)
     ]  # fmt: skip
     lanes = [
-        Lane(stages, cap, moments_of(order, stages, again, last))
+        DeviceStages(stages, cap, moments_of(order, stages, again, last))
         for lane, (cap, order) in enumerate(zip(caps or (), schedule.orders))
         for stages in [schedule.placement.stages_of(lane)]
     ]
@@ -287,7 +287,7 @@ def replayed(base: Base, checkpoint: Checkpoint, balance: Sequence[int]) -> Tria
     return Trial(base, tuple(balance), checkpoint, timeline, found, over)
 
 
-def recomputed(checkpoint: Checkpoint, schedule: Schedule) -> Pairs:
+def recomputed(checkpoint: Checkpoint, schedule: Schedule) -> StageChunks:
     """The (stage, chunk) pairs that are recomputed, where each lane has a device of its own."""
     if checkpoint == "never":
         return frozenset()
@@ -303,7 +303,7 @@ def stages_of(profile: Profile, balance: Sequence[int]) -> list[StageProfile]:
     return [profile.stage(end - size, end) for end, size in zip(ends, balance)]
 
 
-def costs_of(base: Base, stages: Sequence[StageProfile], balance: Sequence[int], again: Pairs) -> Costs:
+def costs_of(base: Base, stages: Sequence[StageProfile], balance: Sequence[int], again: StageChunks) -> Costs:
     """The costs of actions and messages; the loss is a part of the last stage's backward."""
     profile, machine = base.profile, base.machine
     rate, more = machine.rate, machine.overhead

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from partition.contents import storage_of
 from partition.models.parts import Block
 
-__all__ = ["Likeness", "Memory"]
+__all__ = ["Likeness", "LikenessCache"]
 
 Attribute = tuple[str, str]  # path of a module in a layer, name
 
@@ -55,7 +55,7 @@ class Likeness(NamedTuple):
         return self.made.build(pytree.tree_leaves(x))
 
 
-class Memory:
+class LikenessCache:
     """The layers that have run without numbers, in one pass over all."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 # ------------------------------------------------------------------------------------------------------------- values
 
 
-class _Leaf(NamedTuple):
+class _TensorForm(NamedTuple):
     """A tensor of a value: all but its numbers, and where it lies."""
 
     kind: type
@@ -212,7 +212,7 @@ class _Leaf(NamedTuple):
     needs_grad: bool
 
 
-class _Plain(NamedTuple):
+class _PlainForm(NamedTuple):
     """A leaf that is equal to those of its own type alone."""
 
     kind: type
@@ -222,7 +222,7 @@ class _Plain(NamedTuple):
 class Form(NamedTuple):
     """The form of a value, whose tensors may lie in the memory of those of another one, beside it."""
 
-    leaves: tuple[_Leaf | _Plain, ...]
+    leaves: tuple[_TensorForm | _PlainForm, ...]
     tree: pytree.TreeSpec
 
     @classmethod
@@ -233,7 +233,7 @@ class Form(NamedTuple):
                  if isinstance(leaf, Tensor)}  # fmt: skip
         leaves, tree = pytree.tree_flatten(value)
         new: dict[int, tuple[int, torch.dtype]] = {}
-        made: list[_Leaf | _Plain] = []
+        made: list[_TensorForm | _PlainForm] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 source = given.get(storage_of(leaf))
@@ -243,10 +243,11 @@ class Form(NamedTuple):
                     dtype = known[source].dtype
                 if dtype is not leaf.dtype:
                     return None
-                made.append(_Leaf(type(leaf), source, leaf.untyped_storage().nbytes(), leaf.size(), leaf.stride(),
-                                  leaf.storage_offset(), leaf.dtype, leaf.device, leaf.requires_grad))  # fmt: skip
+                made.append(_TensorForm(type(leaf), source, leaf.untyped_storage().nbytes(), leaf.size(), leaf.stride(),
+                                        leaf.storage_offset(), leaf.dtype, leaf.device,
+                                        leaf.requires_grad))  # fmt: skip
             elif leaf is None or isinstance(leaf, _PLAIN):
-                made.append(_Plain(type(leaf), leaf))
+                made.append(_PlainForm(type(leaf), leaf))
             else:
                 return None
         return cls(tuple(made), tree)
@@ -256,7 +257,7 @@ class Form(NamedTuple):
         new: dict[int, Tensor] = {}
         leaves = []
         for leaf in self.leaves:
-            if isinstance(leaf, _Plain):
+            if isinstance(leaf, _PlainForm):
                 leaves.append(leaf.value)
                 continue
             if leaf.source >= 0:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from partition.halves import Part, ends_without, late_gradients, survey, waiting
+from partition.halves import LateGrads, ends_without, late_gradients, survey, waiting
 
 __all__ = ["backward", "first_half", "second_half"]
 
@@ -33,7 +33,7 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Se
 def first_half(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Sequence[Tensor], own: Collection[Tensor],
     waits: Callable[[Tensor], None] = lambda gradient: None,
-) -> list[Part]:  # fmt: skip
+) -> list[LateGrads]:  # fmt: skip
     """I, and what it leaves to W.
 
     Args:
@@ -55,7 +55,7 @@ def _tell(waits: Callable[[Tensor], None], gradients: Sequence[Tensor | None]) -
         waits(gradients[0])
 
 
-def second_half(parts: Sequence[Part]) -> None:
+def second_half(parts: Sequence[LateGrads]) -> None:
     """W."""
     tails, grads = late_gradients(parts, "the layer")
     if tails:

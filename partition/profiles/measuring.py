@@ -17,18 +17,18 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from partition.profiles.alike import Memory
+from partition.profiles.alike import LikenessCache
 from partition.profiles.sandbox import Sandbox
 from partition.profiles.skips import renew, skips_of, values_of
 
-__all__ = ["Given", "Layer", "Loss", "each_layer", "outputs_of", "tensors_of"]
+__all__ = ["RunInput", "VisitedLayer", "VisitedLoss", "each_layer", "outputs_of", "tensors_of"]
 
 T = TypeVar("T")
-Visit = Callable[[nn.Module, Any, "Layer"], tuple[T, Any]]
+Visit = Callable[[nn.Module, Any, "VisitedLayer"], tuple[T, Any]]
 Again = Callable[[T, Any, Any], T]
 
 
-class Layer(NamedTuple):
+class VisitedLayer(NamedTuple):
     """One layer of a visit.
 
     Attributes:
@@ -45,7 +45,7 @@ class Layer(NamedTuple):
     aside: list[Tensor]
 
 
-class Loss(NamedTuple):
+class VisitedLoss(NamedTuple):
     """A loss that is visited like a layer behind the last: function(output, target)."""
 
     function: Callable[[Any, Any], Any]
@@ -53,10 +53,10 @@ class Loss(NamedTuple):
 
 
 def each_layer(
-    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: Loss | None = None,
+    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: VisitedLoss | None = None,
     again: Again[T] = lambda result, x, y: result,
 ) -> list[T]:
-    """visit(copy of the layer, its input, Layer) -> (result, output), layer after layer; the results.
+    """visit(copy of the layer, its input, VisitedLayer) -> (result, output), layer after layer; the results.
 
     Without numbers, layers that are alike run once (alike.py).
 
@@ -72,17 +72,17 @@ def each_layer(
 
 
 def _each_layer(
-    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: Loss | None, again: Again[T]
+    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: VisitedLoss | None, again: Again[T]
 ) -> list[T]:
     results = []
-    memory = Memory()
+    memory = LikenessCache()
     with sandbox.within():
         x = sandbox.moved(sample)
         # Not named_children(), which leaves out the second place of a layer that stands in two.
         for index, (name, layer) in enumerate(module._modules.items()):
             assert layer is not None  # a Sequential that runs has no None
             with _noted(name, layer, sandbox):
-                here = Layer(index, sandbox, *skips_of(layer), [])
+                here = VisitedLayer(index, sandbox, *skips_of(layer), [])
                 made = sandbox.copy(layer)
                 with sandbox.running():
                     if sandbox.fake and not here.stashes and not here.pops:
@@ -98,12 +98,20 @@ def _each_layer(
             with _noted("loss", loss.function, sandbox):
                 behind = _LossLayer(loss, sandbox)
                 with sandbox.running():
-                    results.append(visit(behind, x, Layer(len(module), sandbox, [], [], tensors_of(behind.target)))[0])
+                    results.append(
+                        visit(behind, x, VisitedLayer(len(module), sandbox, [], [], tensors_of(behind.target)))[0]
+                    )
     return results
 
 
 def _remembered(
-    memory: Memory, layer: nn.Module, made: nn.Module, x: Any, here: Layer, visit: Visit[T], again: Again[T]
+    memory: LikenessCache,
+    layer: nn.Module,
+    made: nn.Module,
+    x: Any,
+    here: VisitedLayer,
+    visit: Visit[T],
+    again: Again[T],
 ) -> tuple[T, Any]:
     """The result and the output of a layer that runs, or that is like one that ran."""
     before = memory.find(layer, made, x)
@@ -128,7 +136,7 @@ def _noted(name: str, layer: Any, sandbox: Sandbox) -> Iterator[None]:
 class _LossLayer(nn.Module):
     """A loss as a layer."""
 
-    def __init__(self, loss: Loss, sandbox: Sandbox) -> None:
+    def __init__(self, loss: VisitedLoss, sandbox: Sandbox) -> None:
         super().__init__()
         function = loss.function
         self.function = sandbox.copy(function) if isinstance(function, nn.Module) else function
@@ -164,7 +172,7 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
-class Given:
+class RunInput:
     """The input of one run of a layer, in a graph of its own; the skips that it takes are put into the context.
 
     Attributes:

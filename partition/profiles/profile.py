@@ -18,7 +18,7 @@ from partition.profiles.amounts import Bytes, Measured, joined, spelt_bytes, spe
 from scheduler.aligning import aligned
 from scheduler.notebook import Shown
 
-__all__ = ["LayerProfile", "Profile", "Skips", "StageProfile", "Waits", "Work", "frozen"]
+__all__ = ["LayerProfile", "Profile", "SkipTraffic", "StageProfile", "Waits", "Work", "frozen"]
 
 
 class Work(NamedTuple):
@@ -42,7 +42,7 @@ class Work(NamedTuple):
         return self.forward.median + self.backward.median
 
 
-class Skips(NamedTuple):
+class SkipTraffic(NamedTuple):
     """Values that go past layers.
 
     Attributes:
@@ -101,7 +101,7 @@ class LayerProfile:
     saved: Bytes
     constants: int
     output: int
-    skips: Skips = Skips()
+    skips: SkipTraffic = SkipTraffic()
     waits: Waits = Waits()
 
     @property
@@ -296,5 +296,5 @@ def _layer(given: dict[str, Any]) -> LayerProfile:
     work = Work(*[Measured(*each) for each in given["work"]])
     amounts = {name: Bytes(*given[name]) for name in _AMOUNTS}
     inputs, *waits = given["waits"]
-    skips = Skips(*given["skips"])
+    skips = SkipTraffic(*given["skips"])
     return LayerProfile(**{**given, **amounts, "work": work, "skips": skips, "waits": Waits(Bytes(*inputs), *waits)})

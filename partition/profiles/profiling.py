@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from partition.contiguous import whole
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, Measured
-from partition.profiles.measuring import Loss, each_layer
+from partition.profiles.measuring import VisitedLoss, each_layer
 from partition.profiles.optimizer_state import StateOf, state_bytes
 from partition.profiles.profile import LayerProfile, Profile, Work
-from partition.profiles.sandbox import Device, Sandbox, device_of
-from partition.profiles.storages import Saved, Storages
+from partition.profiles.sandbox import DeviceLike, Sandbox, device_of
+from partition.profiles.storages import SavedBytes, Storages
 from partition.profiles.working import Pass, counted, timed
 from partition.splitting import check_module
 
@@ -33,7 +33,7 @@ def profile(
     sample: Any,
     *,
     chunks: int = 1,
-    device: Device = None,
+    device: DeviceLike = None,
     optimizer: StateOf = 0,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     target: Any = None,
@@ -86,7 +86,7 @@ def profile(
         raise PartitionError(f"chunks must be a whole number, 1 or more; got {chunks!r} ({type(chunks).__name__}).")
     count = math.ceil(rows / chunks)
     chunk = with_rows(sample, count)
-    loss = None if loss_fn is None else Loss(loss_fn, with_rows(target, count, rows))
+    loss = None if loss_fn is None else VisitedLoss(loss_fn, with_rows(target, count, rows))
     where = device_of(module, device)
     saved, entry = layer_bytes(module, chunk, where, loss)
     works, unit = layer_work(module, chunk, where, timeout, loss)
@@ -105,15 +105,15 @@ def profile(
 
 
 def layer_bytes(
-    module: nn.Sequential, chunk: Any, device: Any, loss: Loss | None = None
-) -> tuple[list[Saved], tuple[tuple[int, int], ...]]:
+    module: nn.Sequential, chunk: Any, device: Any, loss: VisitedLoss | None = None
+) -> tuple[list[SavedBytes], tuple[tuple[int, int], ...]]:
     """The bytes that each layer saves, has and returns, the loss behind them; and the storages of the chunk."""
     storages = Storages([*module.parameters(), *module.buffers()])
     return each_layer(module, chunk, Sandbox(device), storages, loss, storages.again), storages.entry
 
 
 def layer_work(
-    module: nn.Sequential, chunk: Any, device: Any, timeout: float, loss: Loss | None = None
+    module: nn.Sequential, chunk: Any, device: Any, timeout: float, loss: VisitedLoss | None = None
 ) -> tuple[list[Work], str]:
     """The seconds or FLOPs of each layer, the loss behind them; and the unit."""
     if device.type == "meta":
@@ -169,7 +169,7 @@ def with_rows(sample: Any, rows: int, have: int | None = None) -> Any:
     return pytree.tree_map_only(Tensor, cut, sample)
 
 
-def _states(module: nn.Sequential, saved: Sequence[Saved], optimizer: StateOf) -> list[tuple[Bytes, Bytes, Bytes]]:
+def _states(module: nn.Sequential, saved: Sequence[SavedBytes], optimizer: StateOf) -> list[tuple[Bytes, Bytes, Bytes]]:
     """For each layer bytes of parameters, of gradients and of optimizer state."""
     owners = [[id(p) for _, p in layer.named_parameters(remove_duplicate=False)] for layer in module._modules.values()
               if layer is not None]  # fmt: skip

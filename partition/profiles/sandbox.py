@@ -24,12 +24,12 @@ from partition.models.outline import Outline
 from partition.models.parts import Part
 from partition.randomness import generators_left
 
-__all__ = ["Device", "Sandbox", "device_of"]
+__all__ = ["DeviceLike", "Sandbox", "device_of"]
 
-Device = torch.device | str | int | None
+DeviceLike = torch.device | str | int | None
 
 
-def device_of(module: nn.Module, device: Device) -> torch.device:
+def device_of(module: nn.Module, device: DeviceLike) -> torch.device:
     """The device to run layers on: the one that is given, or that of the parameters, or the CPU."""
     if device is not None:
         return torch.device(device)

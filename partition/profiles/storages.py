@@ -21,14 +21,14 @@ from partition.contents import storage_of
 from partition.halves import held_by
 from partition.profiles.amounts import Bytes
 from partition.profiles.backwards import first_half
-from partition.profiles.measuring import Given, Layer, outputs_of, tensors_of
-from partition.profiles.profile import Skips, Waits
+from partition.profiles.measuring import RunInput, VisitedLayer, outputs_of, tensors_of
+from partition.profiles.profile import SkipTraffic, Waits
 from partition.profiles.skips import values_of
 
-__all__ = ["Saved", "Storages"]
+__all__ = ["SavedBytes", "Storages"]
 
 
-class Saved(NamedTuple):
+class SavedBytes(NamedTuple):
     """The bytes that autograd holds of one layer for its backward, that the layer has, and that it returns.
 
     Attributes:
@@ -45,7 +45,7 @@ class Saved(NamedTuple):
     saved: Bytes
     constants: int
     output: int
-    skips: Skips
+    skips: SkipTraffic
     parameters: list[Tensor]
     buffers: int
     leaves: tuple[int, ...] = ()
@@ -80,14 +80,14 @@ class Storages:
         self._alive: list[Tensor] = []  # a tensor of each: its address stays its own
         self._count = itertools.count()
 
-    def __call__(self, layer: nn.Module, x: Any, here: Layer) -> tuple[Saved, Any]:
+    def __call__(self, layer: nn.Module, x: Any, here: VisitedLayer) -> tuple[SavedBytes, Any]:
         """Run F of a layer twice, on a clone and on its input: what both save is no activation. Then its I."""
         self._number(x)
         if not here.number:
             self.entry = tuple([(self._numbers[storage_of(tensor)], tensor.nbytes) for tensor in tensors_of(x)])
-        first = copy_context().run(_Run, layer, pytree.tree_map_only(Tensor, _cloned, x), here).saved
+        first = copy_context().run(_WatchedForward, layer, pytree.tree_map_only(Tensor, _cloned, x), here).saved
         popped = tuple([self._skips.pop(key) for key in here.pops])
-        run = _Run(layer, x, here)
+        run = _WatchedForward(layer, x, here)
         y = run.output
         self._leave(y, here)
         own = {storage_of(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *here.aside)} | self._aside
@@ -98,9 +98,9 @@ class Storages:
         inputs = self._bytes({key: waits[key] for key in waits.keys() & run.saved.keys()})
         gradients = sum(waits[key] for key in waits.keys() - run.saved.keys())
         parameters = layer.named_parameters(remove_duplicate=False)
-        result = Saved(
+        result = SavedBytes(
             saved, sum(run.saved[key] for key in constants), _message(y),
-            Skips(tuple([self._skips[key] for key in here.stashes]), popped),
+            SkipTraffic(tuple([self._skips[key] for key in here.stashes]), popped),
             [torch.empty_like(parameter, device="meta") for _, parameter in parameters],
             sum(buffer.nbytes for buffer in layer.buffers()), self._leaves(x, y),
             Waits(inputs, gradients, run.rise(own | self._numbers.keys() | waits.keys())),
@@ -114,7 +114,7 @@ class Storages:
         outer = [(self._numbers[storage], size) for storage, size in saved.items() if storage in self._numbers]
         return Bytes(inner, tuple(sorted(outer)))
 
-    def again(self, before: Saved, x: Any, y: Any) -> Saved:
+    def again(self, before: SavedBytes, x: Any, y: Any) -> SavedBytes:
         """The bytes of a layer that is like one that ran: the same, in storages of its own."""
         self._number([x, y])
         leaves = self._leaves(x, y)
@@ -130,7 +130,7 @@ class Storages:
     def _leaves(self, x: Any, y: Any) -> tuple[int, ...]:
         return tuple([self._numbers[storage_of(tensor)] for tensor in tensors_of([x, y])])
 
-    def _leave(self, y: Any, here: Layer) -> None:
+    def _leave(self, y: Any, here: VisitedLayer) -> None:
         self._number(y)
         for key, value in zip(here.stashes, values_of(here.stashes), strict=True):
             self._number(value)
@@ -151,7 +151,7 @@ class Storages:
         self._alive = [tensor for tensor in self._alive if storage_of(tensor) in between]
 
 
-class _Run:
+class _WatchedForward:
     """One forward of a layer, and its I.
 
     Attributes:
@@ -159,12 +159,12 @@ class _Run:
         saved: the bytes of the storages that it saves.
     """
 
-    def __init__(self, layer: nn.Module, x: Any, here: Layer) -> None:
+    def __init__(self, layer: nn.Module, x: Any, here: VisitedLayer) -> None:
         self.saved: dict[int, int] = {}
         self._alive: list[Tensor] = []  # a tensor of each: its address stays its own
         self._tokens: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
         self._changes: list[tuple[int, int]] = []  # during I: storages that the graph frees, or that wait
-        self._given = Given(x, here.pops)
+        self._given = RunInput(x, here.pops)
         with torch.autograd.graph.saved_tensors_hooks(self._hold, lambda held: held[1]):
             self.output = layer(self._given.value)
 
@@ -180,7 +180,7 @@ class _Run:
             self._alive.append(kept)
         return token, kept
 
-    def first_half(self, layer: nn.Module, here: Layer) -> dict[int, int]:
+    def first_half(self, layer: nn.Module, here: VisitedLayer) -> dict[int, int]:
         """Run I: the bytes of the storages that are held from then to W."""
         self._changes.clear()
         outputs = outputs_of(self.output, here.stashes)

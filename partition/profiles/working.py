@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from partition.halves import Part
+from partition.halves import LateGrads
 from partition.profiles.backwards import backward, first_half, second_half
-from partition.profiles.measuring import Given, Layer, outputs_of
+from partition.profiles.measuring import RunInput, VisitedLayer, outputs_of
 
 __all__ = ["Pass", "counted", "counter", "timed"]
 
@@ -31,7 +31,7 @@ class Pass(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ seconds
 
 
-def timed(layer: nn.Module, x: Any, here: Layer) -> tuple[Pass, Any]:
+def timed(layer: nn.Module, x: Any, here: VisitedLayer) -> tuple[Pass, Any]:
     """Seconds of the actions.
 
     What is done once (lazy parameters, choice of kernels) is done in runs that do not count, one of each kind.
@@ -50,9 +50,9 @@ def _is_trained(layer: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in layer.parameters())
 
 
-def _clocked(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float, float], Any]:
+def _clocked(layer: nn.Module, x: Any, here: VisitedLayer) -> tuple[tuple[float, float], Any]:
     """Seconds of F and B."""
-    given = Given(x, here.pops)
+    given = RunInput(x, here.pops)
     begun = here.sandbox.now()
     y = layer(given.value)
     made = here.sandbox.now()
@@ -61,9 +61,9 @@ def _clocked(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float, float]
     return (made - begun, here.sandbox.now() - made), y
 
 
-def _clocked_halves(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float, float], Any]:
+def _clocked_halves(layer: nn.Module, x: Any, here: VisitedLayer) -> tuple[tuple[float, float], Any]:
     """Seconds of I and W."""
-    given = Given(x, here.pops)
+    given = RunInput(x, here.pops)
     y = layer(given.value)
     made = here.sandbox.now()
     parts = _first_half(y, here, given, layer)
@@ -72,7 +72,7 @@ def _clocked_halves(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float,
     return (halfway - made, here.sandbox.now() - halfway if parts else 0.0), y
 
 
-def _first_half(y: Any, here: Layer, given: Given, layer: nn.Module) -> list[Part]:
+def _first_half(y: Any, here: VisitedLayer, given: RunInput, layer: nn.Module) -> list[LateGrads]:
     outputs = outputs_of(y, here.stashes)
     return first_half(outputs, _like(outputs), given.targets(layer), list(layer.parameters()))
 
@@ -85,9 +85,9 @@ def _like(outputs: Sequence[Tensor]) -> list[Tensor]:
 # -------------------------------------------------------------------------------------------------------------- FLOPs
 
 
-def counted(layer: nn.Module, x: Any, here: Layer) -> tuple[Pass, Any]:
+def counted(layer: nn.Module, x: Any, here: VisitedLayer) -> tuple[Pass, Any]:
     """FLOPs of the actions."""
-    given = Given(x, here.pops)
+    given = RunInput(x, here.pops)
     with counter() as forward:
         y = layer(given.value)
     with counter() as inputs:

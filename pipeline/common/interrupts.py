@@ -126,7 +126,7 @@ class Deferral:
         elif not in_backward:
             self.end(_LATE.format(entry))
         elif self.is_on:
-            torch.autograd.Variable._execution_engine.queue_callback(_End(self))
+            torch.autograd.Variable._execution_engine.queue_callback(_SectionEnd(self))
 
     def note(self, number: int, frame: FrameType | None) -> bool:
         """Whether a signal that comes now, while `frame` runs, has to wait; then it does."""
@@ -204,7 +204,7 @@ def _is_ours(frame: FrameType | None) -> bool:
     return False
 
 
-class _End:
+class _SectionEnd:
     """Ends a section when it is called, or when autograd drops it after a failed backward."""
 
     def __init__(self, deferral: Deferral) -> None:

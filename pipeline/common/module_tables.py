@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-Table: TypeAlias = dict[str, Any]
+ModuleTable: TypeAlias = dict[str, Any]
 
 
 class Scripted(dict[str, Any]):
@@ -75,7 +75,7 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def parameters_of(module: nn.Module) -> Table:
+def parameters_of(module: nn.Module) -> ModuleTable:
     """The table of a module's own parameters.
 
     Example:
@@ -85,12 +85,12 @@ def parameters_of(module: nn.Module) -> Table:
     return tables_of([module], "_parameters")[0]
 
 
-def buffers_of(module: nn.Module) -> Table:
+def buffers_of(module: nn.Module) -> ModuleTable:
     """The table of a module's own buffers."""
     return tables_of([module], "_buffers")[0]
 
 
-def tables_of(modules: Iterable[nn.Module], kind: str) -> list[Table]:
+def tables_of(modules: Iterable[nn.Module], kind: str) -> list[ModuleTable]:
     """The tables of many modules. `kind`: "_parameters" or "_buffers"."""
     scripted = torch.jit.ScriptModule
     return [Scripted(each, kind) if isinstance(each, scripted) else each.__dict__[kind] for each in modules]

@@ -17,7 +17,7 @@ from pipeline.curvature.estimates.inverse import Inverse
 from pipeline.curvature.estimates.layer_traces import layer_traces
 from pipeline.curvature.estimates.scipy_operator import to_scipy
 from pipeline.curvature.estimates.solve import solve
-from pipeline.curvature.estimates.systems import Given
+from pipeline.curvature.estimates.systems import VecLike
 from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.linear import LinearMap
 
@@ -42,7 +42,7 @@ class Analysis(LinearMap):
         damping: float = 0.0,
         tol: float = 1e-6,
         max_products: int | None = None,
-        preconditioner: Given | None = None,
+        preconditioner: VecLike | None = None,
         method: str = "cg",
     ) -> Inverse:
         """(A + damping I)^-1, whose products with vectors are linear systems: `H.inverse(damping=1e-3) @ v`.

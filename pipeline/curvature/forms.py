@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pipeline.curvature.space import Space, Vec
 
-Named: TypeAlias = Mapping[str, Tensor]
-Vectors: TypeAlias = Named | Sequence[Named] | Tensor
+NamedTensors: TypeAlias = Mapping[str, Tensor]
+Vectors: TypeAlias = NamedTensors | Sequence[NamedTensors] | Tensor
 Give: TypeAlias = Callable[[list[Vec]], Any]
 
 
@@ -41,7 +41,7 @@ def taken(space: Space, vectors: Vectors) -> tuple[list[Vec], Give]:
     )
 
 
-def _checked(named: Named) -> Named:
+def _checked(named: NamedTensors) -> NamedTensors:
     for name, part in named.items():
         if not isinstance(part, Tensor) or not part.is_floating_point():
             what = str(part.dtype) if isinstance(part, Tensor) else type(part).__name__

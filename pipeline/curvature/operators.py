@@ -27,7 +27,7 @@ from pipeline.curvature.products.passes import Passes
 from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.sharded import ParameterSpace
 from pipeline.curvature.products.task import OnResult, StageChecks
-from pipeline.curvature.selection import Params, as_pipe, space_of
+from pipeline.curvature.selection import ParamSelection, as_pipe, space_of
 from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import LossFn
 from pipeline.distributed.agreement import digest, values_in_words
@@ -56,7 +56,7 @@ class Operator(Analysis):
         data: Batches,
         loss_fn: LossFn,
         *,
-        params: Params = None,
+        params: ParamSelection = None,
         loss_reduction: str | None = None,
         training: bool | None = False,
         seed: int | None = None,

@@ -23,7 +23,7 @@ from pipeline.distributed.agreement import MismatchError, digest, values_in_word
 from pipeline.entry.validation import check_hooks
 from pipeline.pipe import Pipe
 
-Params: TypeAlias = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | None
+ParamSelection: TypeAlias = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | None
 
 
 def as_pipe(model: nn.Module) -> tuple[Pipe, str]:
@@ -56,7 +56,7 @@ def as_pipe(model: nn.Module) -> tuple[Pipe, str]:
 
 
 def chosen(
-    named: Sequence[tuple[str, nn.Parameter]], params: Params, first_names: Mapping[str, str]
+    named: Sequence[tuple[str, nn.Parameter]], params: ParamSelection, first_names: Mapping[str, str]
 ) -> list[str]:
     """The names of the parameters that are wanted, of those here.
 
@@ -94,7 +94,7 @@ def _stands_for(wanted: str, name: str) -> bool:
     return name == wanted or name.startswith(wanted + ".")
 
 
-def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
+def space_of(pipe: Pipe, prefix: str, params: ParamSelection) -> ParameterSpace:
     """The vectors of a Pipe's parameters; on several ranks all make it together.
 
     Raises:
@@ -123,11 +123,11 @@ def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
     return space
 
 
-def _in_words(params: Params) -> str:
+def _in_words(params: ParamSelection) -> str:
     return getattr(params, "__qualname__", "a function") if callable(params) else repr(params)
 
 
-def _members(pipe: Pipe, prefix: str, params: Params) -> tuple[list[Member], bool]:
+def _members(pipe: Pipe, prefix: str, params: ParamSelection) -> tuple[list[Member], bool]:
     """This process's parameters of the space, and whether there is a float64 one."""
     named = [(name.removeprefix(prefix), parameter) for name, parameter in pipe.named_parameters()]
     first_names = _first_names(pipe, prefix)

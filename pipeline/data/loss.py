@@ -219,7 +219,7 @@ class Loss:
 
     def verdict(
         self, whole: Tensor, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool = False
-    ) -> Verdict:
+    ) -> LossComparison:
         """Compare the combined losses of the chunks with `whole`, and their gradients at the outputs with its.
 
         No host waits here. The losses may agree where the gradients do not: those of surrogates, of which only the
@@ -240,7 +240,9 @@ class Loss:
         near = tolerance * (scale.nan_to_num(0.0, 0.0) + 1e-3)
         found = alone(whole)
         same = _is_near(ours.double(), found.to(ours).double(), tolerance, near)
-        return Verdict(tuple(self._rows), ours, found, same, self._same_grads(grads, may_overflow).to(same.device))
+        return LossComparison(
+            tuple(self._rows), ours, found, same, self._same_grads(grads, may_overflow).to(same.device)
+        )
 
     def _same_grads(self, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool) -> Tensor:
         with without_function_modes():
@@ -253,7 +255,7 @@ class Loss:
                 same = same & (near | ~ours.isfinite().all() if may_overflow else near).to(same.device)
         return same
 
-    def check(self, verdicts: Sequence[Verdict]) -> None:
+    def check(self, verdicts: Sequence[LossComparison]) -> None:
         """Raise ValueError if a verdict says that loss_fn is neither a mean nor a sum over rows. The host waits."""
         with without_function_modes():
             flags = [torch.stack([verdict.same_value, verdict.same_grads]) for verdict in verdicts]
@@ -404,7 +406,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-class Verdict(NamedTuple):
+class LossComparison(NamedTuple):
     """The comparison of the combined losses of some chunks with that of their joined output."""
 
     rows: tuple[int, ...]

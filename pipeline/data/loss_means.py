@@ -67,7 +67,7 @@ _OPAQUE = ("addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_re
 _ALONG = {"softmax": 1, "log_softmax": 1, "softmin": 1, "normalize": 2}  # the place of dim, if dim is that of the rows
 
 
-class Origin(NamedTuple):
+class LossOrigin(NamedTuple):
     """The origin of a tensor within a loss.
 
     Attributes:
@@ -96,7 +96,7 @@ class Seeing(TorchFunctionMode):
     Args:
         rows: of the chunk.
         output, target: their tensors.
-        sums: whether to compute means over tokens from their sums, as `Origin.total`.
+        sums: whether to compute means over tokens from their sums, as `LossOrigin.total`.
 
     Attributes:
         is_over: whether the evaluation has ended.
@@ -110,12 +110,12 @@ class Seeing(TorchFunctionMode):
         self._depth = 0
         self.is_over = False
         self.is_blind = False
-        self._origins: dict[int, tuple[Callable[[], Tensor | None], Origin]] = {}
+        self._origins: dict[int, tuple[Callable[[], Tensor | None], LossOrigin]] = {}
         for tensor in target:
-            self._note(tensor, Origin((), None, False))
+            self._note(tensor, LossOrigin((), None, False))
         for tensor in output:
             if tensor.dim():  # else a number that the model has computed: nobody saw what it divides by
-                self._note(tensor, Origin((), None, True))
+                self._note(tensor, LossOrigin((), None, True))
 
     def __enter__(self) -> Seeing:
         while _is_left_behind():
@@ -129,12 +129,12 @@ class Seeing(TorchFunctionMode):
         if torch._C._len_torch_function_stack() > self._depth:  # an interrupt within torch may have popped it
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def origin(self, tensor: Tensor) -> Origin | None:
+    def origin(self, tensor: Tensor) -> LossOrigin | None:
         """The origin of a tensor. None: it was not computed from output or target."""
         entry = self._origins.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
-    def _note(self, tensor: Tensor, origin: Origin) -> None:
+    def _note(self, tensor: Tensor, origin: LossOrigin) -> None:
         self._origins[id(tensor)] = weakref.ref(tensor), origin
 
     def __torch_function__(
@@ -163,16 +163,16 @@ class Seeing(TorchFunctionMode):
         if amounts or origin.total is not None or origin.pending is not None:
             own = [Divisor(amount) for amount in amounts]
             total = None if origin.total is None else self._total(func, args, kwargs)
-            origin = Origin((*origin.divisors, *own), total, origin.of_output)
+            origin = LossOrigin((*origin.divisors, *own), total, origin.of_output)
         if isinstance(made, Tensor):
             self._note(made, origin)
         else:
             for tensor in _tensors(made):
                 self._note(tensor, origin)
 
-    def _joined(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Origin | None:
+    def _joined(self, args: Sequence[Any], kwargs: dict[str, Any]) -> LossOrigin | None:
         """The joined origin of a function's arguments; `total` is one of theirs."""
-        found: list[Origin] = []
+        found: list[LossOrigin] = []
         for value in [*args, *kwargs.values()] if kwargs else args:
             if isinstance(value, Tensor):
                 entry = self._origins.get(id(value))
@@ -184,7 +184,7 @@ class Seeing(TorchFunctionMode):
             return found[0] if found else None
         divisors = tuple(dict.fromkeys([divisor for origin in found for divisor in origin.divisors]))
         totals = [origin.total for origin in found if origin.total is not None]
-        return Origin(divisors, totals[0] if totals else None, any([origin.of_output for origin in found]))
+        return LossOrigin(divisors, totals[0] if totals else None, any([origin.of_output for origin in found]))
 
     def _amounts(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> list[Tensor | float]:
         """The divisors and factors of a function call."""
@@ -261,7 +261,7 @@ class Seeing(TorchFunctionMode):
         else:
             mean, total = _mean_and_total(func, args, kwargs, count)
         divisors = (*origin.divisors, Divisor(count, True))
-        self._note(mean, Origin(divisors, total, origin.of_output, count if later else None))
+        self._note(mean, LossOrigin(divisors, total, origin.of_output, count if later else None))
         return mean
 
 

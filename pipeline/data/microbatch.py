@@ -302,7 +302,7 @@ def row_sizes(column: Sequence[Tensor], rows: Sequence[int], batch_dim: int) -> 
 
 def describe(tree: Tree) -> str:
     """A tree in words: tensors by shape, plain values as they are."""
-    shapes = [_Shape(tensor) for tensor in tree.tensors]
+    shapes = [_ShownShape(tensor) for tensor in tree.tensors]
     try:
         return str(tree.build(shapes))  # type: ignore[arg-type]
     except Exception:  # a container of the user's own that looks at the tensors it is given
@@ -322,7 +322,7 @@ def described(batch: Batch) -> str:
     return leaves if tree.skeleton is None else f"{describe(tree)} of {leaves}"
 
 
-class _Shape:
+class _ShownShape:
     def __init__(self, tensor: Tensor) -> None:
         self._text = f"Tensor{list(tensor.shape)}"
 

@@ -23,7 +23,7 @@ from pipeline.distributed.agreement import (
     from_bits,
     to_bits,
 )
-from pipeline.distributed.digests import Fingerprint, Sketch, Sketches
+from pipeline.distributed.digests import Fingerprint, GradSketch, Sketches
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import Compared, Describe
 
@@ -112,9 +112,9 @@ class Comparison:
         if len({late for late, *_ in rows}) > 1:
             self._refuse()
         values = [[from_bits(bits) for bits in row[1:]] for row in rows]
-        size = len(Sketch._fields)
+        size = len(GradSketch._fields)
         for index in range(len(values[0]) // size):
-            sketches = [Sketch(*row[size * index : size * (index + 1)]) for row in values]
+            sketches = [GradSketch(*row[size * index : size * (index + 1)]) for row in values]
             if not all(sketch.is_like(sketches[self._topology.assignment.last]) for sketch in sketches):
                 described = "; ".join(f"rank {rank}: {sketch}" for rank, sketch in enumerate(sketches))
                 raise MismatchError(self._differ.format(index, described))

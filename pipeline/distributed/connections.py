@@ -27,10 +27,10 @@ from pipeline.transports.channel import ChannelError, Incoming, Outgoing
 from pipeline.transports.distributed import Channels
 from pipeline.transports.link import Receiver, Sender
 
-Pairs: TypeAlias = tuple[tuple[int, int], ...]
+RankPairs: TypeAlias = tuple[tuple[int, int], ...]
 
 
-class Request(NamedTuple):
+class ConnectionRequest(NamedTuple):
     """A request of all ranks.
 
     Attributes:
@@ -38,8 +38,8 @@ class Request(NamedTuple):
         able: those of them whose payloads can be connected; None: channels.
     """
 
-    pairs: Pairs
-    able: Pairs | None = None
+    pairs: RankPairs
+    able: RankPairs | None = None
 
 
 class Connections:
@@ -62,7 +62,7 @@ class Connections:
         device: torch.device,
         rendezvous: AbortableRendezvous,
         monitor: FailureMonitor,
-        new_channels: Callable[[dist.Store, Pairs], Channels],
+        new_channels: Callable[[dist.Store, RankPairs], Channels],
     ) -> None:
         self.generation = 0
         self._rank = rank
@@ -70,7 +70,7 @@ class Connections:
         self._rendezvous = rendezvous
         self._monitor = monitor
         self._new_channels = new_channels
-        self._requests: list[Request] = []
+        self._requests: list[ConnectionRequest] = []
         self._agreed = 0  # how many of them all ranks have made
         self._channels: list[Channels] = []  # one entry for each request of channels
         self._of: dict[tuple[int, int], Channels] = {}  # by pair, of those with this rank
@@ -82,18 +82,18 @@ class Connections:
         known = {pair for request in self._requests if request.able is None for pair in request.pairs}
         new = tuple(sorted(set(pairs) - known))
         if new:
-            self._request(Request(new))
+            self._request(ConnectionRequest(new))
 
-    def uncarried(self, pairs: Collection[tuple[int, int]]) -> Pairs:
+    def uncarried(self, pairs: Collection[tuple[int, int]]) -> RankPairs:
         """Those of some pairs, which have channels, whose payloads were never requested."""
         known = {pair for request in self._requests if request.able is not None for pair in request.pairs}
         return () if known.issuperset(pairs) else tuple(sorted(set(pairs) - known))
 
-    def carry(self, pairs: Pairs, able: Iterable[tuple[int, int]]) -> None:
+    def carry(self, pairs: RankPairs, able: Iterable[tuple[int, int]]) -> None:
         """Request payloads for these ordered pairs, as `connect` does. `able`: those whose ranks both have devices."""
-        self._request(Request(pairs, tuple(sorted(able))))
+        self._request(ConnectionRequest(pairs, tuple(sorted(able))))
 
-    def _request(self, request: Request) -> None:
+    def _request(self, request: ConnectionRequest) -> None:
         self._requests.append(request)
         if self._channels:
             self._build(len(self._requests) - 1)
@@ -125,7 +125,7 @@ class Connections:
         if self._rendezvous.is_given_up:  # some channels here may be new since then
             raise ChannelError(f"rank {self._rank} gave the call up")
 
-    def _carry(self, store: dist.Store, able: Pairs) -> None:
+    def _carry(self, store: dist.Store, able: RankPairs) -> None:
         for pair in able:
             if self._rank in pair:
                 self._of[pair].carry(dist.PrefixStore(f"{pair[0]}to{pair[1]}", store), pair)

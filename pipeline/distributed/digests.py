@@ -55,7 +55,7 @@ class Fingerprint:
         return int.from_bytes(hashed.digest(), "little") >> 1 or 1
 
 
-class Sketch(NamedTuple):
+class GradSketch(NamedTuple):
     """The sketch of a gradient.
 
     Attributes:
@@ -68,7 +68,7 @@ class Sketch(NamedTuple):
     product: float
     tolerance: float
 
-    def is_like(self, other: Sketch) -> bool:
+    def is_like(self, other: GradSketch) -> bool:
         """Whether it may be of the same gradient."""
         if not all(map(math.isfinite, (*self, *other))):
             return not (all(map(math.isfinite, self)) or all(map(math.isfinite, other)))
@@ -88,10 +88,12 @@ class Sketches:
         self._tolerances = [OF_HALF if grad is not None and grad.itemsize < 4 else TOLERANCE for grad in grads]
 
     @property
-    def values(self) -> list[Sketch]:
+    def values(self) -> list[GradSketch]:
         """The sketch of each gradient."""
         numbers = [(0.0, 0.0) if coming is None else coming.value().tolist() for coming in self._numbers]
-        return [Sketch(norm, product, part) for (norm, product), part in zip(numbers, self._tolerances, strict=True)]
+        return [
+            GradSketch(norm, product, part) for (norm, product), part in zip(numbers, self._tolerances, strict=True)
+        ]
 
 
 class _Coming:

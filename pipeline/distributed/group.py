@@ -28,7 +28,7 @@ import torch.distributed as dist
 from pipeline.common.accelerators import device_of_rank, identity, is_accelerator
 from pipeline.common.arguments import check_group
 from pipeline.common.interrupts import Deferral
-from pipeline.distributed.connections import Connections, Pairs
+from pipeline.distributed.connections import Connections, RankPairs
 from pipeline.distributed.failure.errors import Failure, RankError, exception_of, of_exception, silence
 from pipeline.distributed.failure.heartbeat import in_words
 from pipeline.distributed.failure.monitor import FailureMonitor
@@ -68,7 +68,7 @@ class RankGroup:
         rendezvous = AbortableRendezvous(store, f"{prefix}/rendezvous", self.size)
         patience, carrier = timedelta(seconds=timeout + _LATER), nccl_of(group, self.device)
 
-        def new_channels(store: dist.Store, pairs: Pairs) -> Channels:
+        def new_channels(store: dist.Store, pairs: RankPairs) -> Channels:
             return Channels(store, "channels", self.rank, pairs, patience, carrier)
 
         self.connections = Connections(self.rank, self.device, rendezvous, self.monitor, new_channels)

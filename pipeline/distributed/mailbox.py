@@ -16,7 +16,7 @@ from pipeline.data.pytrees import Activations, Grads, MemoryId
 from pipeline.data.values import CALLER, Value, Values
 from pipeline.distributed.group import RankGroup
 from pipeline.execution.mailbox import Mailbox, sent
-from pipeline.execution.p2p_plan import Key, P2PPlan
+from pipeline.execution.p2p_plan import MessageKey, P2PPlan
 from pipeline.transports.local import Local, Parcel
 from pipeline.transports.message import Message
 
@@ -41,8 +41,8 @@ class RankMailbox(Mailbox):
         self._series = series
         self._transport = transport
         self._messages: P2PPlan | None = None  # of the phase that runs
-        self._activations: dict[Key, tuple[Activations, Parcel | None]] = {}
-        self._gradients: dict[Key, Grads] = {}
+        self._activations: dict[MessageKey, tuple[Activations, Parcel | None]] = {}
+        self._gradients: dict[MessageKey, Grads] = {}
 
     def begin(self, phase: int, messages: P2PPlan | None) -> None:
         assert messages is not None  # a plan over ranks has them
@@ -86,7 +86,7 @@ class RankMailbox(Mailbox):
     def take(self, stage: int, chunk: int) -> list[Activations]:
         return [self._taken((row.name, chunk, False), row) for row in self._values.read_by[stage]]
 
-    def _taken(self, key: Key, row: Value) -> Activations:
+    def _taken(self, key: MessageKey, row: Value) -> Activations:
         if key in self._activations or row.producer == CALLER:
             activations, parcel = self._activations.pop(key)
             if parcel is not None:
@@ -106,7 +106,7 @@ class RankMailbox(Mailbox):
     def take_grads(self, stage: int, chunk: int) -> list[Grads]:
         return [self._taken_grads((row.name, chunk, True), row) for row in self._values.made_by[stage]]
 
-    def _taken_grads(self, key: Key, row: Value) -> Grads:
+    def _taken_grads(self, key: MessageKey, row: Value) -> Grads:
         if key in self._gradients or row.reader == CALLER:
             return self._gradients.pop(key)
         return self._receive(key).tensors
@@ -118,12 +118,12 @@ class RankMailbox(Mailbox):
     def __len__(self) -> int:
         return len(self._activations) + len(self._gradients)
 
-    def _send(self, key: Key, message: Message) -> None:
+    def _send(self, key: MessageKey, message: Message) -> None:
         messages = self._current()
         _, to = messages.channel_of[key]
         self._ranks.connections.sender(to).send(messages.name_of[key], message)
 
-    def _receive(self, key: Key) -> Message:
+    def _receive(self, key: MessageKey) -> Message:
         """Wait for a message, and free what it proves to have been received."""
         messages, monitor = self._current(), self._ranks.monitor
         channel, name = messages.channel_of[key], messages.name_of[key]

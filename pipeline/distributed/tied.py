@@ -16,7 +16,7 @@ from pipeline.distributed.agreement import MismatchError, digest, values_in_word
 from pipeline.distributed.assignment import StageAssignment, TiedParameter
 from pipeline.distributed.digests import Sketches
 from pipeline.distributed.exchange import CallMessages
-from pipeline.execution.communicator import Gradients, Pair, Part, joined
+from pipeline.execution.communicator import Gradients, Pair, StageGrad, joined
 from pipeline.transports.message import Message
 
 
@@ -68,7 +68,7 @@ class TiedGradients(Gradients):
                 with torch.no_grad():
                     copy.copy_(values)
 
-    def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
+    def join(self, parts: Sequence[StageGrad]) -> dict[int, Pair]:
         self._ranks.carry(self._assignment.tied_pairs)
         copies = {id(copy) for copy in self.copies if copy is not None}
         pairs = joined([part for part in parts if id(part[1]) not in copies])

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.common.graph import explore, gradients
 from pipeline.common.torch_modes import without_autocast, without_function_modes
-from pipeline.data.loss import Loss, Verdict, are_rounding
+from pipeline.data.loss import Loss, LossComparison, are_rounding
 from pipeline.data.microbatch import Batch, are_joinable, gather
 from pipeline.data.pytrees import Activations, Grads, Tree, detached
 from pipeline.execution.execution import Execution
@@ -43,7 +43,7 @@ class ChunkLosses:
         self._execution = execution
         self._target = target
         self._before: _ChunkEnd | None = None
-        self._verdicts: list[Verdict] = []
+        self._verdicts: list[LossComparison] = []
         self._has_gaps = False  # two chunks, one after the other, could not be joined
 
     def computed(
@@ -105,7 +105,7 @@ class ChunkLosses:
         alike = all([are_joinable(column, self._target.batch_dim) for column in columns if column[0].dim()])
         return alike and self._target.is_joinable([end.chunk for end in ends])
 
-    def _compared(self, ends: Sequence[_ChunkEnd], scale: float | None) -> Verdict:
+    def _compared(self, ends: Sequence[_ChunkEnd], scale: float | None) -> LossComparison:
         loss, weight = self.loss.of([end.chunk for end in ends])
         whole, leaves, expected = self._whole(loss, weight, ends)
         if expected is None:

@@ -73,7 +73,7 @@ def _eager_backward(loss: Tensor, update: EagerUpdate) -> None:
         _backward(loss, leaves, update)
 
 
-def _backward(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate) -> None:
+def _backward(loss: Tensor, leaves: Sequence[_GraphLeaf], update: EagerUpdate) -> None:
     """In one run or two."""
     factor: Tensor | None = None
     if update.needs_two_runs:
@@ -89,14 +89,14 @@ def _backward(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate) -> Non
         step.finish()
 
 
-class _Leaf(NamedTuple):
+class _GraphLeaf(NamedTuple):
     """A leaf of the graph, and the nodes that give gradients to it."""
 
     tensor: Tensor
     parents: list[Any]
 
 
-def _explored(loss: Tensor, update: EagerUpdate) -> tuple[list[_Leaf], list[Backward]]:
+def _explored(loss: Tensor, update: EagerUpdate) -> tuple[list[_GraphLeaf], list[Backward]]:
     """The leaves of the loss's graph, and the calls of Pipes in it."""
     if loss.grad_fn is None:
         return [], []
@@ -107,17 +107,17 @@ def _explored(loss: Tensor, update: EagerUpdate) -> tuple[list[_Leaf], list[Back
             "would not be updated. Use checkpoint(..., use_reentrant=False), checkpoint_blocks, or an optimizer in the "
             "rule's place."
         )
-    leaves: dict[int, _Leaf] = {}
+    leaves: dict[int, _GraphLeaf] = {}
     for node in nodes:
         for nearer, _ in node.next_functions:
             leaf = getattr(nearer, "variable", None)
             if leaf is not None:
-                leaves.setdefault(id(leaf), _Leaf(leaf, [])).parents.append(node)
+                leaves.setdefault(id(leaf), _GraphLeaf(leaf, [])).parents.append(node)
     calls = [getattr(node, "backward_call", None) for node in nodes]
     return list(leaves.values()), [call for call in calls if isinstance(call, Backward)]
 
 
-def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate, is_alone: bool) -> None:
+def _check(loss: Tensor, leaves: Sequence[_GraphLeaf], update: EagerUpdate, is_alone: bool) -> None:
     if update.needs_two_runs and not is_alone:
         raise ValueError(
             "clip='two_pass' in eager_backward would clip each rank's gradients by a norm of its own. Use "
@@ -137,7 +137,7 @@ def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate, is_alone:
     check_free(named)
 
 
-def _run(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep, retain: bool) -> None:
+def _run(loss: Tensor, leaves: Sequence[_GraphLeaf], step: EagerStep, retain: bool) -> None:
     with _taking(loss, leaves, step):
         ends = [leaf.tensor for leaf in leaves] if step.only_norms else None  # `.grad` of other leaves is added to once
         _autograd(loss, retain, ends)
@@ -149,7 +149,7 @@ def _autograd(loss: Tensor, retain: bool, ends: list[Tensor] | None) -> None:
 
 
 @contextmanager
-def _taking(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep) -> Iterator[None]:
+def _taking(loss: Tensor, leaves: Sequence[_GraphLeaf], step: EagerStep) -> Iterator[None]:
     """Within: gradients go to the step as soon as they are whole."""
     assert loss.grad_fn is not None  # it has leaves
     outer: list[int] = []
@@ -176,7 +176,7 @@ def _taking(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep) -> Iterator[
             pipe.give_away = None
 
 
-def _by_pipe(leaves: Sequence[_Leaf]) -> dict[Backward, set[int]]:
+def _by_pipe(leaves: Sequence[_GraphLeaf]) -> dict[Backward, set[int]]:
     """The parameters whose gradients come from one run of one Pipe and from nowhere else."""
     by_pipe: dict[Backward, set[int]] = {}
     for leaf in leaves:

@@ -26,7 +26,7 @@ from pipeline.data.microbatch import gather
 from pipeline.data.pytrees import Grads, Tree, versions
 from pipeline.distributed.agreement import OPTIONS
 from pipeline.entry.attached_call import AttachedCall
-from pipeline.entry.nodes import Given, attach, is_batched, is_in_vmap
+from pipeline.entry.nodes import OutputGrads, attach, is_batched, is_in_vmap
 from pipeline.entry.second_backward import SecondBackward
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Compared, Output, Pair, Verdict, joined, share_output
@@ -102,7 +102,7 @@ class Backward:
         """Whether this process runs every stage."""
         return self._call.communicator.is_alone
 
-    def __call__(self, given: Given, retain: bool) -> tuple[Tensor | None, ...]:
+    def __call__(self, given: OutputGrads, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the inputs that need one, and of the owners. `given`: those of the outputs."""
         execution = self._call.execution
         with turn(self._forward.then), beside(self._streams), execution.communicator.again() as communicator:

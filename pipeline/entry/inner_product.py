@@ -15,10 +15,10 @@ from torch import Tensor
 from pipeline.common.call_lock import turn
 from pipeline.entry.runtime import Runtime
 
-Given = Sequence[Tensor | None]
+PartialGrads = Sequence[Tensor | None]
 
 
-def dot(runtime: Runtime, one: Given, other: Given) -> Tensor:
+def dot(runtime: Runtime, one: PartialGrads, other: PartialGrads) -> Tensor:
     """`pipe.dot`."""
     with turn(), runtime.communicator("dot") as communicator:
         owners = _owners(runtime, one, other)
@@ -33,14 +33,14 @@ def dot(runtime: Runtime, one: Given, other: Given) -> Tensor:
         return total
 
 
-def grad_norm(runtime: Runtime, grads: Given) -> Tensor:
+def grad_norm(runtime: Runtime, grads: PartialGrads) -> Tensor:
     """`pipe.grad_norm`."""
     square = dot(runtime, grads, grads)
     is_zero = square == 0  # where the derivative of the root is infinite, and that of the norm is taken for 0
     return torch.where(is_zero, square, torch.where(is_zero, torch.ones_like(square), square).sqrt())
 
 
-def _owners(runtime: Runtime, one: Given, other: Given) -> list[Tensor]:
+def _owners(runtime: Runtime, one: PartialGrads, other: PartialGrads) -> list[Tensor]:
     """The parameters that the tensors belong to.
 
     Raises:

@@ -19,7 +19,7 @@ from pipeline.common.accelerators import is_accelerator, use_here
 from pipeline.data.pytrees import Grads
 
 
-class Given(NamedTuple):
+class OutputGrads(NamedTuple):
     """The gradients of the outputs.
 
     Attributes:
@@ -44,7 +44,7 @@ class Given(NamedTuple):
         return self.grads
 
 
-BackwardCall: TypeAlias = Callable[[Given, bool], tuple[Tensor | None, ...]]
+BackwardCall: TypeAlias = Callable[[OutputGrads, bool], tuple[Tensor | None, ...]]
 
 
 class PipeFunction(torch.autograd.Function):
@@ -83,7 +83,7 @@ class PipeOutput(torch.autograd.Function):
         (link,) = ctx.saved_tensors if torch.is_grad_enabled() else (None,)
         on_host = not any([grad is not None and is_accelerator(grad.device) for grad in grads])
         token = torch.empty(0, dtype=torch.float32, device="cpu")  # else autograd would hand on another one
-        setattr(token, _GIVEN, Given(tuple(grads), None if on_host else torch.accelerator.current_stream(), link))
+        setattr(token, _GIVEN, OutputGrads(tuple(grads), None if on_host else torch.accelerator.current_stream(), link))
         return None, None, token
 
 

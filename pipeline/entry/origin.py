@@ -105,7 +105,7 @@ def _refuse(module: nn.Module, changed: Sequence[str]) -> None:
     )
 
 
-class _Place(NamedTuple):
+class _TableEntries(NamedTuple):
     """A module, a table of its, names in it, and what stood there."""
 
     owner: weakref.ref[nn.Module]
@@ -114,12 +114,12 @@ class _Place(NamedTuple):
     ids: list[int]
 
 
-def _children(module: nn.Module) -> _Place:
+def _children(module: nn.Module) -> _TableEntries:
     appended = str(len(module._modules))
     return _place(module, "_modules", [*module._modules, appended])
 
 
-def _places(model: nn.Module, brought: Iterable[InModel]) -> Iterator[_Place]:
+def _places(model: nn.Module, brought: Iterable[InModel]) -> Iterator[_TableEntries]:
     """The places of what layers bring of a model."""
     tables = dict[tuple[str, str], list[str]]()
     for name in dict.fromkeys(name for each in brought for name in each.names):
@@ -173,8 +173,8 @@ def _contents(module: nn.Module) -> list[Any]:
     ]
 
 
-def _place(owner: nn.Module, table: str, names: list[str]) -> _Place:
-    return _Place(weakref.ref(owner), table, names, _ids(owner, table, names))
+def _place(owner: nn.Module, table: str, names: list[str]) -> _TableEntries:
+    return _TableEntries(weakref.ref(owner), table, names, _ids(owner, table, names))
 
 
 def _ids(module: nn.Module, table: str, names: Iterable[str]) -> list[int]:

@@ -1,6 +1,6 @@
 """The schedule and the plan for a mini-batch of so many chunks.
 
-    "1f1b" or a Schedule  --stages, ranks-->  Schedule  --plan.py-->  Plan; over ranks with the messages of this one
+    "1f1b" or a Schedule  --stages, ranks-->  Schedule  --plan.py-->  CallPlan; over ranks with the messages of this one
 
 Each is made once for a number of chunks and kept.
 """
@@ -14,10 +14,10 @@ from pipeline.common.places import Place
 from pipeline.data.values import Values
 from pipeline.distributed.assignment import on_ranks, schedule_over
 from pipeline.entry.validation import schedule_named
-from pipeline.execution.plan import OneRank, Plan, plan_forward
+from pipeline.execution.plan import CallPlan, OneRank, plan_forward
 from scheduler import Action, Kind, Placement, Schedule, ScheduleError
 
-Planner = Callable[[Schedule, Sequence[object], OneRank | None], Plan]
+Planner = Callable[[Schedule, Sequence[object], OneRank | None], CallPlan]
 
 
 class Plans:
@@ -38,8 +38,8 @@ class Plans:
         self._ranks = ranks
         self._here = None if ranks is None else OneRank(ranks[1], values)
         self._has_said = False  # that a mini-batch is short
-        self._plans: dict[tuple[int, Planner], Plan] = {}
-        self._uncut: dict[Placement, Plan] = {}
+        self._plans: dict[tuple[int, Planner], CallPlan] = {}
+        self._uncut: dict[Placement, CallPlan] = {}
 
     def schedule(self, chunks: int, asked: int) -> Schedule:
         """The schedule, with a lane for each device or rank. For a shorter mini-batch, its first chunks.
@@ -87,14 +87,14 @@ class Plans:
             return on_ranks(self.given, self._ranks[0])
         return schedule_over(self.given, stages, chunks, self._ranks[0])
 
-    def plan(self, chunks: int, planner: Planner, asked: int) -> Plan:
+    def plan(self, chunks: int, planner: Planner, asked: int) -> CallPlan:
         """The plan of a call of so many chunks; `planner` makes it, see execution/plan.py."""
         key = (chunks, planner)
         if key not in self._plans:
             self._plans[key] = planner(self.schedule(chunks, asked), self._places, self._here)
         return self._plans[key]
 
-    def uncut(self, placement: Placement) -> Plan:
+    def uncut(self, placement: Placement) -> CallPlan:
         """The plan of a forward of one chunk, whatever the schedule."""
         if placement not in self._uncut:
             hosted = [placement.stages_of(lane) for lane in range(placement.lanes)]

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from partition.hardware.sampling import Sampling, Usage
+from partition.hardware.sampling import DeviceSampling, Usage
 from pipeline.common.accelerators import is_accelerator, peak_bytes
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.step import Step
@@ -20,7 +20,10 @@ from scheduler.reporting import HasCosts
 
 
 def reported(
-    runtime: Runtime, steps: Sequence[Step | Timeline], planned: Costs | HasCosts | None, sampling: Sampling | None
+    runtime: Runtime,
+    steps: Sequence[Step | Timeline],
+    planned: Costs | HasCosts | None,
+    sampling: DeviceSampling | None,
 ) -> Report:
     """`pipe.report`. Over ranks all call it.
 

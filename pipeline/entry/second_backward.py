@@ -24,7 +24,7 @@ from pipeline.common.errors import CheckpointError
 from pipeline.data.pytrees import Grads, versions
 from pipeline.distributed.agreement import OPTIONS
 from pipeline.entry.attached_call import AttachedCall
-from pipeline.entry.nodes import Given, attach, is_batched, is_in_vmap
+from pipeline.entry.nodes import OutputGrads, attach, is_batched, is_in_vmap
 from pipeline.execution.communicator import Communicator, Compared, Verdict
 from pipeline.stage.hooks import skip_none
 from pipeline.transports.message import Message
@@ -70,7 +70,7 @@ class SecondBackward:
         attached = iter(attach(self, present, [True] * len(present), [*self._leaves, *nothing, *bent, link]))
         return tuple([None if grad is None else next(attached) for grad in result])
 
-    def __call__(self, given: Given, retain: bool) -> tuple[Tensor | None, ...]:
+    def __call__(self, given: OutputGrads, retain: bool) -> tuple[Tensor | None, ...]:
         """The derivatives by all that the gradients are functions of. `given`: the cotangents of the gradients."""
         execution, streams = self._call.execution, current_streams(self._call.execution.devices)
         with turn(self._forward.then), self._first.again("second backward") as communicator:

@@ -28,7 +28,7 @@ from pipeline.gradients.partial import shared_overflows
 from pipeline.gradients.store import GradStore
 from pipeline.stage.hooks import accumulate, grads_kept, has_hooks, hooked
 
-Named: TypeAlias = Sequence[tuple[str, Tensor]]
+NamedGrads: TypeAlias = Sequence[tuple[str, Tensor]]
 Taken: TypeAlias = tuple[GradStore | None, Tensor | None]
 
 
@@ -258,7 +258,7 @@ def summed(pairs: list[Pair]) -> list[Pair]:
 
 
 def clip_grads(
-    named: Named,
+    named: NamedGrads,
     max_norm: float,
     norm_type: float,
     communicator: Communicator,

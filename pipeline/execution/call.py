@@ -26,8 +26,8 @@ from pipeline.common.torch_modes import without_autocast
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Grads, Tree
 from pipeline.data.values import CALLER
-from pipeline.execution.communicator import Averager, Communicator, Pair, Part
-from pipeline.execution.execution import Execution, Work
+from pipeline.execution.communicator import Averager, Communicator, Pair, StageGrad
+from pipeline.execution.execution import Execution, WorkTable
 from pipeline.execution.gradient_product import GradientProduct
 from pipeline.execution.second_order import differentiate
 from pipeline.execution.stages import stages_of
@@ -39,7 +39,7 @@ from scheduler import Kind
 Listener: TypeAlias = Callable[[StageRun, list[Pair]], None]
 
 
-class LossEnd(Protocol):
+class BackwardStart(Protocol):
     """The loss behind the last stage: called with a chunk and its output, it says where the backward begins.
 
     Attributes:
@@ -69,7 +69,7 @@ class Call:
         is_released: whether what was kept for a backward is gone.
     """
 
-    def __init__(self, execution: Execution, loss_end: LossEnd | None = None, keeps_outputs: bool = True) -> None:
+    def __init__(self, execution: Execution, loss_end: BackwardStart | None = None, keeps_outputs: bool = True) -> None:
         grad = execution.setup.grad
         self.execution = execution
         self.stages = stages_of(execution, loss_end is not None)
@@ -218,7 +218,7 @@ class Call:
         self.outputs = []
         self.is_released = True
 
-    def _drive(self, number: int, work: Work, listener: Listener | None) -> None:
+    def _drive(self, number: int, work: WorkTable, listener: Listener | None) -> None:
         draws = any([stage.may_draw for stage in self.stages])
         generators = self.execution.generators
         if not draws:
@@ -243,7 +243,7 @@ class Call:
 
     # -------------------------------------------------------------------------------------------------------- work
 
-    def _work(self, retain: bool) -> Work:
+    def _work(self, retain: bool) -> WorkTable:
         """The work of each kind of action. The table is not kept: a call must not refer to itself."""
         backward = partial(self._backward, retain)
         return {Kind.F: self._forward, Kind.B: backward, Kind.I: backward, Kind.W: partial(self._weights, retain)}
@@ -351,7 +351,7 @@ class Call:
         ]
         return self.communicator.gradients.join([*self.parts_of_loss(), *parts])
 
-    def parts_of_loss(self) -> list[Part]:
+    def parts_of_loss(self) -> list[StageGrad]:
         """Take the gradients of leaves that the loss itself reads."""
         parts = [(-1, owner, grad) for owner, grad in self._loss_sums.values()]
         self._loss_sums.clear()

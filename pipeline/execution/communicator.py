@@ -35,7 +35,7 @@ from pipeline.transports.local import Local
 from pipeline.transports.message import Message
 from scheduler import Action, Event
 
-Part: TypeAlias = tuple[int, Tensor, Tensor]  # a stage, a parameter it reads, its gradient there
+StageGrad: TypeAlias = tuple[int, Tensor, Tensor]  # a stage, a parameter it reads, its gradient there
 Pair: TypeAlias = tuple[Tensor, Tensor]  # a parameter, or another leaf, and its gradient
 Describe: TypeAlias = Callable[[bool], Mapping[str, str]]  # with or without values -> descriptions, by name
 
@@ -168,7 +168,7 @@ class Gradients(ABC):
     """Whole gradients of parameters that several stages read."""
 
     @abstractmethod
-    def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
+    def join(self, parts: Sequence[StageGrad]) -> dict[int, Pair]:
         """Whole gradients by the id of their owner: (owner, its stages' sums, added in the order of the stages)."""
 
     @abstractmethod
@@ -269,7 +269,7 @@ class Communicator(ABC):
         """A communicator for the backward of this call. `entry`: its name in words."""
 
 
-def joined(parts: Sequence[Part]) -> dict[int, Pair]:
+def joined(parts: Sequence[StageGrad]) -> dict[int, Pair]:
     """The parts of each owner, added in the order in which they stand."""
     whole: dict[int, Pair] = {}
     for _, owner, grad in parts:

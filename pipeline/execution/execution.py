@@ -37,7 +37,7 @@ from pipeline.stage.layers import StageLayers
 from scheduler import Action, Event, Kind
 from scheduler.collecting import no_collecting
 
-Work: TypeAlias = Mapping[Kind, Callable[[int, int], None]]  # kind -> what it does, called with (stage, chunk)
+WorkTable: TypeAlias = Mapping[Kind, Callable[[int, int], None]]  # kind -> what it does, called with (stage, chunk)
 
 
 class Execution:
@@ -178,7 +178,7 @@ class Execution:
 
     # ----------------------------------------------------------------------------------------------------- actions
 
-    def run(self, number: int, work: Work, draws: bool, on_final: Callable[[int], None] | None = None) -> None:
+    def run(self, number: int, work: WorkTable, draws: bool, on_final: Callable[[int], None] | None = None) -> None:
         """Run a phase. Called within `generators`.
 
         Args:
@@ -202,7 +202,7 @@ class Execution:
             self.communicator.at(None)
             self.mailbox.end()
 
-    def _perform(self, work: Work, action: Action) -> None:
+    def _perform(self, work: WorkTable, action: Action) -> None:
         deliver()
         stage, kind, chunk = action
         try:

@@ -22,7 +22,7 @@ from torch import Tensor
 from pipeline.data.pytrees import Activations, Grads, Tree, add_grads
 from pipeline.data.tangents import Back, Inbox
 from pipeline.data.values import CALLER
-from pipeline.execution.communicator import Pair, Part
+from pipeline.execution.communicator import Pair, StageGrad
 from pipeline.execution.execution import Execution
 from pipeline.execution.product import Product
 from pipeline.stage.earlier_forwards import EarlierForwards
@@ -41,7 +41,7 @@ class Derivatives(NamedTuple):
     """
 
     inputs: list[Grads]
-    parts: list[Part]
+    parts: list[StageGrad]
     outputs: list[Grads]
 
 
@@ -71,7 +71,7 @@ class GradientProduct(Product):
         super().__init__(execution, rules, 1)
         self._live, self._grads = live, grads
         self._of_input, self._of_owners = of_input, of_owners
-        self._sums: dict[tuple[int, int], Part] = {}  # by stage and parameter
+        self._sums: dict[tuple[int, int], StageGrad] = {}  # by stage and parameter
         self._outputs: dict[int, Grads] = {}  # by chunk
 
     def _rule(self, stage: StageRun, device: torch.device) -> StageRule:

@@ -17,7 +17,7 @@ from pipeline.execution.communicator import (
     Exchange,
     Gradients,
     Pair,
-    Part,
+    StageGrad,
     Topology,
     Verdict,
     joined,
@@ -76,7 +76,7 @@ class LocalExchange(Exchange):
 class LocalGradients(Gradients):
     """All parts are here."""
 
-    def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
+    def join(self, parts: Sequence[StageGrad]) -> dict[int, Pair]:
         return joined(parts)
 
     def shared(self, pairs: dict[int, Pair]) -> dict[int, Pair]:

@@ -20,15 +20,15 @@ from pipeline.data.values import Name, Value, Values
 from scheduler import Action, Kind, Placement
 from scheduler.programs.messages import messages
 
-Channel: TypeAlias = tuple[int, int]  # (the rank that sends, the rank that receives)
-Key: TypeAlias = tuple[Name, int, bool]  # the value, the chunk, is it its gradient
+RankPair: TypeAlias = tuple[int, int]  # (the rank that sends, the rank that receives)
+MessageKey: TypeAlias = tuple[Name, int, bool]  # the value, the chunk, is it its gradient
 
 
 class P2PMessage(NamedTuple):
     """A message: its name, and the actions that send it and receive it, by their places in their ranks' orders."""
 
     name: str
-    key: Key
+    key: MessageKey
     sent_at: int
     taken_at: int
 
@@ -64,8 +64,8 @@ class P2PPlan:
         numbers = {row.name: number for number, row in enumerate(values.rows)}
         rows = values.between_stages()
         sent = messages(placement, [(row.producer, row.reader) for row in rows]).sent
-        pairs = set[Channel]()
-        self.channels: dict[Channel, list[P2PMessage]] = {}
+        pairs = set[RankPair]()
+        self.channels: dict[RankPair, list[P2PMessage]] = {}
         for sender, order in enumerate(orders):
             for index, (stage, kind, chunk) in enumerate(order):
                 for way in sent.get((stage, kind), ()):
@@ -82,11 +82,11 @@ class P2PPlan:
         self.channel_of = {message.key: channel for channel, messages in self.channels.items() for message in messages}
         self._delivered = {channel: self._proved(channel) for channel in self.channels if channel[1] == rank}
 
-    def delivered(self, channel: Channel, count: int) -> int:
+    def delivered(self, channel: RankPair, count: int) -> int:
         """The number of messages of the opposite channel that have arrived once `count` have come in on this one."""
         return self._delivered[channel][count]
 
-    def _proved(self, channel: Channel) -> list[int]:
+    def _proved(self, channel: RankPair) -> list[int]:
         ours = self.channels.get((channel[1], channel[0]), [])
         found, proved = [0], 0
         for message in self.channels[channel]:

@@ -33,7 +33,7 @@ class Phase(NamedTuple):
     messages: P2PPlan | None = None
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """The phases of a call, and for each device the one order in which all its lanes run."""
 
     schedule: Schedule
@@ -53,19 +53,19 @@ class OneRank(NamedTuple):
     values: Values
 
 
-def plan_step(schedule: Schedule, devices: Sequence[object], here: OneRank | None = None) -> Plan:
+def plan_step(schedule: Schedule, devices: Sequence[object], here: OneRank | None = None) -> CallPlan:
     """A plan of one phase: the whole order. `here` None: one process runs all lanes."""
     return _plan(schedule, [schedule.orders], devices, here)
 
 
-def plan_forward(schedule: Schedule, devices: Sequence[object], here: OneRank | None = None) -> Plan:
+def plan_forward(schedule: Schedule, devices: Sequence[object], here: OneRank | None = None) -> CallPlan:
     """A plan of two phases: all F, then the rest."""
     return _plan(schedule, [schedule.forward_half(), schedule.backward_half()], devices, here)
 
 
 def _plan(
     schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devices: Sequence[object], here: OneRank | None
-) -> Plan:
+) -> CallPlan:
     """The plan of all lanes, or of one rank's."""
     if here is not None:
         rank, values = here
@@ -75,7 +75,7 @@ def _plan(
         ])
         device_orders: tuple[tuple[Action, ...], ...] = (tuple(action for orders in parts for action in orders[rank]),)
         by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
-        return Plan(schedule, phases_here, device_orders, by_mode)
+        return CallPlan(schedule, phases_here, device_orders, by_mode)
     phases: list[Phase] = []
     merged: tuple[Action, ...] = ()
     for orders in parts:
@@ -85,4 +85,4 @@ def _plan(
     distinct = list(dict.fromkeys(devices))
     device_orders = tuple(tuple(action for action in merged if devices[action.stage] == device) for device in distinct)
     by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
-    return Plan(schedule, tuple(phases), device_orders, by_mode)
+    return CallPlan(schedule, tuple(phases), device_orders, by_mode)

@@ -18,7 +18,7 @@ from functools import partial
 from pipeline.common.twice import explained
 from pipeline.data.pytrees import Activations, Grads
 from pipeline.data.tangents import Back, Inbox, groups_of
-from pipeline.execution.execution import Execution, Work
+from pipeline.execution.execution import Execution, WorkTable
 from pipeline.stage.stage_rule import ProductGraph, ProductRecord, StageRule
 from scheduler import Kind
 
@@ -37,7 +37,7 @@ class Product(ABC):
         self._run = stages
         self._number = number
 
-    def work(self) -> Work:
+    def work(self) -> WorkTable:
         """The work of each kind of action; errors of torch that second derivatives explain are explained."""
         table = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._weights}
         return {kind: partial(self._explaining, work) for kind, work in table.items()}

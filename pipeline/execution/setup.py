@@ -11,7 +11,7 @@ from torch import nn
 from pipeline.common.places import Place
 from pipeline.data.values import Values
 from pipeline.execution.communicator import Communicator
-from pipeline.execution.plan import Plan
+from pipeline.execution.plan import CallPlan
 from pipeline.execution.trace import TraceRecorder
 from pipeline.recompute.snapshot import StageTraits
 from pipeline.transports.local import Local
@@ -60,7 +60,7 @@ class Setup:
 
     stages: Sequence[Sequence[nn.Module]]
     layout: Layout
-    plan: Plan
+    plan: CallPlan
     recompute: frozenset[tuple[int, int]]
     grad: bool
     keep: bool

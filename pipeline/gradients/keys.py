@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeline.common.arguments import shown
 from pipeline.gradients.slot import GradientSum
 
-Key: TypeAlias = Tensor | str
+GradKey: TypeAlias = Tensor | str
 Params: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[Tensor | tuple[str, Tensor]]
 
 
@@ -42,7 +42,7 @@ class Keys:
             if name is not None and self.names.setdefault(name, slot) is not slot:
                 raise ValueError(f"two parameters are named {name!r}. Give each a name of its own.")
 
-    def find(self, key: Key) -> GradientSum:
+    def find(self, key: GradKey) -> GradientSum:
         """The slot of a key. Raises KeyError where there is none."""
         if isinstance(key, str):
             if key not in self.names:

@@ -23,7 +23,7 @@ from pipeline.common.arguments import check_factor, check_limit, check_norm_type
 from pipeline.gradients import reduce as gradstore_ranks
 from pipeline.gradients import transfer as gradstore_grads
 from pipeline.gradients.clip import clip_factor, entries, total_norm
-from pipeline.gradients.keys import Key, Keys, Params
+from pipeline.gradients.keys import GradKey, Keys, Params
 from pipeline.gradients.partial import refuse_norm, refuse_verdict
 from pipeline.gradients.slot import GradientSum, check_grad, parts
 
@@ -106,7 +106,7 @@ class GradStore:
 
     # ------------------------------------------------------------------------------------------------- one gradient
 
-    def add_(self, key: Key, grad: Tensor | None) -> None:
+    def add_(self, key: GradKey, grad: Tensor | None) -> None:
         """Add a contribution. None: no gradient.
 
         Raises:
@@ -120,7 +120,7 @@ class GradStore:
             check_grad(slot.param, grad)
             slot.add(grad)
 
-    def insert(self, key: Key, grad: Tensor) -> Tensor | None:
+    def insert(self, key: GradKey, grad: Tensor) -> Tensor | None:
         """Replace a gradient and return the earlier one. The store takes over `grad`. Raises as `add_`."""
         slot = self._slot(key)
         check_grad(slot.param, grad)
@@ -128,18 +128,18 @@ class GradStore:
         slot.put(grad)
         return before
 
-    def get(self, key: Key) -> Tensor | None:
+    def get(self, key: GradKey) -> Tensor | None:
         """The gradient of a parameter; None where there is none."""
         return self._slot(key).sum
 
-    def pop(self, key: Key) -> Tensor | None:
+    def pop(self, key: GradKey) -> Tensor | None:
         """Take a gradient out."""
         slot = self._slot(key)
         found = slot.sum
         slot.put(None)
         return found
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: GradKey) -> bool:
         slot = self._keys.names.get(key) if isinstance(key, str) else self._slots.get(id(key))
         return slot is not None and slot.sum is not None
 
@@ -338,7 +338,7 @@ class GradStore:
         self._check_alive()
         gradstore_grads.step(self._keys, optimizer)
 
-    def _slot(self, key: Key) -> GradientSum:
+    def _slot(self, key: GradKey) -> GradientSum:
         self._check_alive()
         return self._keys.find(key)
 

@@ -42,7 +42,7 @@ _LONG = 1000  # entries
 _MOST = 1000  # containers of one stage
 _OTHERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Tensor, Enum, BaseException)
 _OTHER_PACKAGES = {"torch", "pipeline", "numpy", *sys.stdlib_module_names}
-Held: TypeAlias = Callable[[Iterable[Any]], list[Any]]  # what is kept of some values
+Hold: TypeAlias = Callable[[Iterable[Any]], list[Any]]  # what is kept of some values
 _INSTALLED = tuple([sysconfig.get_path(name) for name in ("purelib", "platlib")])
 
 
@@ -65,13 +65,13 @@ class Attributes:
         copied: set[int] | None = None,
     ) -> None:
         self._modules: list[_OfModule] = []
-        self._places: list[_Place] = []
+        self._places: list[_ContainerContents] = []
         self._seen: set[int] = set()
         self._tensors: dict[int, _Written] = {}
         self._buffers = buffers
         self._copied = copied
         tables = list(tables)
-        held: Held = list if tables else _held
+        held: Hold = list if tables else _held
         for module in modules:
             if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
                 continue
@@ -82,7 +82,7 @@ class Attributes:
             self._modules.append(_OfModule(table, names, get, held(values)))
             self._look(values[1:], 0, _package(type(module)), held)
             if table["_modules"]:
-                self._places.append(_Place.of(_MAPPING, table["_modules"], held))
+                self._places.append(_ContainerContents.of(_MAPPING, table["_modules"], held))
         self._seen.clear()
         self._tables = [(table, table.copy()) for table in tables]
         self._all = _All.of(self._modules, self._places, tables)
@@ -90,7 +90,7 @@ class Attributes:
     def __bool__(self) -> bool:
         return bool(self._modules or self._places or self._tables)
 
-    def _look(self, values: Iterable[Any], depth: int, package: str, held: Held) -> None:
+    def _look(self, values: Iterable[Any], depth: int, package: str, held: Hold) -> None:
         """Note the containers among `values` and their entries; of objects those of the module's own `package`,
         and those of no installed package."""
         for value in values:
@@ -108,7 +108,7 @@ class Attributes:
             if kind.long is not None and length(value) > _LONG:
                 kind = kind.long
             if kind is not _FIXED:
-                self._places.append(_Place.of(kind, value, held))
+                self._places.append(_ContainerContents.of(kind, value, held))
             if kind.opens and depth < _DEPTH:
                 self._look([*kind.read(value), *([vars(value)] if kind.has_dict else ())], depth + 1, package, held)
 
@@ -251,7 +251,7 @@ class _Written(NamedTuple):
     copy: Tensor | None
 
 
-class _Kind(NamedTuple):
+class _ContainerKind(NamedTuple):
     """A kind of container, with functions that read and write it.
 
     Attributes:
@@ -265,21 +265,21 @@ class _Kind(NamedTuple):
 
     read: Callable[[Any], Sequence[Any]]
     write: Callable[[Any, list[Any]], None]
-    long: _Kind | None = None
+    long: _ContainerKind | None = None
     opens: bool = True
     same: Callable[[Any, Any], bool] = is_
     has_dict: bool = False
 
 
-class _Place(NamedTuple):
+class _ContainerContents(NamedTuple):
     """A container and its contents."""
 
-    kind: _Kind
+    kind: _ContainerKind
     holder: Any
     content: list[Any]
 
     @classmethod
-    def of(cls, kind: _Kind, holder: Any, held: Held) -> _Place:
+    def of(cls, kind: _ContainerKind, holder: Any, held: Hold) -> _ContainerContents:
         return cls(kind, holder, held(kind.read(holder)))
 
 
@@ -300,17 +300,19 @@ class _All(NamedTuple):
     dicts: Sequence[dict[Any, Any]]
     holders: Sequence[Any]
     reads: Sequence[Callable[[Any], Sequence[Any]]]
-    others: Sequence[_Place]
+    others: Sequence[_ContainerContents]
     counts: tuple[list[int], list[int], list[int]]
     values: list[Any]
 
     @classmethod
-    def of(cls, modules: Sequence[_OfModule], places: Sequence[_Place], tables: Sequence[dict[str, Any]]) -> _All:
+    def of(
+        cls, modules: Sequence[_OfModule], places: Sequence[_ContainerContents], tables: Sequence[dict[str, Any]]
+    ) -> _All:
         dicts: list[dict[Any, Any]] = []
         names: list[Any] = []
         values: list[Any] = []
-        rest: list[_Place] = []
-        others: list[_Place] = []
+        rest: list[_ContainerContents] = []
+        others: list[_ContainerContents] = []
         for place in places:
             kind, holder, content = place
             if type(holder) is dict and kind is _MAPPING:
@@ -406,26 +408,30 @@ def _no_names(table: dict[str, Any]) -> tuple[Any, ...]:
 
 
 _GONE, _NONE = object(), object()
-_FIXED = _Kind(list, lambda holder, content: None)
-_COUNTED = _Kind(
+_FIXED = _ContainerKind(list, lambda holder, content: None)
+_COUNTED = _ContainerKind(
     lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), opens=False, same=eq
 )
-_MAPPING = _Kind(reader_of(dict), _write, _COUNTED)
-_OBJECT = _Kind(lambda holder: _MAPPING.read(vars(holder)), lambda holder, content: _write(vars(holder), content))
-_SLOTTED = _Kind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
-_ARRAY = _Kind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
-_TENSOR = _Kind(list, lambda holder, content: None)
+_MAPPING = _ContainerKind(reader_of(dict), _write, _COUNTED)
+_OBJECT = _ContainerKind(
+    lambda holder: _MAPPING.read(vars(holder)), lambda holder, content: _write(vars(holder), content)
+)
+_SLOTTED = _ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
+_ARRAY = _ContainerKind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
+_TENSOR = _ContainerKind(list, lambda holder, content: None)
 
 
 @lru_cache(maxsize=4096)
-def _kind_of(kind: type) -> _Kind | None:
+def _kind_of(kind: type) -> _ContainerKind | None:
     """The kind of a class of objects. None: they are not covered."""
     if issubclass(kind, Tensor):
         return _TENSOR
     if issubclass(kind, CONTAINERS):
         if kind is dict:
             return _MAPPING
-        return _Kind(reader_of(kind), _write, _COUNTED, has_dict=kind not in CONTAINERS and bool(kind.__dictoffset__))
+        return _ContainerKind(
+            reader_of(kind), _write, _COUNTED, has_dict=kind not in CONTAINERS and bool(kind.__dictoffset__)
+        )
     if issubclass(kind, (tuple, frozenset)):
         return _FIXED
     if issubclass(kind, numpy.ndarray):

@@ -29,8 +29,8 @@ from pipeline.recompute.policy import is_checkpointing
 from pipeline.recompute.replay import Replay
 from pipeline.recompute.snapshot import StageTraits
 
-Kind: TypeAlias = type[nn.Module] | str
-Match: TypeAlias = Kind | tuple[Kind, ...] | Callable[[str, nn.Module], bool]
+BlockType: TypeAlias = type[nn.Module] | str
+Match: TypeAlias = BlockType | tuple[BlockType, ...] | Callable[[str, nn.Module], bool]
 _CACHES = "transformers.cache_utils"  # the module of their classes
 
 

@@ -28,7 +28,7 @@ from pipeline.data.pytrees import detached, same_values, storage_of, versions
 from pipeline.recompute.copies import copies
 
 
-class _Slot(NamedTuple):
+class _BufferSlot(NamedTuple):
     owner: int  # a group of modules that share buffers, or one module
     place: dict[str, Tensor | None]  # module._buffers
     name: str
@@ -41,12 +41,12 @@ class _Slot(NamedTuple):
 class _Group(NamedTuple):
     """Some buffers, with their tensors and versions as the call began."""
 
-    slots: list[_Slot]
+    slots: list[_BufferSlot]
     tensors: list[Tensor]
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, slots: list[_Slot]) -> _Group:
+    def of(cls, slots: list[_BufferSlot]) -> _Group:
         return cls(slots, [slot.tensor for slot in slots], tuple([slot.version for slot in slots]))
 
     @property
@@ -76,16 +76,16 @@ class Buffers:
         memory = list(map(storage_of, tensors))
         owners = _owners([number for number, *_ in found], memory)
         self._slots = [
-            _Slot(owner, table, name, tensor, address, version, copy)
+            _BufferSlot(owner, table, name, tensor, address, version, copy)
             for owner, (_, table, name, tensor), address, version, copy in zip(
                 owners, found, memory, versions(tensors), copies(tensors, memory), strict=True
             )
         ]
-        self._spare: list[tuple[_Slot, Tensor]] | None = None
-        self._written: list[_Slot] = []
+        self._spare: list[tuple[_BufferSlot, Tensor]] | None = None
+        self._written: list[_BufferSlot] = []
         self._read = _Group.of(self._slots)  # those that no forward has written so far
         self._mutated: set[int] = set()  # owners of these
-        self._before: dict[int, tuple[list[_Slot], list[Tensor]]] = {}  # chunk -> the slots, and their values
+        self._before: dict[int, tuple[list[_BufferSlot], list[Tensor]]] = {}  # chunk -> the slots, and their values
         self._seen_first = False
 
     def __bool__(self) -> bool:
@@ -126,7 +126,7 @@ class Buffers:
         """The numbers of the groups that wrote their buffers in this call."""
         return frozenset(self._mutated)
 
-    def _is_written(self, slot: _Slot) -> bool:
+    def _is_written(self, slot: _BufferSlot) -> bool:
         """Compare by value; on a GPU reuse an earlier verdict, since the host would have to wait."""
         if self._expected is not None and slot.tensor.device.type != "cpu":
             return slot.owner in self._expected
@@ -238,7 +238,7 @@ def _give(tensor: Tensor, values: Tensor) -> None:
         tensor.data.copy_(values)
 
 
-def _leaf_of_caller(slot: _Slot) -> Tensor:
+def _leaf_of_caller(slot: _BufferSlot) -> Tensor:
     """Return a buffer that requires a gradient: it is differentiated, so no copy may replace it."""
     if versions([slot.tensor])[0] != slot.version:
         raise CheckpointError(
@@ -259,16 +259,16 @@ def _owners(modules: Sequence[int], memory: Sequence[int]) -> list[int]:
     return owners
 
 
-def _copies(slots: Sequence[_Slot]) -> list[Tensor]:
+def _copies(slots: Sequence[_BufferSlot]) -> list[Tensor]:
     """Copies of what buffers were as the call began."""
     return copies([slot.initial for slot in slots], [slot.memory for slot in slots])
 
 
-def _now(slot: _Slot) -> Tensor:
+def _now(slot: _BufferSlot) -> Tensor:
     tensor = slot.place.get(slot.name)
     return slot.initial if tensor is None else tensor
 
 
-def _touched(slot: _Slot) -> bool:
+def _touched(slot: _BufferSlot) -> bool:
     tensor = slot.place.get(slot.name)
     return tensor is not slot.tensor or versions([tensor])[0] != slot.version

@@ -32,7 +32,7 @@ _WORDS: dict[torch.dtype, tuple[Any, torch.dtype]] = {
 }
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-Sample: TypeAlias = tuple[torch.dtype, torch.Size, object]
+EntrySample: TypeAlias = tuple[torch.dtype, torch.Size, object]
 Words: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 Entries: TypeAlias = Words | Tensor
 """The entries of one tensor: the bits of each, or a tensor where memory does not show them."""
@@ -88,7 +88,7 @@ def entries(tensors: Sequence[Tensor]) -> list[Entries]:
     return [_entries(tensor) for tensor in tensors if tensor.is_cpu]
 
 
-def sample(tensor: Tensor, known: Container[int]) -> Sample:
+def sample(tensor: Tensor, known: Container[int]) -> EntrySample:
     """A sample of a tensor, to be compared with `==`: dtype, shape, and some bytes of the memory in which it lies.
 
     Equal tensors may have samples that differ, where memory does not show the values or holds others beside them. Of

@@ -41,7 +41,7 @@ class _Begun(NamedTuple):
 
     ambient: Ambient
     snapshot: ForwardSnapshot
-    inputs: _Inputs
+    inputs: _SavedArguments
     parameters: list[Tensor]
     versions: tuple[int, ...]  # of the parameters
     addresses: frozenset[int]  # of the parameters and the inputs
@@ -81,7 +81,7 @@ class Replay:
         distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         tensors = list(distinct.values())
         before = versions(tensors)
-        self._begun = begun = self._begin(_Inputs(leaves, spec, distinct), tensors)
+        self._begun = begun = self._begin(_SavedArguments(leaves, spec, distinct), tensors)
         made = self._compute_first(begun, args, kwargs)
         if versions(tensors) != before:
             raise CheckpointError(
@@ -90,7 +90,7 @@ class Replay:
             )
         return made
 
-    def _begin(self, inputs: _Inputs, tensors: Sequence[Tensor]) -> _Begun:
+    def _begin(self, inputs: _SavedArguments, tensors: Sequence[Tensor]) -> _Begun:
         """Keep all that R must find."""
         parameters = _parameters_of(self._modules)
         buffers = [each for module in self._modules for each in module._buffers.values() if each is not None]
@@ -180,13 +180,13 @@ def _called(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return forward(*args, **kwargs)
 
 
-class _Slot(NamedTuple):
+class _TensorIndex(NamedTuple):
     """The index of a tensor among the distinct ones."""
 
     place: int
 
 
-class _Inputs:
+class _SavedArguments:
     """The arguments of a forward. Autograd keeps the tensors, so that hooks of saved tensors see them.
 
     A tensor that occurs twice stays one, for layers that test `query is key`.
@@ -198,7 +198,7 @@ class _Inputs:
     """
 
     def __init__(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, distinct: dict[int, Tensor]) -> None:
-        places = {key: _Slot(place) for place, key in enumerate(distinct)}
+        places = {key: _TensorIndex(place) for place, key in enumerate(distinct)}
         self._leaves = [places[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._spec = spec
         self._saved = [_make_saved_tensor(tensor, is_output=False) for tensor in distinct.values()]
@@ -215,7 +215,7 @@ class _Inputs:
                 "backward(), or give the block a clone."
             ) from error
         tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept]
-        leaves = [tensors[leaf.place] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
+        leaves = [tensors[leaf.place] if isinstance(leaf, _TensorIndex) else leaf for leaf in self._leaves]
         if self._spec is None:
             return tuple(leaves), {}
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)

@@ -26,14 +26,14 @@ from torch import Tensor
 from pipeline.common.errors import CheckpointError
 from pipeline.common.torch_modes import eagerly
 from pipeline.data.pytrees import versions
-from pipeline.recompute.fingerprints import Sample, sample
+from pipeline.recompute.fingerprints import EntrySample, sample
 
 T = TypeVar("T")
 _NO_TASK = -1  # autograd's number of the running backward, if there is none
 _hooks = torch._C._autograd
 
 
-class _Slot:
+class _SavedSlot:
     """The place of a saved tensor in autograd's graph."""
 
     __slots__ = ("tensor", "version", "__weakref__")
@@ -73,8 +73,8 @@ class SavedTensors:
     def __init__(self, recompute: Callable[[SavedTensors], None], known: frozenset[int]) -> None:
         self._recompute = recompute
         self._known = known
-        self._slots: list[ref[_Slot]] = []
-        self._samples: list[Sample] = []
+        self._slots: list[ref[_SavedSlot]] = []
+        self._samples: list[EntrySample] = []
         self._task = _NO_TASK
         self.is_over = False  # F; before, a layer that calls autograd asks for what has been saved so far
 
@@ -85,14 +85,14 @@ class SavedTensors:
         _hooks._pop_saved_tensors_default_hooks()
         self.is_over = True
 
-    def _drop(self, tensor: Tensor) -> _Slot:
-        slot = _Slot()
+    def _drop(self, tensor: Tensor) -> _SavedSlot:
+        slot = _SavedSlot()
         slot.tensor = None
         self._slots.append(ref(slot))
         self._samples.append(sample(tensor, self._known))
         return slot
 
-    def _give(self, slot: _Slot) -> Tensor:
+    def _give(self, slot: _SavedSlot) -> Tensor:
         task = torch._C._current_graph_task_id()
         if slot.tensor is None or task != self._task or task == _NO_TASK:
             eagerly(_refill, self)

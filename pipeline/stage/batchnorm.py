@@ -33,7 +33,7 @@ class _Moments(NamedTuple):
     variance: Tensor  # unbiased
 
 
-class _Found(NamedTuple):
+class _StateBefore(NamedTuple):
     """The state of a batch norm before it computes."""
 
     buffers: dict[str, Tensor | None]
@@ -55,7 +55,7 @@ class Deferred:
     def within(self, chunk: int | None) -> Iterator[None]:
         """Within: running statistics stay as they are. The moments of `chunk` are recorded (None: they are known)."""
         moments: dict[tuple[int, int], _Moments] = {}
-        found: dict[int, _Found] = {}  # of norms that compute now
+        found: dict[int, _StateBefore] = {}  # of norms that compute now
         handles = []
         for number, norm in enumerate(self._norms):
             handles.append(norm.register_forward_pre_hook(partial(_before, number, found)))
@@ -135,12 +135,12 @@ def check_deferrable(module: nn.Module) -> None:
             )
 
 
-def _before(number: int, found: dict[int, _Found], norm: _BatchNorm, args: tuple[Any, ...]) -> None:
+def _before(number: int, found: dict[int, _StateBefore], norm: _BatchNorm, args: tuple[Any, ...]) -> None:
     if number in found:  # its forward raised, and the layer that called it caught that
         _put_back(norm, found.pop(number))
     if not _tracks(norm) or norm.running_mean is None:
         return
-    found[number] = _Found({name: norm._buffers[name] for name in _RUNNING}, norm.momentum)
+    found[number] = _StateBefore({name: norm._buffers[name] for name in _RUNNING}, norm.momentum)
     for name in _RUNNING:
         buffer = norm._buffers[name]
         norm._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
@@ -149,7 +149,7 @@ def _before(number: int, found: dict[int, _Found], norm: _BatchNorm, args: tuple
 
 def _after(
     number: int,
-    found: dict[int, _Found],
+    found: dict[int, _StateBefore],
     moments: dict[tuple[int, int], _Moments],
     norm: _BatchNorm,
     args: tuple[Any, ...],
@@ -180,7 +180,7 @@ def _tracks(norm: _BatchNorm) -> bool:
     return norm.training and norm.track_running_stats
 
 
-def _put_back(norm: _BatchNorm, state: _Found) -> None:
+def _put_back(norm: _BatchNorm, state: _StateBefore) -> None:
     norm._buffers.update(state.buffers)
     norm.momentum = state.momentum
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from partition.names import sequential
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import StrayGradientGuard, leaf_nodes, leaves_at, mark, owned
-from pipeline.common.module_tables import Table, tables_of
+from pipeline.common.module_tables import ModuleTable, tables_of
 from pipeline.data.pytrees import checksums, same_checksums, share_memory, versions
 
 HALF = (torch.float16, torch.bfloat16)
@@ -85,7 +85,7 @@ class Aliases:
         grad: bool,
         wanted: Container[int] | None = None,
     ) -> None:
-        tables: list[tuple[nn.Module, Table]] = []
+        tables: list[tuple[nn.Module, ModuleTable]] = []
         found: dict[int, Tensor] = {}
         for module, table in zip(modules, tables_of(modules, "_parameters")):
             if table and (own := [real for real in table.values() if real is not None]):
@@ -305,7 +305,7 @@ class Aliases:
                     "the forward, in a torch.no_grad() block."
                 )
 
-    def _changed(self, table: Table, before: Table) -> RuntimeError:
+    def _changed(self, table: ModuleTable, before: ModuleTable) -> RuntimeError:
         """The error of a forward that took parameters out of a module; `before`: those that stood there."""
         module = next(module for module, other in zip(self._modules, self._places.tables) if other is table)
         name = next(name for name in before if table.get(name, table) is not before[name])
@@ -335,13 +335,13 @@ class Aliases:
 class Places(NamedTuple):
     """The modules' tables of parameters, and what they hold while others stand in for these."""
 
-    tables: Sequence[Table]
-    within: Sequence[Table]
+    tables: Sequence[ModuleTable]
+    within: Sequence[ModuleTable]
     values: Sequence[Tensor | None]  # of all `within`
     rnns: Sequence[dict[str, Any]]  # the attributes of modules of the stage that are torch's RNNs
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[Table, Table]], rnns: Sequence[dict[str, Any]]) -> Places:
+    def of(cls, pairs: Sequence[tuple[ModuleTable, ModuleTable]], rnns: Sequence[dict[str, Any]]) -> Places:
         within = [stand_ins for _, stand_ins in pairs]
         values = [value for table in within for value in table.values()]
         return cls([table for table, _ in pairs], within, values, rnns)
@@ -360,10 +360,10 @@ class Swap:
 
     __slots__ = ("_places", "_changed", "_found", "_flattens")
 
-    def __init__(self, places: Places, changed: Callable[[Table, Table], RuntimeError]) -> None:
+    def __init__(self, places: Places, changed: Callable[[ModuleTable, ModuleTable], RuntimeError]) -> None:
         self._places = places
         self._changed = changed
-        self._found: list[Table] = []
+        self._found: list[ModuleTable] = []
         self._flattens: list[Any] = []
 
     def __enter__(self) -> None:

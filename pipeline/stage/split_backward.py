@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from partition.halves import Part, Site, late_gradients, waiting
+from partition.halves import LateGrads, Site, late_gradients, waiting
 from pipeline.common.graph import run_backward
 
 
@@ -23,7 +23,7 @@ class SplitBackward:
     def __init__(self, stage: str, chunks: Collection[int]) -> None:
         self._stage = stage
         self._chunks = chunks
-        self._waiting: dict[int, list[Part]] = {}
+        self._waiting: dict[int, list[LateGrads]] = {}
 
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._chunks

@@ -3,7 +3,7 @@
     rank a                                              rank b
     Outgoing.send(buffer) -> Handle   ~~ in order ~~>   Incoming.post(buffer) -> Handle
     Outgoing.send(buffer, extra=True) ~~ in order ~~>   Incoming.post(buffer, extra=True)
-    Outgoing.payloads.send(buffer)    ~~ in order ~~>   Incoming.payloads.post(nbytes) -> Expected
+    Outgoing.payloads.send(buffer)    ~~ in order ~~>   Incoming.payloads.post(nbytes) -> ExpectedPayload
 
 A channel is one ordered pair of ranks and two streams: the usual one and an extra one. On each stream the first buffer
 sent fills the first buffer posted, the second the second; what happens on one stream never waits for the other.
@@ -46,7 +46,7 @@ class Handle(ABC):
         self.wait()
 
 
-class Expected(ABC):
+class ExpectedPayload(ABC):
     """A payload that is to come."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class PayloadsIn(ABC):
     """The receiving end of the payloads of a channel."""
 
     @abstractmethod
-    def post(self, nbytes: int) -> Expected:
+    def post(self, nbytes: int) -> ExpectedPayload:
         """Begin to receive the next payload, and return at once.
 
         Args:

@@ -203,7 +203,7 @@ class _Edge(Outgoing, Incoming):
             raise self._error(error) from error
         self._count += 1
         self._under_way[self._count] = work
-        return _Handle(self, self._count, not sends and buffer.numel() <= _SHORT)
+        return _WorkHandle(self, self._count, not sends and buffer.numel() <= _SHORT)
 
     def send(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self.begin(buffer, True, extra)
@@ -255,7 +255,7 @@ class _Edge(Outgoing, Incoming):
         return ChannelError(f"{self.name} has died: the other rank is gone, gave it up, or did not answer in time.")
 
 
-class _Handle(Handle):
+class _WorkHandle(Handle):
     __slots__ = ("_edge", "_number", "_comes_whole")
 
     def __init__(self, edge: _Edge, number: int, comes_whole: bool) -> None:

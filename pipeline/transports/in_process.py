@@ -21,12 +21,20 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.transports.channel import ChannelError, Expected, Handle, Incoming, Outgoing, PayloadsIn, PayloadsOut
+from pipeline.transports.channel import (
+    ChannelError,
+    ExpectedPayload,
+    Handle,
+    Incoming,
+    Outgoing,
+    PayloadsIn,
+    PayloadsOut,
+)
 
 _STREAM, _EXTRA, _PAYLOADS = range(3)
 
 
-class Pair(NamedTuple):
+class ChannelEnds(NamedTuple):
     """Both ends of a channel, and what gives it up, which may be called from any thread."""
 
     outgoing: Outgoing
@@ -34,35 +42,35 @@ class Pair(NamedTuple):
     abort: Callable[[], None]
 
 
-MakePair: TypeAlias = Callable[[], AbstractContextManager[Pair]]
+MakePair: TypeAlias = Callable[[], AbstractContextManager[ChannelEnds]]
 
 
-def local_pair() -> AbstractContextManager[Pair]:
+def local_pair() -> AbstractContextManager[ChannelEnds]:
     """A channel within this process. It keeps what is sent until it is received."""
     return _in_process(rendezvous=False)
 
 
-def rendezvous_pair() -> AbstractContextManager[Pair]:
+def rendezvous_pair() -> AbstractContextManager[ChannelEnds]:
     """A channel within this process on which a send is done when its receive has been posted, as NCCL's are."""
     return _in_process(rendezvous=True)
 
 
-def apart_pair() -> AbstractContextManager[Pair]:
+def apart_pair() -> AbstractContextManager[ChannelEnds]:
     """A channel within this process with payloads, whose bytes are read when their receive is posted."""
     return _in_process(rendezvous=True, apart=True)
 
 
 @contextmanager
-def _in_process(rendezvous: bool, apart: bool = False) -> Iterator[Pair]:
-    channel = _Channel(rendezvous)
-    yield Pair(_End(channel, apart), _End(channel, apart), channel.abort)
+def _in_process(rendezvous: bool, apart: bool = False) -> Iterator[ChannelEnds]:
+    channel = _InProcessChannel(rendezvous)
+    yield ChannelEnds(_InProcessEnd(channel, apart), _InProcessEnd(channel, apart), channel.abort)
     channel.abort()
 
 
 class _Transfer(Handle):
     """A buffer that is sent or posted; None: it has gone, or come."""
 
-    def __init__(self, channel: _Channel, buffer: Tensor | None) -> None:
+    def __init__(self, channel: _InProcessChannel, buffer: Tensor | None) -> None:
         self.buffer = buffer
         self.wrong: str | None = None
         self._channel = channel
@@ -77,7 +85,7 @@ class _Transfer(Handle):
                 raise ChannelError("the channel was given up.")
 
 
-class _Channel:
+class _InProcessChannel:
     """Three streams; on each the first that was sent goes where the first posted receive says."""
 
     def __init__(self, rendezvous: bool) -> None:
@@ -113,14 +121,14 @@ class _Channel:
         return transfer
 
 
-class _End(Outgoing, Incoming):
+class _InProcessEnd(Outgoing, Incoming):
     """Either end of a channel."""
 
-    payloads: _Payloads | None
+    payloads: _InProcessPayloads | None
 
-    def __init__(self, channel: _Channel, apart: bool) -> None:
+    def __init__(self, channel: _InProcessChannel, apart: bool) -> None:
         self._channel = channel
-        self.payloads = _Payloads(channel) if apart else None
+        self.payloads = _InProcessPayloads(channel) if apart else None
 
     def send(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self._channel.send(buffer, _EXTRA if extra else _STREAM)
@@ -129,10 +137,10 @@ class _End(Outgoing, Incoming):
         return self._channel.post(buffer, _EXTRA if extra else _STREAM)
 
 
-class _Payloads(PayloadsOut, PayloadsIn):
+class _InProcessPayloads(PayloadsOut, PayloadsIn):
     device = torch.device("cpu")
 
-    def __init__(self, channel: _Channel) -> None:
+    def __init__(self, channel: _InProcessChannel) -> None:
         self._channel = channel
 
     def takes(self, tensor: Tensor) -> bool:
@@ -141,12 +149,12 @@ class _Payloads(PayloadsOut, PayloadsIn):
     def send(self, buffer: Tensor) -> None:
         self._channel.send(buffer, _PAYLOADS)
 
-    def post(self, nbytes: int) -> Expected:
+    def post(self, nbytes: int) -> ExpectedPayload:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return _Expected(buffer, self._channel.post(buffer, _PAYLOADS))
+        return _InProcessExpected(buffer, self._channel.post(buffer, _PAYLOADS))
 
 
-class _Expected(Expected):
+class _InProcessExpected(ExpectedPayload):
     def __init__(self, buffer: Tensor, handle: Handle) -> None:
         self._buffer = buffer
         self._handle = handle

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from pipeline.common.accelerators import is_accelerator
 from pipeline.data.pytrees import LINE
-from pipeline.transports.channel import Expected, Handle, Incoming, Outgoing, PayloadsOut
+from pipeline.transports.channel import ExpectedPayload, Handle, Incoming, Outgoing, PayloadsOut
 from pipeline.transports.message import Message, MessageSpec, describe
 from pipeline.transports.packing import Packing
 from pipeline.transports.spec_cache import HEADER, MessageSeries, SpecCache
@@ -308,7 +308,7 @@ class _Arrival(NamedTuple):
     spec: MessageSpec
     buffer: Tensor
     start: int
-    payload: Expected | None
+    payload: ExpectedPayload | None
 
 
 def _goes_apart(packing: Packing, tensors: Sequence[Tensor | None], payloads: PayloadsOut | None) -> bool:

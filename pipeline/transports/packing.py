@@ -46,12 +46,12 @@ class Packing:
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = tuple(specs)
-        self._spans: list[_Span] = []
+        self._spans: list[_ByteSpan] = []
         self._has_gaps = False
         end = 0
         for part in chain.from_iterable(map(parts_of, self.specs)):
             gap = -end % LINE + part.offset * part.dtype.itemsize if part.span else 0
-            self._spans.append(_Span(part, part.span, end + gap, part.span * part.dtype.itemsize))
+            self._spans.append(_ByteSpan(part, part.span, end + gap, part.span * part.dtype.itemsize))
             self._has_gaps |= gap > 0
             end = self._spans[-1].begin + self._spans[-1].nbytes
         self.nbytes = end
@@ -124,7 +124,7 @@ class Packing:
             yield numbers.as_strided(part.shape, part.stride).detach()
 
 
-class _Span(NamedTuple):
+class _ByteSpan(NamedTuple):
     """The memory of a part: what it is, how many numbers, where it begins in the payload, and how long it is there."""
 
     spec: Strided
@@ -137,7 +137,7 @@ def _bytes_of(part: Tensor, count: int) -> Tensor:
     return part.as_strided((count,), _ONE).view(_UINT8)
 
 
-def _on_host(parts: list[Tensor], spans: Sequence[_Span]) -> list[Tensor]:
+def _on_host(parts: list[Tensor], spans: Sequence[_ByteSpan]) -> list[Tensor]:
     """The same memory on the host, which waits for the devices that have some of it."""
     if all([part.is_cpu for part in parts]):
         return parts

@@ -1,7 +1,7 @@
 """Payloads: the tensors of a message sent from device to device, beside its header.
 
     rank 0                                                        rank 1
-    Payloads.send(buffer)    ---- group of two, in order --->    Payloads.post(nbytes) -> Expected
+    Payloads.send(buffer)    ---- group of two, in order --->    Payloads.post(nbytes) -> ExpectedPayload
     kept until it has gone                                       take(): the current stream waits, the host does not
 
 A Carrier is what they travel over: it makes the groups and knows how its device is waited for. NCCL's is in
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.transports.channel import ChannelError, Expected, PayloadsIn, PayloadsOut
+from pipeline.transports.channel import ChannelError, ExpectedPayload, PayloadsIn, PayloadsOut
 
 _PAUSE = 0.001  # seconds between two looks at what is under way
 
@@ -120,14 +120,14 @@ class Payloads(PayloadsOut, PayloadsIn):
             raise self.error() from error
         self._keep(work, buffer)
 
-    def post(self, nbytes: int) -> Expected:
+    def post(self, nbytes: int) -> ExpectedPayload:
         group = self._alive()
         try:
             buffer, work = self._carrier.receive(group, nbytes)
         except RuntimeError as error:
             raise self.error() from error
         self._keep(work, None)
-        return _Expected(self, self._carrier, buffer, work)
+        return _CarriedPayload(self, self._carrier, buffer, work)
 
     @property
     def is_idle(self) -> bool:
@@ -165,7 +165,7 @@ class Payloads(PayloadsOut, PayloadsIn):
         self._under_way = [*left, (work, buffer)]  # a new list: other threads may be reading the old one
 
 
-class _Expected(Expected):
+class _CarriedPayload(ExpectedPayload):
     __slots__ = ("_payloads", "_carrier", "_buffer", "_work")
 
     def __init__(self, payloads: Payloads, carrier: Carrier, buffer: Tensor, work: Any) -> None:

@@ -1,6 +1,6 @@
 """The conformance suite of channels: `check_transport`.
 
-    make_pair() --> Pair(outgoing, incoming, abort)     one check --in a thread--> done, failed, or not done in time
+    make_pair() --> ChannelEnds(outgoing, incoming, abort)   a check --in a thread--> done, failed, or not done in time
 
 To try a channel, write a context manager that gives both its ends and a function that gives it up:
 
@@ -24,21 +24,21 @@ import torch
 from torch import Tensor
 
 from pipeline.data.pytrees import flatten, same_values, storage_of
-from pipeline.transports.channel import ChannelError, Expected, Handle, PayloadsIn, PayloadsOut
-from pipeline.transports.in_process import MakePair, Pair, apart_pair, local_pair, rendezvous_pair
+from pipeline.transports.channel import ChannelError, ExpectedPayload, Handle, PayloadsIn, PayloadsOut
+from pipeline.transports.in_process import ChannelEnds, MakePair, apart_pair, local_pair, rendezvous_pair
 from pipeline.transports.link import Receiver, Sender
 from pipeline.transports.message import Message
 from pipeline.transports.packing import Packing
 from pipeline.transports.tensor_spec import settle
 
-__all__ = ["MakePair", "Pair", "apart_pair", "check_transport", "local_pair", "rendezvous_pair"]
+__all__ = ["MakePair", "ChannelEnds", "apart_pair", "check_transport", "local_pair", "rendezvous_pair"]
 
 
 def check_transport(make_pair: MakePair, seconds: float = 20.0) -> None:
     """Try everything that a channel must do; of payloads, where it has them.
 
     Args:
-        make_pair: returns a context manager that gives a Pair: a new channel.
+        make_pair: returns a context manager that gives a ChannelEnds: a new channel.
         seconds: after which a check that has not come to its end has failed.
 
     Raises:
@@ -48,7 +48,7 @@ def check_transport(make_pair: MakePair, seconds: float = 20.0) -> None:
         _run(check, make_pair, seconds)
 
 
-def _run(check: Callable[[Pair], None], make_pair: MakePair, seconds: float) -> None:
+def _run(check: Callable[[ChannelEnds], None], make_pair: MakePair, seconds: float) -> None:
     name = check.__name__.strip("_").replace("_", " ")
     with make_pair() as pair:
         thread = _Thread(partial(check, pair))
@@ -63,7 +63,7 @@ def _run(check: Callable[[Pair], None], make_pair: MakePair, seconds: float) -> 
         raise AssertionError(f"{name}: {type(thread.error).__name__}: {thread.error}") from thread.error
 
 
-def _buffers_arrive_in_the_order_in_which_they_were_sent(pair: Pair) -> None:
+def _buffers_arrive_in_the_order_in_which_they_were_sent(pair: ChannelEnds) -> None:
     sent = [_bytes(16, seed) for seed in range(20)]
     posted = [torch.zeros(16, dtype=torch.uint8) for _ in sent]
     sends = [pair.outgoing.send(buffer) for buffer in sent]
@@ -72,7 +72,7 @@ def _buffers_arrive_in_the_order_in_which_they_were_sent(pair: Pair) -> None:
     _assert_same(posted, sent)
 
 
-def _receives_may_be_posted_before_anything_is_sent(pair: Pair) -> None:
+def _receives_may_be_posted_before_anything_is_sent(pair: ChannelEnds) -> None:
     sent = [_bytes(5 * seed, seed) for seed in range(10)]
     posted = [torch.zeros_like(buffer) for buffer in sent]
     receives = [pair.incoming.post(buffer) for buffer in posted]
@@ -81,14 +81,14 @@ def _receives_may_be_posted_before_anything_is_sent(pair: Pair) -> None:
     _assert_same(posted, sent)
 
 
-def _buffers_of_nothing_to_4_megabytes_arrive_whole(pair: Pair) -> None:
+def _buffers_of_nothing_to_4_megabytes_arrive_whole(pair: ChannelEnds) -> None:
     for size in (0, 1, 63, 64, 65, 4096, 65_537, 4 << 20):
         sent, posted = _bytes(size, size), torch.zeros(size, dtype=torch.uint8)
         _wait([pair.incoming.post(posted)], [pair.outgoing.send(sent)])
         _assert_same([posted], [sent])
 
 
-def _what_is_sent_fills_the_beginning_of_a_longer_buffer(pair: Pair) -> None:
+def _what_is_sent_fills_the_beginning_of_a_longer_buffer(pair: ChannelEnds) -> None:
     sent = [_bytes(size, size) for size in (0, 1, 64, 100_000)]
     posted = [torch.full((200_000,), 9, dtype=torch.uint8) for _ in sent]
     _wait([pair.incoming.post(buffer) for buffer in posted], [pair.outgoing.send(buffer) for buffer in sent])
@@ -97,7 +97,7 @@ def _what_is_sent_fills_the_beginning_of_a_longer_buffer(pair: Pair) -> None:
     assert all(untouched), "what lies beyond a shorter buffer has changed"
 
 
-def _handles_may_be_waited_for_in_any_order_and_again(pair: Pair) -> None:
+def _handles_may_be_waited_for_in_any_order_and_again(pair: ChannelEnds) -> None:
     sent = [_bytes(100 + seed, seed) for seed in range(6)]
     posted = [torch.zeros_like(buffer) for buffer in sent]
     sends = [pair.outgoing.send(buffer) for buffer in sent]
@@ -107,7 +107,7 @@ def _handles_may_be_waited_for_in_any_order_and_again(pair: Pair) -> None:
     _assert_same(posted, sent)
 
 
-def _the_two_streams_do_not_wait_for_each_other(pair: Pair) -> None:
+def _the_two_streams_do_not_wait_for_each_other(pair: ChannelEnds) -> None:
     sent = [_bytes(64, seed) for seed in range(4)]
     posted = [torch.zeros_like(buffer) for buffer in sent]
     waiting = [pair.incoming.post(buffer) for buffer in posted[:2]]
@@ -119,7 +119,7 @@ def _the_two_streams_do_not_wait_for_each_other(pair: Pair) -> None:
     _assert_same(posted, sent)
 
 
-def _what_is_sent_need_not_be_kept_by_the_sender(pair: Pair) -> None:
+def _what_is_sent_need_not_be_kept_by_the_sender(pair: ChannelEnds) -> None:
     sends = [pair.outgoing.send(_bytes(10_000, seed)) for seed in range(10)]
     gc.collect()
     others = [_bytes(10_000, 100 + seed) for seed in range(10)]
@@ -128,7 +128,7 @@ def _what_is_sent_need_not_be_kept_by_the_sender(pair: Pair) -> None:
     _assert_same(posted, [_bytes(10_000, seed) for seed in range(10)])
 
 
-def _what_has_been_waited_for_may_change(pair: Pair) -> None:
+def _what_has_been_waited_for_may_change(pair: ChannelEnds) -> None:
     def send() -> None:
         buffer = torch.empty(1000, dtype=torch.uint8)
         for seed in range(3):
@@ -145,7 +145,7 @@ def _what_has_been_waited_for_may_change(pair: Pair) -> None:
     _assert_same(posted, [_bytes(1000, seed) for seed in range(3)])
 
 
-def _giving_up_wakes_whoever_waits_and_refuses_the_rest(pair: Pair) -> None:
+def _giving_up_wakes_whoever_waits_and_refuses_the_rest(pair: ChannelEnds) -> None:
     receives = [pair.incoming.post(torch.zeros(8, dtype=torch.uint8), extra=extra) for extra in (False, True)]
     threads = [_Thread(handle.wait) for handle in receives]
     _abort_soon(pair)
@@ -156,7 +156,7 @@ def _giving_up_wakes_whoever_waits_and_refuses_the_rest(pair: Pair) -> None:
         _assert_dead(begin)
 
 
-def _giving_up_wakes_whoever_waits_for_a_send(pair: Pair) -> None:
+def _giving_up_wakes_whoever_waits_for_a_send(pair: ChannelEnds) -> None:
     sends = [pair.outgoing.send(_bytes(1 << 20, seed)) for seed in range(2)]
     threads = [_Thread(handle.wait) for handle in sends]
     _abort_soon(pair)
@@ -164,33 +164,33 @@ def _giving_up_wakes_whoever_waits_for_a_send(pair: Pair) -> None:
         thread.end("a send", ChannelError, NoneType)  # a channel that keeps what is sent has done its part
 
 
-def _messages_of_every_dtype_and_layout_arrive_bit_by_bit(pair: Pair) -> None:
+def _messages_of_every_dtype_and_layout_arrive_bit_by_bit(pair: ChannelEnds) -> None:
     messages = [Message((tensor,)) for tensor in _tensors()] + [Message(tuple(_tensors()))]
     _exchange(pair, [messages, messages])
 
 
-def _messages_without_tensors_arrive(pair: Pair) -> None:
+def _messages_without_tensors_arrive(pair: ChannelEnds) -> None:
     structures = [flatten(value, "it") for value in ((), [None, 1, "a"], {"a": float("inf"), "b": ()})]
     messages = [Message(tree.tensors, tree.skeleton) for tree in structures] + [Message(()), Message((None, None))]
     _exchange(pair, [messages, messages[::-1], messages])
 
 
-def _shapes_may_change_from_phase_to_phase_and_within_one(pair: Pair) -> None:
+def _shapes_may_change_from_phase_to_phase_and_within_one(pair: ChannelEnds) -> None:
     numbers = random.Random(0)
     sizes = [[numbers.choice([0, 1, 3, 3, 3, 100]) for _ in range(8)] for _ in range(12)]
     _exchange(pair, [[Message((torch.randn(size),), None, (size > 1,), (size,)) for size in row] for row in sizes])
 
 
-def _a_message_of_megabytes_may_follow_a_small_one_and_the_other_way(pair: Pair) -> None:
+def _a_message_of_megabytes_may_follow_a_small_one_and_the_other_way(pair: ChannelEnds) -> None:
     small, large = Message((torch.randn(3),)), Message((torch.randn(1 << 19), torch.ones(1, dtype=torch.bool)))
     _exchange(pair, [[small, large, small], [large, small, large], [large, small, large]])
 
 
-def _messages_may_be_asked_for_in_another_order(pair: Pair) -> None:
+def _messages_may_be_asked_for_in_another_order(pair: ChannelEnds) -> None:
     _ask_in_another_order(pair, [Message((torch.full((index + 1,), index),)) for index in range(8)], 2)
 
 
-def _ask_in_another_order(pair: Pair, messages: Sequence[Message], times: int) -> None:
+def _ask_in_another_order(pair: ChannelEnds, messages: Sequence[Message], times: int) -> None:
     names = [str(index) for index in range(8)]
     sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
     for _ in range(times):
@@ -204,7 +204,7 @@ def _ask_in_another_order(pair: Pair, messages: Sequence[Message], times: int) -
         receiver.finish()
 
 
-def _a_sender_in_a_thread_of_its_own_may_be_far_ahead(pair: Pair) -> None:
+def _a_sender_in_a_thread_of_its_own_may_be_far_ahead(pair: ChannelEnds) -> None:
     messages = [Message((torch.full((7,), index),)) for index in range(60)]
     names = [str(index) for index in range(60)]
     sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
@@ -225,19 +225,21 @@ def _a_sender_in_a_thread_of_its_own_may_be_far_ahead(pair: Pair) -> None:
     thread.end("the sender")
 
 
-def _both_ends_have_payloads_or_neither_has(pair: Pair) -> None:
+def _both_ends_have_payloads_or_neither_has(pair: ChannelEnds) -> None:
     ends = [end is not None for end in (pair.outgoing.payloads, pair.incoming.payloads)]
     assert ends[0] == ends[1], "one end of the channel has payloads, and the other has not"
 
 
-def _payloads_arrive_in_the_order_in_which_they_were_sent(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _payloads_arrive_in_the_order_in_which_they_were_sent(
+    out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds
+) -> None:
     sent = [_bytes(size, seed) for seed, size in enumerate((16, 16, 1, 63, 64, 65, 4096, 16))]
     for buffer in sent:
         _send(out, buffer)
     _assert_same(_taken([into.post(buffer.numel()) for buffer in sent]), sent)
 
 
-def _payloads_may_be_expected_before_they_are_sent(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _payloads_may_be_expected_before_they_are_sent(out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds) -> None:
     sent = [_bytes(100 + seed, seed) for seed in range(5)]
     expected, received = [into.post(buffer.numel()) for buffer in sent], list[Tensor]()
     thread = _Thread(lambda: received.extend(_taken(expected)))
@@ -248,14 +250,16 @@ def _payloads_may_be_expected_before_they_are_sent(out: PayloadsOut, into: Paylo
     _assert_same(received, sent)
 
 
-def _payloads_of_megabytes_arrive_whole(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _payloads_of_megabytes_arrive_whole(out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds) -> None:
     sent = [_bytes(4 << 20, seed) for seed in range(3)]
     for buffer in sent:
         _send(out, buffer)
         _assert_same(_taken([into.post(buffer.numel())]), [buffer])
 
 
-def _payloads_and_the_two_streams_do_not_wait_for_each_other(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _payloads_and_the_two_streams_do_not_wait_for_each_other(
+    out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds
+) -> None:
     sent = [_bytes(64, seed) for seed in range(4)]
     posted = [torch.zeros_like(buffer) for buffer in sent]
     waiting = [pair.incoming.post(posted[extra], extra=bool(extra)) for extra in (0, 1)]
@@ -267,7 +271,7 @@ def _payloads_and_the_two_streams_do_not_wait_for_each_other(out: PayloadsOut, i
     _assert_same(_taken([into.post(64)]), sent[3:])
 
 
-def _a_payload_need_not_be_kept_by_its_sender(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _a_payload_need_not_be_kept_by_its_sender(out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds) -> None:
     for seed in range(10):
         _send(out, _bytes(10_000, seed))
     gc.collect()
@@ -276,7 +280,7 @@ def _a_payload_need_not_be_kept_by_its_sender(out: PayloadsOut, into: PayloadsIn
     _assert_same(received, [_bytes(10_000, seed) for seed in range(10)])
 
 
-def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds) -> None:
     first, second = into.post(8), into.post(8)
     thread = _Thread(lambda: (first.take(), None)[1])
     _abort_soon(pair)
@@ -289,26 +293,30 @@ def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: P
         _assert_raises_channel_error(use, f"a channel that was given up still {name}")
 
 
-def _messages_on_the_device_arrive_bit_by_bit(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _messages_on_the_device_arrive_bit_by_bit(out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds) -> None:
     tensors = [tensor.to(out.device) for tensor in _tensors() if tensor.layout is torch.strided]
     messages = [Message((tensor,)) for tensor in tensors] + [Message(tuple(tensors)), Message((tensors[0], None))]
     _exchange(pair, [messages, messages])
 
 
-def _messages_may_hold_tensors_on_the_device_and_on_the_host(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _messages_may_hold_tensors_on_the_device_and_on_the_host(
+    out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds
+) -> None:
     there, here, none = torch.randn(5).to(out.device), torch.arange(3), torch.empty(0).to(out.device)
     tensors = (there,), (there, here), (here, there, none), (here,), (none,), (here, none)
     mixed = [Message(some) for some in tensors]
     _exchange(pair, [mixed, mixed, mixed[::-1], [mixed[0], mixed[3]] * 3, [mixed[3], mixed[0]] * 3])
 
 
-def _messages_on_the_device_may_be_asked_for_in_another_order(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _messages_on_the_device_may_be_asked_for_in_another_order(
+    out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds
+) -> None:
     messages = [Message((torch.full((index + 1,), index + 0.5).to(out.device),)) for index in range(8)]
     _ask_in_another_order(pair, messages, 3)
 
 
-def _with_payloads(check: Callable[[PayloadsOut, PayloadsIn, Pair], None]) -> Callable[[Pair], None]:
-    def run(pair: Pair) -> None:
+def _with_payloads(check: Callable[[PayloadsOut, PayloadsIn, ChannelEnds], None]) -> Callable[[ChannelEnds], None]:
+    def run(pair: ChannelEnds) -> None:
         if pair.outgoing.payloads is not None and pair.incoming.payloads is not None:
             check(pair.outgoing.payloads, pair.incoming.payloads, pair)
 
@@ -316,7 +324,7 @@ def _with_payloads(check: Callable[[PayloadsOut, PayloadsIn, Pair], None]) -> Ca
     return run
 
 
-CHECKS: tuple[Callable[[Pair], None], ...] = (
+CHECKS: tuple[Callable[[ChannelEnds], None], ...] = (
     _buffers_arrive_in_the_order_in_which_they_were_sent,
     _receives_may_be_posted_before_anything_is_sent,
     _buffers_of_nothing_to_4_megabytes_arrive_whole,
@@ -367,7 +375,7 @@ class _Thread(threading.Thread):
         assert isinstance(self.error, kinds or NoneType), f"{what} ended with {self.error!r}"
 
 
-def _abort_soon(pair: Pair) -> None:
+def _abort_soon(pair: ChannelEnds) -> None:
     time.sleep(0.05)  # until whoever waits does
     pair.abort()
 
@@ -388,7 +396,7 @@ def _send_on(out: PayloadsOut) -> None:
         time.sleep(0.001)
 
 
-def _taken(expected: list[Expected]) -> list[Tensor]:
+def _taken(expected: list[ExpectedPayload]) -> list[Tensor]:
     return [payload.take().cpu() for payload in expected]
 
 
@@ -416,7 +424,7 @@ def _tensors() -> list[Tensor]:
     ]
 
 
-def _exchange(pair: Pair, phases: list[list[Message]]) -> None:
+def _exchange(pair: ChannelEnds, phases: list[list[Message]]) -> None:
     """Send messages phase by phase, each as soon as may be, and see that the same ones come."""
     sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b", window=2)
     for messages in phases:

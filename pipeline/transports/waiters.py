@@ -13,7 +13,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeAlias
 
-Job: TypeAlias = Callable[[], object]
+WaitFor: TypeAlias = Callable[[], object]
 Answers: TypeAlias = "SimpleQueue[BaseException | bool]"  # what the job raised, or whether it ended
 
 
@@ -31,11 +31,11 @@ class Waiters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[tuple[Job, Answers] | None]] = []
+        self._idle: list[SimpleQueue[tuple[WaitFor, Answers] | None]] = []
         self._waiting: set[Answers] = set()
         self._is_woken = False
 
-    def wait(self, job: Job) -> bool:
+    def wait(self, job: WaitFor) -> bool:
         """Whether a job has ended, which runs in one of the threads. False: `wake` was called before.
 
         Raises:
@@ -71,7 +71,7 @@ class Waiters:
                 jobs.put(None)
             self._idle.clear()
 
-    def _run(self, jobs: SimpleQueue[tuple[Job, Answers] | None]) -> None:
+    def _run(self, jobs: SimpleQueue[tuple[WaitFor, Answers] | None]) -> None:
         while (task := jobs.get()) is not None:
             job, answers = task
             answer = _outcome(job)
@@ -86,7 +86,7 @@ class Waiters:
                 return
 
 
-def _outcome(job: Job) -> BaseException | bool:
+def _outcome(job: WaitFor) -> BaseException | bool:
     try:
         job()
     except BaseException as error:

@@ -1,6 +1,6 @@
 """The building block of V schedules: the run of one chunk, if a chunk came every six slots and lanes never idled.
 
-    Block: steps, turns  --pattern(lanes)-->  the slot of each action of chunk 0; chunk c runs 6 c slots later
+    BuildingBlock: steps, turns  --pattern(lanes)-->  the slot of each action of chunk 0; chunk c runs 6 c slots later
 
     lane 0  0 ── step ──┐          ┌─── 5 ─ turn ─ 5 ──┐          ┌── 0
     lane 1              1          4                   4          1          stages, on the way of one chunk
@@ -23,13 +23,13 @@ from typing import NamedTuple
 from scheduler.action import Action, Kind
 from scheduler.placement import Placement
 
-__all__ = ["PERIOD", "Block", "BlockSlot", "length_of", "pattern"]
+__all__ = ["PERIOD", "BuildingBlock", "BlockSlot", "length_of", "pattern"]
 
 PERIOD = 6
 
 
 @dataclass(frozen=True)
-class Block:
+class BuildingBlock:
     """The way of one chunk, in slots from the start of one action to the start of the next.
 
     Args:
@@ -51,12 +51,12 @@ class BlockSlot(NamedTuple):
     action: Action
 
 
-def pattern(block: Block, lanes: int) -> list[BlockSlot]:
+def pattern(block: BuildingBlock, lanes: int) -> list[BlockSlot]:
     """The slots of chunk 0 along its way, then those of its W.
 
     An action that would meet another one modulo six starts as soon as it does not; W take the slots that are left.
 
-    >>> [f"{start}: {action}" for start, _, action in pattern(Block((1, 1, 1, 1), (1, 1, 1)), lanes=1)]
+    >>> [f"{start}: {action}" for start, _, action in pattern(BuildingBlock((1, 1, 1, 1), (1, 1, 1)), lanes=1)]
     ['0: 0F0', '1: 1F0', '2: 1I0', '3: 0I0', '4: 1W0', '5: 0W0']
     """
     lane_of = Placement.vee(lanes).lane_of
@@ -78,12 +78,12 @@ def length_of(action: Action) -> int:
     return 2 if action.kind is Kind.B else 1
 
 
-def _way(block: Block, stages: int) -> list[Action]:
+def _way(block: BuildingBlock, stages: int) -> list[Action]:
     there = [Action(stage, Kind.F, 0) for stage in range(stages)]
     return there + [Action(stage, block.backward, 0) for stage in reversed(range(stages))]
 
 
-def _gaps(block: Block, lanes: int) -> list[int]:
+def _gaps(block: BuildingBlock, lanes: int) -> list[int]:
     legs = zip((0, *block.turns), block.steps)
     return list(chain.from_iterable([turn, *[step] * (lanes - 1)] for turn, step in legs))
 

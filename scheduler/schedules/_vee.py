@@ -1,6 +1,6 @@
 """V schedules from a pattern: the gaps of its warmup and its cooldown are filled by moving all actions up.
 
-    Block  --pattern, every 6 slots a chunk-->  action by action  --first gap-->  orders
+    BuildingBlock  --pattern, every 6 slots a chunk-->  action by action  --first gap-->  orders
                                                                       ▲
                                               needs, the room of the lane, ascending chunks
 
@@ -23,12 +23,12 @@ from bisect import insort
 from scheduler.action import Action, Kind
 from scheduler.placement import Placement
 from scheduler.schedule import Order, Schedule
-from scheduler.schedules._block import PERIOD, Block, BlockSlot, length_of, pattern
+from scheduler.schedules._block import PERIOD, BlockSlot, BuildingBlock, length_of, pattern
 
 __all__ = ["vee"]
 
 
-def vee(name: str, lanes: int, chunks: int, block: Block, room: int, hold: bool = False) -> Schedule:
+def vee(name: str, lanes: int, chunks: int, block: BuildingBlock, room: int, hold: bool = False) -> Schedule:
     """The schedule that a block makes.
 
     Args:
@@ -42,7 +42,7 @@ def vee(name: str, lanes: int, chunks: int, block: Block, room: int, hold: bool 
     placement, slots = Placement.vee(lanes), pattern(block, lanes)
     steady = range(slots[4 * lanes - 1].start, PERIOD * (chunks - 1)) if hold else range(0)
     end = max(slot.start for slot in slots) + PERIOD * chunks
-    rows = [_Lane(room, chunks, end) for _ in range(lanes)]
+    rows = [_LaneSlots(room, chunks, end) for _ in range(lanes)]
     done = [[0] * chunks for _ in slots]
     for start, at, chunk in _in_time(slots, chunks):
         _, after, (stage, kind, _) = slots[at]
@@ -58,7 +58,7 @@ def vee(name: str, lanes: int, chunks: int, block: Block, room: int, hold: bool 
     return Schedule(name, placement, chunks, tuple(row.order() for row in rows))
 
 
-class _Lane:
+class _LaneSlots:
     """The slots of a lane that are taken, and by which actions."""
 
     def __init__(self, room: int, chunks: int, end: int) -> None:

@@ -14,12 +14,12 @@ lane holds, counted so. Where F of a stage takes one slot and B two, and not all
 
 from scheduler.action import Kind
 from scheduler.schedule import Schedule
-from scheduler.schedules._block import Block
+from scheduler.schedules._block import BuildingBlock
 from scheduler.schedules._vee import vee
 
 __all__ = ["BUILDERS", "build"]
 
-BLOCK = Block(steps=(1, 1, 2, 2), turns=(1, 1, 2), backward=Kind.B)
+BLOCK = BuildingBlock(steps=(1, 1, 2, 2), turns=(1, 1, 2), backward=Kind.B)
 
 
 def build(lanes: int, chunks: int) -> Schedule:

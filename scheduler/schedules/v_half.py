@@ -18,7 +18,7 @@ instead of 15.1 %.
 """
 
 from scheduler.schedule import Schedule
-from scheduler.schedules._block import Block
+from scheduler.schedules._block import BuildingBlock
 from scheduler.schedules._vee import vee
 
 __all__ = ["BUILDERS", "build"]
@@ -27,7 +27,7 @@ __all__ = ["BUILDERS", "build"]
 def build(lanes: int, chunks: int) -> Schedule:
     """V-Half with two stages a lane; fewer chunks than lanes will do."""
     even = lanes % 2 == 0
-    block = Block(steps=(2, 1, 2, 1), turns=(1, 4 if even else 1, 2))
+    block = BuildingBlock(steps=(2, 1, 2, 1), turns=(1, 4 if even else 1, 2))
     return vee("v-half", lanes, chunks, block, room=2 * ((lanes + 2) // 2), hold=even and lanes > 2)
 
 

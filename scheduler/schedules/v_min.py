@@ -18,7 +18,7 @@ One or two lanes have the room of ZB-V, and run its order.
 """
 
 from scheduler.schedule import Schedule
-from scheduler.schedules._block import Block
+from scheduler.schedules._block import BuildingBlock
 from scheduler.schedules._vee import vee
 from scheduler.schedules.zb_v import BLOCK
 
@@ -28,7 +28,7 @@ __all__ = ["BUILDERS", "build"]
 def build(lanes: int, chunks: int) -> Schedule:
     """V-Min with two stages a lane; fewer chunks than lanes will do."""
     turn = 1 + 2 * ((1 - lanes) % 3)
-    block = Block(steps=(1, 1, 1, 1), turns=(1, turn, 1)) if lanes > 2 else BLOCK
+    block = BuildingBlock(steps=(1, 1, 1, 1), turns=(1, turn, 1)) if lanes > 2 else BLOCK
     return vee("v-min", lanes, chunks, block, room=2 * ((lanes + 4) // 3))
 
 

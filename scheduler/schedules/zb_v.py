@@ -15,12 +15,12 @@ times; the authors look for one with times that were measured.
 """
 
 from scheduler.schedule import Schedule
-from scheduler.schedules._block import Block
+from scheduler.schedules._block import BuildingBlock
 from scheduler.schedules._vee import vee
 
 __all__ = ["BLOCK", "BUILDERS", "build"]
 
-BLOCK = Block(steps=(4, 2, 4, 2), turns=(1, 1, 1))
+BLOCK = BuildingBlock(steps=(4, 2, 4, 2), turns=(1, 1, 1))
 
 
 def build(lanes: int, chunks: int) -> Schedule:

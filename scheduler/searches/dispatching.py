@@ -28,7 +28,7 @@ def dispatch(problem: Problem, forward_first: bool = False, patient: bool = Fals
     Returns:
         A plan that can end and fits.
     """
-    lanes = [_Lane(problem, lane, forward_first, patient) for lane in range(problem.lanes)]
+    lanes = [_DispatchedLane(problem, lane, forward_first, patient) for lane in range(problem.lanes)]
     end = [inf] * problem.count + [0]
     events: list[tuple[float, int]] = [(0, lane) for lane in range(problem.lanes)]
     while events:
@@ -50,7 +50,7 @@ def dispatch(problem: Problem, forward_first: bool = False, patient: bool = Fals
     return LaneOrders([lane.order for lane in lanes])
 
 
-class _Lane(LaneState):
+class _DispatchedLane(LaneState):
     """A lane, and the actions that could run next."""
 
     def __init__(self, problem: Problem, lane: int, forward_first: bool, patient: bool) -> None:

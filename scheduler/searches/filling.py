@@ -64,7 +64,7 @@ def filled(problem: Problem, orders: Orders, eager: bool = False) -> LaneOrders 
     Returns:
         The plan; None where memory does not go so far, or a lane waits for ever.
     """
-    lanes = [_Lane(problem, lane, order) for lane, order in enumerate(orders)]
+    lanes = [_FilledLane(problem, lane, order) for lane, order in enumerate(orders)]
     end = [inf] * problem.count + [0]
     ahead: list[tuple[float, int]] = []  # when the next action of a lane can start, for the lanes that know it
     sleepers: dict[int, int] = {}  # an action, and the lane that waits for it
@@ -97,7 +97,7 @@ def filled(problem: Problem, orders: Orders, eager: bool = False) -> LaneOrders 
     return None if sleepers else LaneOrders([[*lane.order, *lane.weights] for lane in lanes])
 
 
-class _Lane(LaneState):
+class _FilledLane(LaneState):
     """A lane, its idle time since its first action, and the F and I that are left."""
 
     def __init__(self, problem: Problem, lane: int, order: list[int]) -> None:

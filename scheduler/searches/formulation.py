@@ -13,9 +13,9 @@ from scheduler.action import Action, Kind
 from scheduler.costs import Costs
 from scheduler.dependencies import requires
 from scheduler.errors import ScheduleError, one_each, refuse_unless_cost, refuse_unless_whole
-from scheduler.memory_model import Held
+from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
-from scheduler.searches.problem import Messages, Objective, Problem, Times
+from scheduler.searches.problem import MessageWaits, Objective, Problem, Times
 
 __all__ = ["Memory", "alone", "pose"]
 
@@ -55,7 +55,7 @@ def pose(
     )
 
 
-def alone(stages: Iterable[int], held: Sequence[Held]) -> float:
+def alone(stages: Iterable[int], held: Sequence[ChunkMemory]) -> float:
     """The most that a lane holds if it takes one chunk all the way forward and back before the next."""
     below = peak = 0.0
     for stage in stages:
@@ -73,7 +73,7 @@ def _each(placement: Placement, chunks: int, kinds: int, whole: bool) -> Iterato
 
 def _waits(
     costs: Costs, placement: Placement, chunks: int, kinds: int
-) -> tuple[list[int], Messages, list[frozenset[int]]]:
+) -> tuple[list[int], MessageWaits, list[frozenset[int]]]:
     actions = list(_each(placement, chunks, kinds, whole=False))
     numbers = {action: number for number, action in enumerate(actions)}
     split = frozenset((action.stage, action.chunk) for action in actions)
@@ -92,11 +92,11 @@ def _waits(
                 travel[number] = arrival[need] = hop(actions[need].stage, action.stage)
         before = [number - 1] if action.chunk else []
         near.append(frozenset([*before, *(need for need in needs if lane[need] == lane[number])]))
-    return lane, Messages(sender, travel, receiver, arrival), near
+    return lane, MessageWaits(sender, travel, receiver, arrival), near
 
 
 def _times(
-    costs: Costs, placement: Placement, chunks: int, kinds: int, held: Sequence[Held], whole: bool
+    costs: Costs, placement: Placement, chunks: int, kinds: int, held: Sequence[ChunkMemory], whole: bool
 ) -> Times:
     times = Times([], [], [])
     for action in _each(placement, chunks, kinds, whole):
@@ -115,7 +115,7 @@ def _times(
     return times
 
 
-def _caps(memory: Memory, placement: Placement, held: Sequence[Held]) -> tuple[float, ...]:
+def _caps(memory: Memory, placement: Placement, held: Sequence[ChunkMemory]) -> tuple[float, ...]:
     caps = one_each("memory", memory, placement.lanes, "caps")
     for lane, cap in enumerate(caps):
         least = alone(placement.stages_of(lane), held)

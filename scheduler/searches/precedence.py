@@ -25,8 +25,8 @@ from scheduler.searches.problem import Problem
 
 __all__ = ["PrecedenceGraph", "graph_of", "heads", "mirror", "mirrored"]
 
-Value = TypeVar("Value")
-Needs = list[list[tuple[int, float]]]
+T = TypeVar("T")
+TimedNeeds = list[list[tuple[int, float]]]
 Choices = dict[int, list[dict[int, int]]]
 
 
@@ -46,13 +46,13 @@ class PrecedenceGraph(NamedTuple):
     chains: list[list[int]]
     lane: list[int]
     duration: list[float]
-    needs: Needs
+    needs: TimedNeeds
     choices: Choices
 
 
 def graph_of(problem: Problem) -> PrecedenceGraph:
     """The precedence that every plan for this problem respects."""
-    needs: Needs = [[(need, 0.0) for need in near] for near in problem.near]
+    needs: TimedNeeds = [[(need, 0.0) for need in near] for near in problem.near]
     for action in range(problem.count):
         if problem.messages.sender[action] < problem.count:
             needs[action].append((problem.messages.sender[action], problem.messages.travel[action]))
@@ -74,14 +74,14 @@ def graph_of(problem: Problem) -> PrecedenceGraph:
 def mirrored(graph: PrecedenceGraph) -> PrecedenceGraph:
     """The same in reversed time; chunks are numbered from the last, so that chains ascend again."""
     numbers = mirror(graph, range(len(graph.needs)))
-    needs: Needs = [[] for _ in graph.needs]
+    needs: TimedNeeds = [[] for _ in graph.needs]
     for action, before in enumerate(graph.needs):
         for need, travel in before:
             needs[numbers[need]].append((numbers[action], travel))
     return graph._replace(needs=needs, duration=mirror(graph, graph.duration), choices={})
 
 
-def mirror(graph: PrecedenceGraph, values: Sequence[Value]) -> list[Value]:
+def mirror(graph: PrecedenceGraph, values: Sequence[T]) -> list[T]:
     """The same graph, with chunks numbered from the last."""
     starts = range(0, len(values), graph.chunks)
     return [value for start in starts for value in reversed(values[start:start + graph.chunks])]
@@ -143,7 +143,7 @@ def _one_at_a_time(graph: PrecedenceGraph, runs: Iterable[tuple[int, int]], head
     return time
 
 
-def _topological(needs: Needs) -> list[int] | None:
+def _topological(needs: TimedNeeds) -> list[int] | None:
     """All actions, each after what it needs; None where there is no such order."""
     followers: list[list[int]] = [[] for _ in needs]
     left = list(map(len, needs))

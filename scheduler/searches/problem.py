@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from scheduler.action import Action, Kind
-from scheduler.memory_model import Held
+from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placed, Placement
 from scheduler.schedule import Schedule
 
@@ -36,7 +36,7 @@ class LaneOrders(NamedTuple):
     whole: frozenset[int] = frozenset()
 
 
-class Messages(NamedTuple):
+class MessageWaits(NamedTuple):
     """For each action the action that it waits for on another lane, and the one that waits for it there.
 
     Attributes:
@@ -83,12 +83,12 @@ class Problem(Placed):
     chunks: int
     kinds: int
     lane: list[int]
-    messages: Messages
+    messages: MessageWaits
     near: list[frozenset[int]]
     split: Times
     together: Times
     caps: tuple[float, ...]
-    held: tuple[Held, ...]
+    held: tuple[ChunkMemory, ...]
     offset: list[float]
     objective: Objective
 

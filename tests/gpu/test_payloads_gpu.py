@@ -29,7 +29,7 @@ from pipeline.transports.distributed import Channels
 from pipeline.transports.link import Receiver, Sender
 from pipeline.transports.message import Message
 from pipeline.transports.packing import Packing
-from pipeline.transports.testing import Pair, check_transport
+from pipeline.transports.testing import ChannelEnds, check_transport
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,14 +79,14 @@ def joined(devices: list[torch.device]) -> Iterator[list[Channels]]:
 
 
 @contextmanager
-def nccl_pair() -> Iterator[Pair]:
+def nccl_pair() -> Iterator[ChannelEnds]:
     with joined(gpus()) as channels:
 
         def abort() -> None:
             for each in channels:
                 each.abort()
 
-        pair = Pair(channels[0].outgoing(1), channels[1].incoming(0), abort)
+        pair = ChannelEnds(channels[0].outgoing(1), channels[1].incoming(0), abort)
         assert pair.outgoing.payloads is not None
         yield pair
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from partition import Profile, profile, to_sequential
 from partition.profiles import working
-from partition.profiles.alike import Memory
+from partition.profiles.alike import LikenessCache
 
 
 class Numbered(nn.Module):
@@ -80,7 +80,7 @@ def sequentials() -> Iterator[tuple[str, nn.Sequential, Any]]:
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, model: nn.Sequential, x: Any, **settings: Any) -> Profile:
     with monkeypatch.context() as patched:
-        patched.setattr(Memory, "find", lambda *_: None)
+        patched.setattr(LikenessCache, "find", lambda *_: None)
         return profile(model, x, device="meta", **settings)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partition import PartitionError, to_sequential
-from partition.models.as_found import Found, as_found
+from partition.models.as_found import AttributeSnapshot, as_found
 from pipeline import Pipe, layer_seed
 
 
@@ -311,7 +311,7 @@ def test_lists_and_dicts_at_any_depth_are_as_they_were_found(value, number):
         assert found.changed() == []
         is_changed = changed_within(value, number)
         assert found.changed() == (["kept"] if is_changed else [])
-    assert module.kept is value and value == as_it_was and Found([module], found.contents).changed() == []
+    assert module.kept is value and value == as_it_was and AttributeSnapshot([module], found.contents).changed() == []
 
 
 def test_tensors_that_share_a_storage_hooks_and_attributes_are_as_they_were_found():

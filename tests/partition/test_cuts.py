@@ -18,7 +18,7 @@ from partition import LayerProfile, PartitionError, Profile, StageSpec, balance_
 from partition.cuts import bottleneck, evenness, windows
 from partition.cuts.cutting import cut_layers, slowest
 from partition.cuts.layers import Layers, amounts_of, layers_of
-from partition.cuts.windows import Held, Lane
+from partition.cuts.windows import DeviceStages, HeldChunks
 from partition.profiles.amounts import Bytes, Measured, joined
 from partition.profiles.profile import Work
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     forward: list[int]
     loss: list[int]
     late: list[Bytes]
-    lanes: list[Lane]
+    lanes: list[DeviceStages]
 
     @property
     def layers(self) -> Layers:
@@ -96,13 +96,13 @@ def cases(draw: Any, is_shared: bool = False, most: int = 7) -> Case:
         st.integers(0, 5).map(float), st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]),
     ), min_size=stages, max_size=stages))  # fmt: skip
     times = st.lists(st.integers(0, 6), min_size=layers + 1, max_size=layers + 1)
-    lanes = [Lane((s,), spec.memory, ((Held(spec.kept, spec.inputs),),)) for s, spec in enumerate(specs)]
+    lanes = [DeviceStages((s,), spec.memory, ((HeldChunks(spec.kept, spec.inputs),),)) for s, spec in enumerate(specs)]
     if is_shared:
         lane_of = draw(st.lists(st.integers(0, 1), min_size=stages, max_size=stages))
         groups = [tuple(s for s in range(stages) if lane_of[s] == lane) for lane in set(lane_of)]
-        moment = st.builds(Held, *[st.integers(0, most) for most in (3, 2, 1, 2)])
+        moment = st.builds(HeldChunks, *[st.integers(0, most) for most in (3, 2, 1, 2)])
         lanes = [
-            Lane(group, draw(memories), tuple(moments))
+            DeviceStages(group, draw(memories), tuple(moments))
             for group in groups
             for moments in [draw(st.lists(st.tuples(*[moment] * len(group)), min_size=1, max_size=2))]
         ]
@@ -233,7 +233,7 @@ def test_layers_of_a_profile_add_up_as_its_stages_do(name: str) -> None:
 def test_bytes_of_windows_are_those_of_the_stages_of_a_profile(name: str) -> None:
     model, x = models()[name]
     measured = profile(model, x, device="meta", optimizer=2)
-    lane = Lane((0, 1), 1e18, ((Held(3, 2), Held(3, 2)),))
+    lane = DeviceStages((0, 1), 1e18, ((HeldChunks(3, 2), HeldChunks(3, 2)),))
     sums = windows.Windows(layers_of(measured), [StageSpec()] * 2, (), [lane])
     for cut_ in range(1, len(model)):
         stages = [measured.stage(0, cut_), measured.stage(cut_, len(model))]
@@ -288,7 +288,10 @@ def test_stages_of_one_device_share_memory_where_lane_of_says_so() -> None:
 def test_a_search_that_is_cut_short_says_so() -> None:
     sizes = [7, 7, 1, 5, 9, 8, 7]
     case = Layers([1] * 7, amounts_of([Bytes(size) for size in sizes]))
-    lanes = [Lane((0, 2), 22.5, ((Held(0), Held(0)),)), Lane((1, 3), 22.5, ((Held(0), Held(0)),))]
+    lanes = [
+        DeviceStages((0, 2), 22.5, ((HeldChunks(0), HeldChunks(0)),)),
+        DeviceStages((1, 3), 22.5, ((HeldChunks(0), HeldChunks(0)),)),
+    ]
     found = cut_layers(case, [StageSpec()] * 4, (), lanes)
     held = [sum(sizes[a:b]) for a, b in zip([0, *accumulate(found)], accumulate(found))]
     assert max(held[0] + held[2], held[1] + held[3]) <= 22.5

@@ -26,7 +26,7 @@ from partition.hardware import links as link_module
 from partition.hardware import nvml as nvml_module
 from partition.hardware.gpus import Device
 from partition.hardware.inventory import Devices
-from partition.hardware.links import Link
+from partition.hardware.links import DeviceLink
 from partition.hardware.selection import Choice, best_line, why_poor
 from pipeline.__main__ import main
 
@@ -113,7 +113,7 @@ def test_a_gpu_that_cannot_be_opened_is_hidden_and_leaves_cudas_numbers_unknown(
 
 def test_eight_gpus_behind_switches_are_all_neighbours() -> None:
     found = found_on(hgx())
-    assert all(link == Link(18, link.level, 18 * 26_562e6, True) for link in found.links.values())
+    assert all(link == DeviceLink(18, link.level, 18 * 26_562e6, True) for link in found.links.values())
     assert matrix(found)[0] == "- " + " ".join(["NV18"] * 7)
     assert found.link(found[0], found[1]).level == 40 and found.link(found[0], found[7]).level == 50
 
@@ -129,7 +129,7 @@ def test_over_two_sockets_and_pcie_alone_links_are_nvmls_levels() -> None:
 def test_bridges_join_pairs() -> None:
     found = found_on(pairs())
     assert matrix(found) == ["- PHB NV4 SYS", "PHB - SYS NV4", "NV4 SYS - PHB", "SYS NV4 PHB -"]
-    assert found.link(found[2], found[0]) == Link(4, 50, 4 * 14_062e6, True)
+    assert found.link(found[2], found[0]) == DeviceLink(4, 50, 4 * 14_062e6, True)
 
 
 def test_a_cube_mesh_has_one_and_two_links() -> None:
@@ -162,12 +162,12 @@ def test_a_bandwidth_that_nvml_does_not_tell_is_none_not_0(speed: Any) -> None:
     host, slots = pairs(), sockets()
     host.gpus[0].speed = speed
     found = found_on(host)
-    assert found.link(found[0], found[2]) == Link(4, 50, None, True)
+    assert found.link(found[0], found[2]) == DeviceLink(4, 50, None, True)
     assert "NV4: NVLinks, bandwidth not known" in str(found)
     host.gpus[0].link_speed = 14_062
     assert found_on(host).links[frozenset((0, 2))].bandwidth == 4 * 14_062e6
     slots.gpus[0].slot = (4, speed)
-    assert found_on(slots).links[frozenset((0, 1))] == Link(0, 10, None, True)
+    assert found_on(slots).links[frozenset((0, 1))] == DeviceLink(0, 10, None, True)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_level_that_nvml_does_not_tell_is_a_question_mark() -> None:
     host.levels = ["? " * 8] * 8
     host.peers = {frozenset((0, 1)): Error(NOT_SUPPORTED)}
     found = found_on(host)
-    assert found.link(found[0], found[1]) == Link(bandwidth=found.links[frozenset((0, 1))].bandwidth, peer=None)
+    assert found.link(found[0], found[1]) == DeviceLink(bandwidth=found.links[frozenset((0, 1))].bandwidth, peer=None)
     assert "?: not told" in str(found)
     assert found.best(2).warnings == ("cuda:0 to cuda:1 (?) is not known.",)
 
@@ -318,7 +318,7 @@ def test_instances_of_mig_stand_for_their_gpu() -> None:
     why = dict.fromkeys(("utilisation", "power", "limit"), "not supported")
     assert found[0].unknown == why and found[0].watts is None
     assert "CUDA shows a process one instance of MIG" in found.notes[0]
-    assert found.link(found[0], found.hidden[0]) == Link(0, 0, None, False)
+    assert found.link(found[0], found.hidden[0]) == DeviceLink(0, 0, None, False)
     matrix = found.to_json()["links"]
     assert [[link and link["name"] for link in row] for row in matrix[::3]] == [
         [None, "INT", "INT", "NODE"], ["NODE", "NODE", "NODE", None]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from partition import LayerProfile, PartitionError, Plan, Profile, plan, profile
 from partition.plans import device_orders
 from partition.plans.device_orders import fitting, reordered, tried_in_orders
-from partition.plans.memory import Value, moments_of, peaks
+from partition.plans.memory import StageValue, moments_of, peaks
 from partition.plans.plan import RecomputedStages
 from partition.plans.trials import Base, Machine, Trial, polished, recomputed, replayed, stages_of, tried
 from partition.profiles.amounts import Bytes, Measured
@@ -244,7 +244,7 @@ def test_outputs_wait_on_the_last_device_for_their_loss(chunks: int) -> None:
     machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
     trial = replayed(Base(measured, machine, "", "", schedule), "never", [1, 2])
     stages, size, loss = stages_of(measured, trial.balance), 11, 7
-    found = peaks(trial.timeline, schedule.placement, stages, [Value(1, 1, size)], frozenset(), loss)[1]
+    found = peaks(trial.timeline, schedule.placement, stages, [StageValue(1, 1, size)], frozenset(), loss)[1]
     most = chunks * (stages[1].saved + size) + loss
     assert most - size <= found.total - stages[1].state <= most
 

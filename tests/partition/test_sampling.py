@@ -15,7 +15,7 @@ from recorded_hosts import bus, hgx, mig, unlike, uuid
 from recorded_nvml import GPU_IS_LOST, NOT_SUPPORTED, Error, Gpu, Host, playing
 
 from partition import PartitionError, devices
-from partition.hardware.sampling import Sampling, Usage
+from partition.hardware.sampling import DeviceSampling, Usage
 
 NEVER = 3600.0  # seconds between samples: the first and the last alone
 BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -28,7 +28,7 @@ def one_after_the_other(values: Sequence[Any]) -> Callable[[], Any]:
 def sampled(gpu: Gpu, times: Sequence[float]) -> Usage:
     """A sample at each of these times, of which the first and the last are those of the context."""
     with playing(Host([gpu], ["INT"])) as library:
-        sampling = Sampling(devices({}).visible, NEVER, one_after_the_other(times))
+        sampling = DeviceSampling(devices({}).visible, NEVER, one_after_the_other(times))
         with sampling:
             for _ in times[2:]:
                 sampling._sample()

@@ -26,7 +26,7 @@ from pipeline import is_recomputing
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.connections import Connections
 from pipeline.execution.call import Call
-from pipeline.execution.execution import Work
+from pipeline.execution.execution import WorkTable
 from scheduler import Action, Kind
 
 
@@ -198,8 +198,8 @@ def _opening(open: Callable[..., int]) -> Callable[..., int]:
     return opening
 
 
-def _working(work: Callable[[Call, bool], Work]) -> Callable[[Call, bool], Work]:
-    def working(call: Call, retain: bool) -> Work:
+def _working(work: Callable[[Call, bool], WorkTable]) -> Callable[[Call, bool], WorkTable]:
+    def working(call: Call, retain: bool) -> WorkTable:
         return {kind: _watched(kind, does) for kind, does in work(call, retain).items()}
 
     return working

@@ -13,7 +13,7 @@ from cover import either
 
 from scheduler import Action, Costs, Kind, Placement, ScheduleError, by_name, simulate, verify
 from scheduler.schedules import one_f_one_b_v, v_half, zb_v
-from scheduler.schedules._block import PERIOD, Block, length_of, pattern
+from scheduler.schedules._block import PERIOD, BuildingBlock, length_of, pattern
 from scheduler.schedules._vee import vee
 
 LANES = range(1, either(6, 10))
@@ -145,8 +145,8 @@ def block_of(name, p):
     """The table in scheduler/schedules/_vee.py."""
     return {
         "zb-v": zb_v.BLOCK,
-        "v-half": Block((2, 1, 2, 1), (1, 1 if p % 2 else 4, 2)),
-        "v-min": Block((1, 1, 1, 1), (1, (3, 1, 5)[p % 3], 1)) if p > 2 else zb_v.BLOCK,
+        "v-half": BuildingBlock((2, 1, 2, 1), (1, 1 if p % 2 else 4, 2)),
+        "v-min": BuildingBlock((1, 1, 1, 1), (1, (3, 1, 5)[p % 3], 1)) if p > 2 else zb_v.BLOCK,
         "1f1b-v": one_f_one_b_v.BLOCK,
     }[name]
 
@@ -223,7 +223,7 @@ def test_where_times_differ_a_little_zb_v_and_v_half_idle_no_longer_for_more_chu
 
 @pytest.mark.parametrize("p", [6, 8, 10])
 def test_v_half_is_the_better_for_its_steady_state_where_times_differ(p):
-    block = Block((2, 1, 2, 1), (1, 4, 2))
+    block = BuildingBlock((2, 1, 2, 1), (1, 4, 2))
     assert by_name("v-half", p, 24).orders == vee("held", p, 24, block, p + 2, hold=True).orders
     for costs in (Costs(10, 11, 6), Costs(10, 13, 9), Costs(10, 20, 10), Costs(10, 10, 10, link=1)):
         moved = simulate(vee("moved", p, 24, block, p + 2), costs)
@@ -232,7 +232,7 @@ def test_v_half_is_the_better_for_its_steady_state_where_times_differ(p):
 
 def test_v_half_on_8_lanes_has_the_bubbles_that_it_says():
     costs = Costs(10, 11, 6)
-    moved = vee("moved", 8, 24, Block((2, 1, 2, 1), (1, 4, 2)), 10)
+    moved = vee("moved", 8, 24, BuildingBlock((2, 1, 2, 1), (1, 4, 2)), 10)
     assert f"{simulate(moved, costs).bubble:.1%}" == "17.0%"
     assert f"{simulate(by_name('v-half', 8, 24), costs).bubble:.1%}" == "15.1%"
     assert "17.0 %\ninstead of 15.1 %" in v_half.__doc__

@@ -25,7 +25,7 @@ from scheduler.command_line.running import CommandError
 
 __all__ = ["answer"]
 
-Found = TypeVar("Found", bound=Result)
+ResultT = TypeVar("ResultT", bound=Result)
 
 
 def answer(options: SimpleNamespace) -> int:
@@ -42,7 +42,7 @@ def answer(options: SimpleNamespace) -> int:
     """
     _check_files(options)
     A = operator_of(options)
-    answers = _Answers(A, options)
+    answers = _CommandOutput(A, options)
     answers.say(_about(A))
     if options.check and not answers.give("check", A.check(seed=options.seed)).ok:
         answers.wait()
@@ -69,7 +69,7 @@ def answer(options: SimpleNamespace) -> int:
     return 0
 
 
-class _Answers:
+class _CommandOutput:
     """The output of a command: text on rank 0's stdout, results in a folder."""
 
     def __init__(self, A: Operator, options: SimpleNamespace) -> None:
@@ -80,7 +80,7 @@ class _Answers:
         if self._speaks:
             print(words, flush=True)
 
-    def give(self, name: str, result: Found) -> Found:
+    def give(self, name: str, result: ResultT) -> ResultT:
         """Show a result, and save it; the result."""
         self.say(f"\n{result}")
         if self._folder is not None:

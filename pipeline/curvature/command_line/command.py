@@ -18,7 +18,7 @@ from scheduler.command_line.running import CommandError
 
 __all__ = ["curvature"]
 
-Command: TypeAlias = Callable[..., int]
+CurvatureCommand: TypeAlias = Callable[..., int]
 
 _ASKED = ("check", "top", "trace", "layers", "density")  # what can be asked; none of them stands for top and trace
 _COUNT = click.IntRange(min=1)
@@ -40,7 +40,7 @@ def _products(value: Any) -> int | str:
     return _AS_SAMPLES if value == _AS_SAMPLES else int(_COUNT.convert(value, None, None))
 
 
-def _question(name: str, metavar: str, alone: object, **more: Any) -> Callable[[Command], Command]:
+def _question(name: str, metavar: str, alone: object, **more: Any) -> Callable[[CurvatureCommand], CurvatureCommand]:
     """An option that may stand without a value, and means `alone` then."""
     return click.option(name, is_flag=False, flag_value=alone, metavar=f"[{metavar}]", **more)
 

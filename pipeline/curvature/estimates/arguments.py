@@ -1,6 +1,6 @@
 """The arguments that estimators share, checked in one place.
 
-    samples, rel, abs, min_samples, kind, seed, show  --> Sampling   a mean over random vectors
+    samples, rel, abs, min_samples, kind, seed, show  --> SampleSize   a mean over random vectors
     tol                                               --> check_tol  what ends at a residual
 """
 
@@ -21,7 +21,7 @@ KINDS = ("rademacher", "normal")
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SampleSize:
     """The number of random vectors of a mean, and its goal.
 
     Attributes:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.integrated import IntegratedDensity, integrated
-from pipeline.curvature.estimates.quadrature import Rule, edges, gauss, smoothed, stacked, width
+from pipeline.curvature.estimates.quadrature import QuadratureRule, edges, gauss, smoothed, stacked, width
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.sampling import mean_and_stderr
 from pipeline.curvature.estimates.tridiagonal import tridiagonals
@@ -235,7 +235,7 @@ def _lanczos(
     return ended, asked
 
 
-def _curve(A: LinearMap, rule: Rule, widths: Tensor, sigma: float, ends: Tensor, asked: int) -> Density:
+def _curve(A: LinearMap, rule: QuadratureRule, widths: Tensor, sigma: float, ends: Tensor, asked: int) -> Density:
     runs = zip(rule.nodes, rule.weights, widths, strict=True)
     mean, error = _over_runs(torch.stack([smoothed(*run, ends) for run in runs]))
     return Density(

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import Sampling
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.resume import from_host, on_host
-from pipeline.curvature.estimates.sampling import Reached, Sampled, sampled_products
+from pipeline.curvature.estimates.sampling import OnReached, Sampled, sampled_products
 from pipeline.curvature.linear import LinearMap, finite
 from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import Vec, add_
@@ -113,7 +113,7 @@ def diagonal(
         >>> found.values["0.weight"].round(decimals=9).tolist(), found.rms_stderr < 1e-9
         ([[2.0, 8.0, 18.0]], True)
     """
-    sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
+    sampling = SampleSize(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
     running = _Running(A, sampling.is_exact)
     with sampling.resumable("diagonal") as run:
         if run.kept is not None:
@@ -122,7 +122,7 @@ def diagonal(
     return running.result(stopped)
 
 
-def _draw(sampling: Sampling, running: _Running, reached: Reached) -> str:
+def _draw(sampling: SampleSize, running: _Running, reached: OnReached) -> str:
     """Take all vectors, or enough; why it ended. The sum over a basis of q * A q is the diagonal of A Q Q' = A."""
     for vectors, products in sampled_products(sampling, running.count):
         running.change()

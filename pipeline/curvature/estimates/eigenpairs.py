@@ -1,6 +1,6 @@
 """The outermost eigenvalues of a matrix that is known by its products only, and their eigenvectors.
 
-    top_eigenpairs --> Run (lanczos.py): steps until done, or until max_products --> k vectors
+    top_eigenpairs --> LanczosRun (lanczos.py): steps until done, or until max_products --> k vectors
                    --> one more product of each: the residuals that are reported --> Eigenpairs
                    <--> Resumable (resume.py): a run that was interrupted goes on
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import check_tol
-from pipeline.curvature.estimates.lanczos import EigenpairGoal, Run
+from pipeline.curvature.estimates.lanczos import EigenpairGoal, LanczosRun
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.ritz import WHICH, wanted
 from pipeline.curvature.linear import LinearMap, products_of
@@ -138,7 +138,7 @@ def top_eigenpairs(
         ([18.0, 18.0, 2.0], True)
     """
     goal = _goal(A, k, which, tol, max_products, seed, block, max_basis, miss)
-    run = Run(A, goal)
+    run = LanczosRun(A, goal)
     bar = Progress(max_products, f"eigenpairs of the {A.name}", A.shows(show))
     with Resumable(A, resume, save_every, {"file": "eigenpairs 2", **asdict(goal)}, bar) as saved:
         if saved.kept is not None:
@@ -189,7 +189,7 @@ def _goal(
     return EigenpairGoal(k, which, tol, seed, block, max_basis, miss)
 
 
-def _advance(run: Run, most: int | None, reached: Callable[..., None]) -> None:
+def _advance(run: LanczosRun, most: int | None, reached: Callable[..., None]) -> None:
     """Steps until the run is done, or the next one would leave too few products for the residuals."""
     note = ""
     while True:
@@ -200,7 +200,7 @@ def _advance(run: Run, most: int | None, reached: Callable[..., None]) -> None:
         run.step()  # and noted at once, so that an interrupt finds a state of these products
 
 
-def _measured(run: Run, advance: Callable[..., None]) -> Eigenpairs:
+def _measured(run: LanczosRun, advance: Callable[..., None]) -> Eigenpairs:
     """The k best pairs, with residuals of new products."""
     goal, A = run.goal, run.map
     vecs = run.best()
@@ -238,7 +238,7 @@ def _residuals(A: LinearMap, vecs: Sequence[Vec], images: Sequence[Vec]) -> tupl
     return values, squares.clamp(min=0.0).tolist()
 
 
-def _why(run: Run, residuals: Tensor) -> str:
+def _why(run: LanczosRun, residuals: Tensor) -> str:
     """The reason why the pairs are not converged."""
     worst = float(residuals.max())
     if not run.at.done:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import Sampling
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.sampling import Sampled, draw_means, estimate, paired_dots
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
@@ -102,7 +102,7 @@ def frobenius_squared(
         squared Frobenius norm of Hessian  392 +- 0  (norm 19.799)
           3 products, stopped by: exact
     """
-    sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every, kind)
+    sampling = SampleSize(A, samples, rel, abs, min_samples, seed, show, resume, save_every, kind)
 
     def squares(vectors: list[Vec], products: list[Vec]) -> Tensor:
         return paired_dots(A.space, products, products)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import Sampling
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
 from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
 from pipeline.curvature.estimates.sampling import Drawn, draw, paired_dots, sampled_products
@@ -23,7 +23,7 @@ from pipeline.curvature.linear import LinearMap, finite, products_of
 from pipeline.curvature.space import Vec
 
 
-def hutchpp(sampling: Sampling, run: Resumable, sketch: int | None = None) -> Drawn:
+def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> Drawn:
     """The trace by Hutch++. Each of its values is the exact part plus what one vector says of the rest.
 
     Args:
@@ -41,7 +41,7 @@ def hutchpp(sampling: Sampling, run: Resumable, sketch: int | None = None) -> Dr
             f"sketch is {sketch} of {samples} samples: it costs two products a column and leaves at least two for the "
             f"rest; use 1 to {(samples - 2) // 2}, or more samples"
         )
-    at = _Sketch(A, run)
+    at = _TraceSketch(A, run)
     at.draw(replace(sampling, samples=columns, kind="normal"))
     basis, caught = at.basis, at.catch()
 
@@ -62,7 +62,7 @@ def hutchpp(sampling: Sampling, run: Resumable, sketch: int | None = None) -> Dr
     return drawn._replace(spent=spent + drawn.spent)
 
 
-class _Sketch:
+class _TraceSketch:
     """The basis, its part of the trace, and the values of the rest, as far as they are computed.
 
     Args:
@@ -78,7 +78,7 @@ class _Sketch:
         self._parts: list[float] = list(kept["parts"])  # of the trace on the basis, for each vector
         self.values: list[Tensor] = [] if kept["values"] is None else [kept["values"]]
 
-    def draw(self, sampling: Sampling) -> None:
+    def draw(self, sampling: SampleSize) -> None:
         """Make the basis: orthonormal vectors that span A times random ones."""
         for _, products in sampled_products(sampling, self._drawn):
             for product in products:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.curvature.estimates.systems import Given, planned, solved
+from pipeline.curvature.estimates.systems import VecLike, planned, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.space import Vec
 
@@ -45,7 +45,7 @@ class Inverse(LinearMap):
         damping: float = 0.0,
         tol: float = 1e-6,
         max_products: int | None = None,
-        preconditioner: Given | None = None,
+        preconditioner: VecLike | None = None,
         method: str = "cg",
     ) -> None:
         self._map = A

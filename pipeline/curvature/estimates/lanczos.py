@@ -3,7 +3,7 @@
     round 1:  random block --> Krylov space --> k Ritz pairs have converged --> lock them
     round 2:  another random block, at right angles to the locked --> Krylov space
                  --> a wanted pair more (a second copy of an eigenvalue, say) --> lock it, round 3
-                 --> surely none: `Chain.longest` falls under `shortest` --> done
+                 --> surely none: `EigenvectorMap.longest` falls under `shortest` --> done
 
     rows of the basis:   locked | with known products ... | without: the next to multiply
                                   <------- the projection's columns ------>
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.krylov import Basis, is_noise, orthogonalise_
-from pipeline.curvature.estimates.ritz import Chain, Ritz, limits, ritz, shortest, wanted
+from pipeline.curvature.estimates.ritz import EigenvectorMap, Ritz, limits, ritz, shortest, wanted
 from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.space import HOST, Vec, scale_
 
@@ -50,7 +50,7 @@ class LanczosState:
 
     locked: Tensor  # their values
     projection: Tensor  # [p + f, p]
-    chain: Chain | None  # none while fewer than k are locked: nothing is to be proved yet
+    chain: EigenvectorMap | None  # none while fewer than k are locked: nothing is to be proved yet
     starts: int = 0  # of this round
     products: int = 0
     drawn: int = 0  # random vectors
@@ -65,7 +65,7 @@ class LanczosState:
         return self.projection.shape[0] - self.projection.shape[1]
 
 
-class Run:
+class LanczosRun:
     """Lanczos for one goal. Over ranks all processes take the same steps: what decides are sums over them.
 
     The caller asks `at.done` and calls `step`; between two steps the run can be saved.
@@ -114,7 +114,7 @@ class Run:
     def go_on(self, state: dict[str, Any]) -> None:
         """Take over a state."""
         place = dict(state["place"])
-        place["chain"] = None if place["chain"] is None else Chain(**place["chain"])
+        place["chain"] = None if place["chain"] is None else EigenvectorMap(**place["chain"])
         self.basis = Basis(self.map.space).restored(state["slabs"], state["rows"])
         self.at = LanczosState(**place)
         self._ritz = ritz(self.at.projection)
@@ -135,7 +135,9 @@ class Run:
             drawn += 1
             if not is_noise(split.norm, split.whole, self.map.space):
                 self.basis.append(scale_(vec, 1 / split.norm))
-        chain = Chain.begin(limits(locked, goal.which, self._slack()), starts) if len(locked) == goal.k else None
+        chain = (
+            EigenvectorMap.begin(limits(locked, goal.which, self._slack()), starts) if len(locked) == goal.k else None
+        )
         empty = torch.zeros(starts, 0, **HOST)
         self._ritz = ritz(empty)
         self.at = replace(self.at, projection=empty, chain=chain, starts=starts, drawn=drawn)

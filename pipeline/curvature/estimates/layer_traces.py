@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import Sampling
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.sampling import Sampled, estimate
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus, table
@@ -111,7 +111,7 @@ def layer_traces(
           layer   trace  entries  mean eigenvalue
           front  4 +- 0        2                2
     """
-    sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
+    sampling = SampleSize(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
     here, names_of = _counted_entries(A.space), layers_of(A.space, groups)
 
     def by_layer(vectors: list[Vec], products: list[Vec]) -> Tensor:

@@ -25,7 +25,7 @@ from pipeline.curvature.space import HOST
 TAIL = 6.0  # the grid ends so many widths behind the last node: what is left of a Gaussian there is 1e-9
 
 
-class Rule(NamedTuple):
+class QuadratureRule(NamedTuple):
     """The discrete spectrum of one run.
 
     Attributes:
@@ -40,7 +40,7 @@ class Rule(NamedTuple):
     reach: Tensor
 
 
-def gauss(alphas: Tensor, betas: Tensor) -> Rule:
+def gauss(alphas: Tensor, betas: Tensor) -> QuadratureRule:
     """The rule of Gauss quadrature from Lanczos' coefficients.
 
     Args:
@@ -56,10 +56,12 @@ def gauss(alphas: Tensor, betas: Tensor) -> Rule:
     weights = vectors[0].square()
     residuals, gaps = betas[-1] * vectors[-1].abs(), nodes.diff()
     farther = torch.maximum(torch.cat([gaps.new_zeros(1), gaps]), torch.cat([gaps, gaps.new_zeros(1)]))
-    return Rule(nodes, weights / weights.sum(), torch.minimum(residuals, farther) if len(nodes) > 1 else residuals)
+    return QuadratureRule(
+        nodes, weights / weights.sum(), torch.minimum(residuals, farther) if len(nodes) > 1 else residuals
+    )
 
 
-def stacked(rules: Sequence[Rule], steps: int) -> Rule:
+def stacked(rules: Sequence[QuadratureRule], steps: int) -> QuadratureRule:
     """Several runs in one, [runs, steps] each.
 
     A run that ended early, because it had found all there is, repeats its last node with weight 0.
@@ -69,7 +71,7 @@ def stacked(rules: Sequence[Rule], steps: int) -> Rule:
         rest = steps - len(nodes)
         filled = nodes[-1:].expand(rest), nodes.new_zeros(rest), nodes.new_zeros(rest)
         rows.append([torch.cat(both) for both in zip((nodes, weights, reach), filled, strict=True)])
-    return Rule(*[torch.stack(runs) for runs in zip(*rows, strict=True)])
+    return QuadratureRule(*[torch.stack(runs) for runs in zip(*rows, strict=True)])
 
 
 def width(nodes: Tensor) -> float:

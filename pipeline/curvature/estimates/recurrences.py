@@ -1,11 +1,11 @@
 """Recurrences that solve a symmetric linear system by products: CG and MINRES.
 
-    recurrence --Product(v)----> M v, M = A + damping I, from who has the matrix
-               --Dots(u.w, ...)> numbers, from who can sum over the processes: the same on all of them
+    recurrence --ProductRequest(v)----> M v, M = A + damping I, from who has the matrix
+               --DotsRequest(u.w, ...)> numbers, from who can sum over the processes: the same on all of them
 
 A recurrence is a generator for one right-hand side: it reads as in its paper. Who drives several of them answers their
 products in one call and their inner products in one all-reduce (systems.py). Whenever it waits for a product, its
-Standing is all that it needs to go on from there.
+RecurrenceState is all that it needs to go on from there.
 
 Conjugate gradients: Hestenes and Stiefel 1952; for positive definite M, 5 vectors.
 MINRES: Paige and Saunders, "Solution of sparse indefinite systems of linear equations", 1975; for any M, 8 vectors.
@@ -30,7 +30,7 @@ class IndefiniteError(ValueError):
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductRequest:
     """Asks for M times a vector, a new one; says how large the residual is by now."""
 
     vec: Vec
@@ -38,21 +38,21 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Dots:
+class DotsRequest:
     """Asks for inner products, as a list of floats."""
 
     pairs: tuple[tuple[Vec, Vec], ...]
 
 
 @dataclass
-class Standing:
-    """The place of a recurrence that asks for a product; empty: at its beginning."""
+class RecurrenceState:
+    """The state of a recurrence that asks for a product; empty: at its beginning."""
 
     vectors: list[Vec] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)
 
 
-Steps: TypeAlias = Generator[Product | Dots, Any, T]
+Steps: TypeAlias = Generator[ProductRequest | DotsRequest, Any, T]
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ class System:
 
 
 def conjugate_gradients(
-    system: System, residual: Vec, aim: float, limit: int, norm: float, standing: Standing
+    system: System, residual: Vec, aim: float, limit: int, norm: float, recurrence: RecurrenceState
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual.
 
     Args:
-        residual: is used up; not read where `standing` is not empty.
+        residual: is used up; not read where `recurrence` is not empty.
         aim: the norm of the residual to end at.
         limit: on steps, each one product.
         norm: of M with the preconditioner, as far as it is known, a lower bound. MINRES asks for it: a residual that M
             makes nothing of shows only beside what M makes of others.
-        standing: where to go on; kept up to date.
+        recurrence: where to go on; kept up to date.
 
     Returns:
         x, the number of steps, and what is known of the norm now.
@@ -94,20 +94,20 @@ def conjugate_gradients(
     Raises:
         IndefiniteError: M is not positive definite.
     """
-    if standing.vectors:
-        x, left, along = standing.vectors
-        energy, square, step = standing.numbers
+    if recurrence.vectors:
+        x, left, along = recurrence.vectors
+        energy, square, step = recurrence.numbers
     else:
         left, x = residual, [torch.zeros_like(part) for part in residual]
         scaled = system.scaled(left)
         along = copy(scaled)
-        energy, square = yield Dots(((left, scaled), (left, left)))
+        energy, square = yield DotsRequest(((left, scaled), (left, left)))
         step = 0
     while step < limit and math.sqrt(square) > aim:
-        standing.vectors, standing.numbers = [x, left, along], [energy, square, step]
+        recurrence.vectors, recurrence.numbers = [x, left, along], [energy, square, step]
         step += 1
-        image = yield Product(along, math.sqrt(square))
-        curvature, length, reach = yield Dots(((along, image), (along, along), (image, image)))
+        image = yield ProductRequest(along, math.sqrt(square))
+        curvature, length, reach = yield DotsRequest(((along, image), (along, along), (image, image)))
         # Below this not even the sign of p.Mp is known; for positive definite M p.Mp is never near it.
         if curvature <= system.eps * math.sqrt(length * reach):
             raise IndefiniteError(_indefinite(system, curvature / max(length, torch.finfo(torch.float64).tiny), step))
@@ -115,40 +115,42 @@ def conjugate_gradients(
         add_(left, image, -energy / curvature)
         scaled = system.scaled(left)
         before = energy
-        energy, square = yield Dots(((left, scaled), (left, left)))
+        energy, square = yield DotsRequest(((left, scaled), (left, left)))
         add_(scale_(along, energy / before), scaled)
     return x, step, norm
 
 
 def minimal_residual(
-    system: System, residual: Vec, aim: float, limit: int, norm: float, standing: Standing
+    system: System, residual: Vec, aim: float, limit: int, norm: float, recurrence: RecurrenceState
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual for any symmetric M; where there is no solution, it heads for the smallest residual.
 
     Takes and returns what `conjugate_gradients` does; the names of numbers are those of the paper's section 6.
     """
-    if standing.vectors:
-        x, older, old, last, here, along, rest = standing.vectors
-        beta, phi_bar, left, cos, sin, delta_bar, epsilon, norm, step = standing.numbers
+    if recurrence.vectors:
+        x, older, old, last, here, along, rest = recurrence.vectors
+        beta, phi_bar, left, cos, sin, delta_bar, epsilon, norm, step = recurrence.numbers
     else:
         x, older, old, last = ([torch.zeros_like(part) for part in residual] for _ in range(4))
         fresh = residual  # the next Lanczos vector; divided by its norm it is `here`, and preconditioned `along`
         scaled = system.scaled(fresh)
-        energy, square = yield Dots(((fresh, scaled), (fresh, fresh)))
+        energy, square = yield DotsRequest(((fresh, scaled), (fresh, fresh)))
         beta = phi_bar = math.sqrt(energy)
         here, along = _unit(fresh, scaled, beta)
         rest, left = copy(here), math.sqrt(square)  # residual = phi_bar * rest
         cos, sin, delta_bar, epsilon = -1.0, 0.0, 0.0, 0.0
         step = 0
     while step < limit and left > aim:
-        standing.vectors = [x, older, old, last, here, along, rest]
-        standing.numbers = [beta, phi_bar, left, cos, sin, delta_bar, epsilon, norm, step]
+        recurrence.vectors = [x, older, old, last, here, along, rest]
+        recurrence.numbers = [beta, phi_bar, left, cos, sin, delta_bar, epsilon, norm, step]
         step += 1
-        fresh = yield Product(along, left)
-        (alpha,) = yield Dots(((along, fresh),))
+        fresh = yield ProductRequest(along, left)
+        (alpha,) = yield DotsRequest(((along, fresh),))
         add_(add_(fresh, here, -alpha), older, -beta)  # `older` begins at zero
         scaled = system.scaled(fresh)
-        energy, across, square, rests = yield Dots(((fresh, scaled), (rest, fresh), (fresh, fresh), (rest, rest)))
+        energy, across, square, rests = yield DotsRequest(
+            ((fresh, scaled), (rest, fresh), (fresh, fresh), (rest, rest))
+        )
         beta, epsilon_old = math.sqrt(max(energy, 0.0)), epsilon
         delta, gamma_bar = cos * delta_bar + sin * alpha, sin * delta_bar - cos * alpha
         epsilon, delta_bar = sin * beta, -cos * beta

@@ -6,12 +6,12 @@
 
 What it can miss. Let u be an eigenvector at mu that is none of the Ritz vectors, and z = Q'u. From u'A Q_p = mu u'Q_p
 follows z_p = W z_f with W = (mu - T)^-1 R', and |z| <= 1. So the part of u in the start block, which is a piece of z_p
-(`Chain`), can be no longer than some number: the bound of Chebyshev, Markov and Stieltjes on the mass of a measure
-at a point, for blocks (one start: 1 / sum of p_j(mu)^2, with the orthonormal polynomials; Akhiezer 1965, ch. 2). It
-falls geometrically with the steps. But a start drawn at random in d dimensions has a part shorter than r in u with
-probability at most V_b (d r^2 / 2 pi)^(b/2), b vectors in the block, V_b the volume of the unit ball (the density of
-b entries of a random unit vector is at most (d / 2 pi)^(b/2) for d >= b + 2). So a bound under that r says, up to that
-probability: there is no such u.
+(`EigenvectorMap`), can be no longer than some number: the bound of Chebyshev, Markov and Stieltjes on the mass of a
+measure at a point, for blocks (one start: 1 / sum of p_j(mu)^2, with the orthonormal polynomials; Akhiezer 1965, ch.
+2). It falls geometrically with the steps. But a start drawn at random in d dimensions has a part shorter than r in u
+with probability at most V_b (d r^2 / 2 pi)^(b/2), b vectors in the block, V_b the volume of the unit ball (the density
+of b entries of a random unit vector is at most (d / 2 pi)^(b/2) for d >= b + 2). So a bound under that r says, up to
+that probability: there is no such u.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def limits(values: Tensor, which: str, slack: float) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Chain:
+class EigenvectorMap:
     """The map from the parts of an eigenvector in some rows of the basis to those in the start block, at some points.
 
     At the beginning these rows are the start block itself; after a restart the rows that were without products then.
@@ -111,14 +111,14 @@ class Chain:
     factors: Tensor  # [points, starts, rows]
 
     @classmethod
-    def begin(cls, points: Sequence[float], starts: int) -> Chain:
+    def begin(cls, points: Sequence[float], starts: int) -> EigenvectorMap:
         """For a block of starts that are the first rows."""
         return cls(tuple(points), 0, torch.eye(starts, **HOST).expand(len(points), -1, -1).clone())
 
-    def followed(self, pairs: Ritz, first: int) -> Chain:
+    def followed(self, pairs: Ritz, first: int) -> EigenvectorMap:
         """The chain to the rows without products, which will be the rows from `first` on."""
         factors = [self._through(pairs, number) for number in range(len(self.points))]
-        return Chain(self.points, first, torch.stack(factors) if factors else self.factors[:, :, :0])
+        return EigenvectorMap(self.points, first, torch.stack(factors) if factors else self.factors[:, :, :0])
 
     def longest(self, pairs: Ritz) -> float:
         """No eigenvector at one of the points, or farther out, has a longer part in the start block than this."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import Sampling
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.linear import blocks, finite, products_of
 from pipeline.curvature.results.result import Result
@@ -21,7 +21,7 @@ from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import Space, Vec
 
 Measure: TypeAlias = Callable[[list[Vec], list[Vec]], Tensor]  # vectors, A times each -> [vectors, numbers]
-Reached: TypeAlias = Callable[[int, Callable[[], Any], str], None]  # see `Resumable.reached`
+OnReached: TypeAlias = Callable[[int, Callable[[], Any], str], None]  # see `Resumable.reached`
 Prepare: TypeAlias = Callable[[list[Vec]], list[Vec]]  # what A is multiplied with, from random vectors
 
 
@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
     stopped: str  # "samples" (all spent), "tolerance" (reached) or "exact"
 
 
-def estimate(sampling: Sampling, measure: Measure, what: str, **settings: Any) -> Drawn:
+def estimate(sampling: SampleSize, measure: Measure, what: str, **settings: Any) -> Drawn:
     """The mean of a measure over random vectors; exact, over a basis, where there are products enough for one.
 
     Args:
@@ -65,9 +65,9 @@ def estimate(sampling: Sampling, measure: Measure, what: str, **settings: Any) -
 
 
 def draw(
-    sampling: Sampling,
+    sampling: SampleSize,
     measure: Measure,
-    reached: Reached,
+    reached: OnReached,
     values: list[Tensor],
     first: int = 0,
     prepare: Prepare | None = None,
@@ -94,13 +94,13 @@ def draw(
     return Drawn(drawn, *mean_and_stderr(drawn), len(drawn), stopped or "samples")
 
 
-def _stopped(sampling: Sampling, values: Sequence[Tensor]) -> str:
+def _stopped(sampling: SampleSize, values: Sequence[Tensor]) -> str:
     """Whether and why the draws are enough before all are spent."""
     count = sum(map(len, values))
     return "tolerance" if count and sampling.reached(*mean_and_stderr(torch.cat(list(values))), count) else ""
 
 
-def _note(sampling: Sampling, drawn: Tensor) -> str:
+def _note(sampling: SampleSize, drawn: Tensor) -> str:
     """The mean so far, of one number; parts of a basis say nothing of it."""
     if sampling.is_exact or drawn.shape[1] != 1:
         return ""
@@ -122,7 +122,7 @@ def mean_and_stderr(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sampled_products(
-    sampling: Sampling, done: int, first: int = 0, prepare: Prepare | None = None
+    sampling: SampleSize, done: int, first: int = 0, prepare: Prepare | None = None
 ) -> Iterator[tuple[list[Vec], list[Vec]]]:
     """The vectors of a run and A times each, a block at a time: random ones, or those of an orthonormal basis.
 
@@ -142,7 +142,7 @@ def sampled_products(
         yield vectors, A.products(vectors)
 
 
-def _basis(sampling: Sampling) -> list[Vec]:
+def _basis(sampling: SampleSize) -> list[Vec]:
     """An orthonormal basis: as many vectors as the matrix has rows are held."""
     space, basis = sampling.A.space, list[Vec]()
     for index in range(2 * space.size + 8):  # one that lies in the span of the others is as good as impossible

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.recurrences import IndefiniteError
 from pipeline.curvature.estimates.resume import Resumable
-from pipeline.curvature.estimates.systems import Given, SolveSettings, fitting, planned, solved
+from pipeline.curvature.estimates.systems import SolveSettings, VecLike, fitting, planned, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
@@ -56,13 +56,13 @@ class Solution(Result):
 
 def solve(
     A: LinearMap,
-    b: Given,
+    b: VecLike,
     *,
     damping: float = 0.0,
     tol: float = 1e-6,
     max_products: int | None = None,
-    preconditioner: Given | None = None,
-    start: Given | None = None,
+    preconditioner: VecLike | None = None,
+    start: VecLike | None = None,
     method: str = "cg",
     show: bool | None = None,
     resume: str | os.PathLike[str] | None = None,

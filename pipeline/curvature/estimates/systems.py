@@ -3,8 +3,8 @@
     b, b, ... --a recurrence for each, in lockstep--> one call of products, one or two all-reduces a step --> x, x, ...
               <--again, from what is left of b--------- b - (A + damping I) x, by a product
 
-The recurrences are in recurrences.py. Whenever all wait for products, a Place each says where they stand: a run that is
-interrupted goes on from there (resume.py).
+The recurrences are in recurrences.py. Whenever all wait for products, a SystemState each says where they stand: a run
+that is interrupted goes on from there (resume.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.recurrences import (
-    Dots,
-    Product,
-    Standing,
+    DotsRequest,
+    ProductRequest,
+    RecurrenceState,
     Steps,
     System,
     conjugate_gradients,
@@ -33,7 +33,7 @@ from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
 
-Given: TypeAlias = Vec | Mapping[str, Tensor] | Tensor  # one vector: of the space, by name, or flat
+VecLike: TypeAlias = Vec | Mapping[str, Tensor] | Tensor  # one vector: of the space, by name, or flat
 
 METHODS = {"cg": conjugate_gradients, "minres": minimal_residual}
 
@@ -49,7 +49,7 @@ class SolveSettings:
 
 
 @dataclass(frozen=True)
-class End:
+class SystemResult:
     """The result of one system."""
 
     x: Vec
@@ -59,42 +59,42 @@ class End:
 
 
 @dataclass
-class Place:
-    """The place of one system that asks for a product.
+class SystemState:
+    """The state of one system that asks for a product.
 
     Attributes:
         at: "start", in the "steps" of a recurrence, at the "check" of what that gave, or at the "end".
-        standing: of the recurrence.
+        recurrence: the state of that.
         vectors: x; at the check what may take its place.
         numbers: the residual and the number of products; before the end the rounds, the norm, at the check its steps.
     """
 
     at: str = "start"
-    standing: Standing = field(default_factory=Standing)
+    recurrence: RecurrenceState = field(default_factory=RecurrenceState)
     vectors: list[Vec] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)
 
     def now(self, at: str, vectors: list[Vec], numbers: list[Any]) -> None:
         """Note where the system stands; a recurrence begins there, if any."""
-        self.at, self.vectors, self.numbers, self.standing = at, vectors, numbers, Standing()
+        self.at, self.vectors, self.numbers, self.recurrence = at, vectors, numbers, RecurrenceState()
 
     def plain(self) -> dict[str, Any]:
         """As a state holds it."""
-        of_steps = {"vectors": on_host(self.standing.vectors), "numbers": self.standing.numbers}
+        of_steps = {"vectors": on_host(self.recurrence.vectors), "numbers": self.recurrence.numbers}
         return {"at": self.at, "steps": of_steps, "vectors": on_host(self.vectors), "numbers": self.numbers}
 
     @classmethod
     def of(cls, space: Space, plain: Mapping[str, Any]) -> Self:
         """That of a state."""
         steps = plain["steps"]
-        standing = Standing(from_host(space, steps["vectors"]), steps["numbers"])
-        return cls(plain["at"], standing, from_host(space, plain["vectors"]), plain["numbers"])
+        recurrence = RecurrenceState(from_host(space, steps["vectors"]), steps["numbers"])
+        return cls(plain["at"], recurrence, from_host(space, plain["vectors"]), plain["numbers"])
 
 
 def solved(
     A: LinearMap, plan: SolveSettings, bs: Sequence[Vec], starts: Sequence[Vec] | None = None,
     run: Resumable | None = None,
-) -> list[End]:  # fmt: skip
+) -> list[SystemResult]:  # fmt: skip
     """The end of each system, `A.block` of them at a time. `bs` and `starts` are not changed.
 
     Args:
@@ -108,38 +108,41 @@ def solved(
         FloatingPointError: a vector has entries that are not finite.
     """
     run = Resumable(A, None, 0.0, {}, Progress(None, A.name, show=False)) if run is None else run
-    kept = run.kept or {"products": 0, "places": [Place().plain() for _ in bs]}
-    places, asked = [Place.of(A.space, plain) for plain in kept["places"]], kept["products"]
-    ends: list[End] = []
+    kept = run.kept or {"products": 0, "places": [SystemState().plain() for _ in bs]}
+    states, asked = [SystemState.of(A.space, plain) for plain in kept["places"]], kept["products"]
+    ends: list[SystemResult] = []
     with run:
 
-        def products(asks: Sequence[Product]) -> list[Vec]:
+        def products(asks: Sequence[ProductRequest]) -> list[Vec]:
             nonlocal asked
             waits, before = True, asked
             residual = max(ask.residual for ask in asks)
-            run.reached(before, lambda: _state(before, places) if waits else None, f"residual {residual:.1e}")
+            run.reached(before, lambda: _state(before, states) if waits else None, f"residual {residual:.1e}")
             images = A.products([ask.vec for ask in asks])
             waits, asked = False, asked + len(asks)
             return images
 
         for first in range(0, len(bs), A.block):
             members = range(first, min(first + A.block, len(bs)))
-            runs = [_refined(plan, bs[i], None if starts is None else starts[i], places[i]) for i in members]
+            runs = [_refined(plan, bs[i], None if starts is None else starts[i], states[i]) for i in members]
             ends += _in_lockstep(A, plan.system.damping, runs, products)
-        run.reached(asked, lambda: _state(asked, places))
+        run.reached(asked, lambda: _state(asked, states))
     return ends
 
 
-def _state(products: int, places: Sequence[Place]) -> dict[str, Any]:
-    return {"products": products, "places": [place.plain() for place in places]}
+def _state(products: int, states: Sequence[SystemState]) -> dict[str, Any]:
+    return {"products": products, "places": [state.plain() for state in states]}
 
 
 def _in_lockstep(
-    A: LinearMap, damping: float, runs: Sequence[Steps[End]], products: Callable[[Sequence[Product]], list[Vec]]
-) -> list[End]:
+    A: LinearMap,
+    damping: float,
+    runs: Sequence[Steps[SystemResult]],
+    products: Callable[[Sequence[ProductRequest]], list[Vec]],
+) -> list[SystemResult]:
     """Answers inner products, all by one all-reduce, until all wait for products; then these, by one call."""
-    ends: dict[int, End] = {}
-    asks: dict[int, Product | Dots] = {}
+    ends: dict[int, SystemResult] = {}
+    asks: dict[int, ProductRequest | DotsRequest] = {}
 
     def answer(index: int, value: Any) -> None:
         try:
@@ -151,16 +154,16 @@ def _in_lockstep(
     for index in range(len(runs)):
         answer(index, None)
     while asks:
-        while dots := {index: ask for index, ask in asks.items() if isinstance(ask, Dots)}:
+        while dots := {index: ask for index, ask in asks.items() if isinstance(ask, DotsRequest)}:
             for index, numbers in _dots(A, dots).items():
                 answer(index, numbers)
-        waiting = {index: ask for index, ask in asks.items() if isinstance(ask, Product)}
+        waiting = {index: ask for index, ask in asks.items() if isinstance(ask, ProductRequest)}
         for (index, ask), image in zip(waiting.items(), products([*waiting.values()]) if waiting else (), strict=True):
             answer(index, add_(image, ask.vec, damping))
     return [ends[index] for index in range(len(runs))]
 
 
-def _dots(A: LinearMap, asks: Mapping[int, Dots]) -> dict[int, list[float]]:
+def _dots(A: LinearMap, asks: Mapping[int, DotsRequest]) -> dict[int, list[float]]:
     pairs = [pair for ask in asks.values() for pair in ask.pairs]
     total = A.space.sum_over(A.space.local_pairs(pairs))
     if not bool(total.isfinite().all()):
@@ -172,56 +175,56 @@ def _dots(A: LinearMap, asks: Mapping[int, Dots]) -> dict[int, list[float]]:
     return {index: [next(numbers) for _ in ask.pairs] for index, ask in asks.items()}
 
 
-def _refined(plan: SolveSettings, b: Vec, start: Vec | None, place: Place) -> Steps[End]:
+def _refined(plan: SolveSettings, b: Vec, start: Vec | None, state: SystemState) -> Steps[SystemResult]:
     """Runs the recurrence on what is left of b, until the true residual is small enough or falls no more.
 
     Args:
         plan: how.
         b, start: the right-hand side, and a guess of x.
-        place: where to go on; kept up to date.
+        state: where to go on; kept up to date.
     """
-    if place.at == "end":
-        return End(place.vectors[0], *place.numbers)
-    (square,) = yield Dots(((b, b),))
+    if state.at == "end":
+        return SystemResult(state.vectors[0], *state.numbers)
+    (square,) = yield DotsRequest(((b, b),))
     size = math.sqrt(square)
     if size == 0.0:
-        return _ended(place, [torch.zeros_like(part) for part in b], 0.0, 0)
+        return _ended(state, [torch.zeros_like(part) for part in b], 0.0, 0)
     left: Vec = []
-    if place.at == "start":
+    if state.at == "start":
         x, products = ([torch.zeros_like(part) for part in b], 0) if start is None else (start, 1)
-        left = copy(b) if start is None else combined([b, (yield Product(x))], [1.0, -1.0])
-        (square,) = yield Dots(((left, left),))
+        left = copy(b) if start is None else combined([b, (yield ProductRequest(x))], [1.0, -1.0])
+        (square,) = yield DotsRequest(((left, left),))
         residual, rounds, norm = math.sqrt(square) / size, 0, 0.0
     else:
-        x, (residual, products, rounds, norm, *_) = place.vectors[0], place.numbers
+        x, (residual, products, rounds, norm, *_) = state.vectors[0], state.numbers
     while residual > plan.tol and products + 2 <= plan.limit:
-        if place.at == "start":
+        if state.at == "start":
             # Of norm 1, so that float32 does not underflow.
             scale_(left, 1.0 / (residual * size))
-            place.now("steps", [x], [residual, products, rounds, norm])
-        if place.at == "steps":
+            state.now("steps", [x], [residual, products, rounds, norm])
+        if state.at == "steps":
             # Aimed a little lower, so that rounding needs no further round.
             aim, limit = 0.9 * plan.tol / residual, plan.limit - products - 1
-            more, steps, norm = yield from METHODS[plan.method](plan.system, left, aim, limit, norm, place.standing)
+            more, steps, norm = yield from METHODS[plan.method](plan.system, left, aim, limit, norm, state.recurrence)
             trial = add_(scale_(more, residual * size), x)
-            place.now("check", [x, trial], [residual, products, rounds, norm, steps])
+            state.now("check", [x, trial], [residual, products, rounds, norm, steps])
         else:
-            trial, steps = place.vectors[1], place.numbers[4]
-        left = combined([b, (yield Product(trial, residual))], [1.0, -1.0])
-        (square,) = yield Dots(((left, left),))
+            trial, steps = state.vectors[1], state.numbers[4]
+        left = combined([b, (yield ProductRequest(trial, residual))], [1.0, -1.0])
+        (square,) = yield DotsRequest(((left, left),))
         before, residual_now = residual, math.sqrt(square) / size
         products, rounds = products + steps + 1, rounds + 1
         if residual_now > before and (rounds > 1 or plan.method == "minres"):
             break  # rounding alone; but conjugate gradients lower another norm, and may raise this one on their way
-        x, residual, place.at = trial, residual_now, "start"
+        x, residual, state.at = trial, residual_now, "start"
         if residual > before / 2.0:
             break
-    return _ended(place, x, residual, products)
+    return _ended(state, x, residual, products)
 
 
-def _ended(place: Place, x: Vec, residual: float, products: int) -> End:
-    place.now("end", [x], [residual, products])
-    return End(x, residual, products)
+def _ended(state: SystemState, x: Vec, residual: float, products: int) -> SystemResult:
+    state.now("end", [x], [residual, products])
+    return SystemResult(x, residual, products)
 
 
 def planned(
@@ -229,7 +232,7 @@ def planned(
     damping: float,
     tol: float,
     max_products: int | None,
-    preconditioner: Given | None,
+    preconditioner: VecLike | None,
     method: str,
 ) -> SolveSettings:
     """Checks what `solve` takes; see there. All processes call it.
@@ -249,7 +252,7 @@ def planned(
     return SolveSettings(System(A.name, float(damping), A.space.dtype, scales), float(tol), limit, method)
 
 
-def _scales(A: LinearMap, preconditioner: Given, damping: float) -> Vec:
+def _scales(A: LinearMap, preconditioner: VecLike, damping: float) -> Vec:
     """1 / (diagonal + damping), which must be above 0 everywhere, on all processes."""
     diagonal = [part + damping for part in fitting(A.space, preconditioner, "preconditioner")]
     wrong = [(~((part > 0.0) & part.isfinite())).sum().item() for part in diagonal]
@@ -263,7 +266,7 @@ def _scales(A: LinearMap, preconditioner: Given, damping: float) -> Vec:
     return [part.reciprocal() for part in diagonal]
 
 
-def fitting(space: Space, given: Given, what: str) -> Vec:
+def fitting(space: Space, given: VecLike, what: str) -> Vec:
     """A vector of the space with the entries that were given, in memory of its own.
 
     Raises:

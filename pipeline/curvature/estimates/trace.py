@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import Sampling
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.hutchpp import hutchpp
 from pipeline.curvature.estimates.sampling import Drawn, Measure, Sampled, draw_means, estimate, paired_dots
 from pipeline.curvature.estimates.xtrace import xtrace
@@ -125,7 +125,7 @@ def trace(
         ('exact', True)
     """
     chosen = _chosen_kind(method, kind, sketch)
-    sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every, chosen)
+    sampling = SampleSize(A, samples, rel, abs, min_samples, seed, show, resume, save_every, chosen)
     if sampling.is_exact or samples < 4:
         method = "hutchinson"
     if method == "hutchinson":
@@ -151,6 +151,6 @@ def _quadratic(A: LinearMap) -> Measure:
     return lambda vectors, products: paired_dots(A.space, vectors, products)
 
 
-def _sketched(sampling: Sampling, method: str, sketch: int | None) -> Drawn:
+def _sketched(sampling: SampleSize, method: str, sketch: int | None) -> Drawn:
     with sampling.resumable("trace", method=method, sketch=sketch) as run:
         return xtrace(sampling, run) if method == "xtrace" else hutchpp(sampling, run, sketch)

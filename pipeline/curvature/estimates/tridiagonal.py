@@ -65,7 +65,7 @@ def tridiagonals(
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}: Lanczos needs at least 1.")
-    lanes = [_Lane(A.space, start, number) for number, start in enumerate(starts)]
+    lanes = [_LanczosLane(A.space, start, number) for number, start in enumerate(starts)]
     for lane, state in zip(lanes, kept or (), strict=bool(kept)):
         lane.go_on(state)
     for step in range(1, min(steps, A.space.size) + 1):
@@ -79,14 +79,14 @@ def tridiagonals(
     return [lane.coefficients() for lane in lanes]
 
 
-def _states(noted: Sequence[tuple[_Lane, int, float, bool]]) -> list[dict[str, Any]] | None:
+def _states(noted: Sequence[tuple[_LanczosLane, int, float, bool]]) -> list[dict[str, Any]] | None:
     """The states of lanes as they were noted; None if one has ended since, and dropped its rows."""
     states = [lane.state(taken, scale) for lane, taken, scale, is_done in noted if lane.is_done == is_done]
     return states if len(states) == len(noted) else None
 
 
 @dataclass
-class _Lane:
+class _LanczosLane:
     """One start and what has come of it."""
 
     space: Space

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import Sampling
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
 from pipeline.curvature.estimates.sampling import Drawn, mean_and_stderr, paired_dots
@@ -33,7 +33,7 @@ from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import HOST, Vec
 
 
-def xtrace(sampling: Sampling, run: Resumable) -> Drawn:
+def xtrace(sampling: SampleSize, run: Resumable) -> Drawn:
     """The trace by XTrace. Half as many vectors are held as products are spent.
 
     The error is looked at each time that there are a quarter more vectors than at the last look.
@@ -42,7 +42,7 @@ def xtrace(sampling: Sampling, run: Resumable) -> Drawn:
         sampling: of at least 4 samples, two for each random vector, and fewer than the matrix has entries.
         run: the state is told to it.
     """
-    sketch, looked = _Sketch(sampling.A, sampling.seed), 0
+    sketch, looked = _LeaveOneOutSketch(sampling.A, sampling.seed), 0
     if run.kept is not None:
         looked = sketch.go_on(run.kept)
     for block in blocks(range(sketch.count, sampling.samples // 2), sampling.A.block):
@@ -59,7 +59,7 @@ def xtrace(sampling: Sampling, run: Resumable) -> Drawn:
     return sketch.drawn()
 
 
-class _Sketch:
+class _LeaveOneOutSketch:
     """Q, and in small matrices what the t_i need. Random vectors are drawn again where they are needed again."""
 
     def __init__(self, A: LinearMap, seed: int) -> None:
@@ -113,7 +113,7 @@ class _Sketch:
         stderr = jackknife(self.A.space.size, known)
         return Drawn(values[:, None], values.mean()[None], stderr[None], self.spent, "samples")
 
-    def _known(self) -> _Known:
+    def _known(self) -> _TraceParts:
         R = torch.zeros(len(self.basis), self.count, **HOST)
         for one, column in enumerate(self.columns):
             R[: len(column), one] = column
@@ -122,13 +122,13 @@ class _Sketch:
             vectors = self._random(block)
             along.append(self.A.space.dots(self.basis, vectors))
             squares.append(paired_dots(self.A.space, vectors, vectors)[:, 0])
-        return _Known(R, torch.cat(along, 1), self.within, torch.cat(self.alone), torch.cat(squares))
+        return _TraceParts(R, torch.cat(along, 1), self.within, torch.cat(self.alone), torch.cat(squares))
 
     def _random(self, indices: Sequence[int]) -> list[Vec]:
         return [self.A.space.random("normal", self.seed, index) for index in indices]
 
 
-class _Known(NamedTuple):
+class _TraceParts(NamedTuple):
     """The parts of the t_i. If r < k, Y has not full rank, nor has it then without any one column."""
 
     R: Tensor  # [r, k], Y = Q R
@@ -137,14 +137,14 @@ class _Known(NamedTuple):
     alone: Tensor  # [k], the w_i . A w_i
     squares: Tensor  # [k], the w_i . w_i
 
-    def without(self, one: int) -> _Known:
+    def without(self, one: int) -> _TraceParts:
         """As if w_i had never been drawn."""
         rest = [index for index in range(len(self.alone)) if index != one]
         Q, R = torch.linalg.qr(self.R[:, rest])
-        return _Known(R, Q.T @ self.W[:, rest], Q.T @ self.H @ Q, self.alone[rest], self.squares[rest])
+        return _TraceParts(R, Q.T @ self.W[:, rest], Q.T @ self.H @ Q, self.alone[rest], self.squares[rest])
 
 
-def leave_one_out(size: int, known: _Known) -> Tensor:
+def leave_one_out(size: int, known: _TraceParts) -> Tensor:
     """The t_i of a matrix of `size` rows: [k]."""
     R, W, H, alone, squares = known
     r, k = R.shape
@@ -159,7 +159,7 @@ def leave_one_out(size: int, known: _Known) -> Tensor:
     return caught + dimension * rest / (squares - inside.square().sum(1))
 
 
-def jackknife(size: int, known: _Known) -> Tensor:
+def jackknife(size: int, known: _TraceParts) -> Tensor:
     """The standard error of the mean of the t_i: a number.
 
     A sketch that has caught all of the matrix leaves t_i that share nothing but what is exact, as plain draws do.

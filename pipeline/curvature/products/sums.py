@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
-from pipeline.execution.communicator import Communicator, Part
+from pipeline.execution.communicator import Communicator, StageGrad
 
 
 class Sums:
@@ -36,7 +36,7 @@ class Sums:
     ) -> None:
         self.vectors = [space.zeros() for _ in range(count + gradient)]
         self._slots, self._shared = slots, shared
-        self._parts: list[list[Part]] = [[] for _ in self.vectors]
+        self._parts: list[list[StageGrad]] = [[] for _ in self.vectors]
         self._views: dict[tuple[int, int], Tensor] = {}  # by parameter and vector
         self._lock = threading.Lock()  # a parameter may be captured by a stage that it is not registered in
 

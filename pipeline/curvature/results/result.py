@@ -19,7 +19,7 @@ from pipeline.curvature.results import plots, resultfile
 from pipeline.curvature.results.encoding import ResultError
 from scheduler.notebook import Shown
 
-Path: TypeAlias = "str | PathLike[str]"
+FilePath: TypeAlias = "str | PathLike[str]"
 
 __all__ = ["Result", "ResultError"]
 
@@ -73,7 +73,7 @@ class Result(Shown):
     def _picture(self) -> str | None:
         return None if type(self).draw is Result.draw else plots.svg(self.draw, self.inches())
 
-    def save(self, path: Path) -> None:
+    def save(self, path: FilePath) -> None:
         """Writes all fields to a file, without loss. A file of that name is replaced, at the end and at once.
 
         Args:
@@ -88,7 +88,7 @@ class Result(Shown):
         resultfile.write(path, resultfile.Stored(type(self).__name__, type(self).__module__, named))
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: FilePath) -> Self:
         """Reads what `save` wrote. No code in a file is run: a file from anywhere may be opened.
 
         Args:
@@ -105,7 +105,7 @@ class Result(Shown):
         _check_fields(kind, named, path)
         return kind(**named)
 
-    def plot(self, path: Path | None = None, ax: Any = None) -> Any:
+    def plot(self, path: FilePath | None = None, ax: Any = None) -> Any:
         """Draws the result with matplotlib.
 
         Args:
@@ -124,7 +124,7 @@ class Result(Shown):
         return plots.drawn(self.draw, path, ax, self.inches())
 
 
-def _class_named(name: str, module: str, path: Path) -> type[Result]:
+def _class_named(name: str, module: str, path: FilePath) -> type[Result]:
     """The class of that name; if two have it, the one of that module."""
     if module.startswith("pipeline."):  # ours may not be imported yet; what else a file names is not imported for it
         try:
@@ -144,7 +144,7 @@ def _subclasses(of: Any) -> Iterator[type[Result]]:
         yield from _subclasses(subclass)
 
 
-def _check_fields(of: type[Result], named: dict[str, Any], path: Path) -> None:
+def _check_fields(of: type[Result], named: dict[str, Any], path: FilePath) -> None:
     known = {field.name for field in fields(of)}
     needed = {
         field.name for field in fields(of) if field.default is MISSING and field.default_factory is MISSING

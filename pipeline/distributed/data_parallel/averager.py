@@ -15,7 +15,7 @@ from pipeline.data.loss import divide_
 from pipeline.distributed.agreement import MODES, OPTIONS, SETTINGS, digest, from_optional_bits, optional_bits
 from pipeline.distributed.data_parallel.gradient_means import GradientReducer, among_replicas
 from pipeline.distributed.data_parallel.replicas import Replicas, refuse
-from pipeline.distributed.data_parallel.shards import GradientBucket, Layout, with_external
+from pipeline.distributed.data_parallel.shards import BucketLayout, GradientBucket, with_external
 from pipeline.execution.communicator import Averager, Pair
 
 _ALIKE = (SETTINGS, MODES, OPTIONS)  # of what a call's ranks agree on, what replicas must agree on, too
@@ -35,7 +35,9 @@ class ReplicaAverager(Averager):
         is_agreed: they have.
     """
 
-    def __init__(self, replicas: Replicas, layout: Layout, calls: str, words: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, replicas: Replicas, layout: BucketLayout, calls: str, words: Mapping[str, str] | None = None
+    ) -> None:
         self.layout = layout
         self.waits_for_vote = False
         self.is_agreed = False

@@ -22,7 +22,7 @@ from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.averager import ReplicaAverager
 from pipeline.distributed.data_parallel.gradient_means import ReplicaLostError, among_replicas
 from pipeline.distributed.data_parallel.replicas import Replicas, members
-from pipeline.distributed.data_parallel.shards import Layout
+from pipeline.distributed.data_parallel.shards import BucketLayout
 from pipeline.distributed.failure.errors import Failure, RankError, silence
 from pipeline.distributed.group import GRACE, RankGroup
 from pipeline.execution.communicator import Communicator, Compared, Describe, Verdict
@@ -50,7 +50,7 @@ class DataParallelCommunicator(Communicator):
         self,
         inner: Communicator,
         replicas: Replicas,
-        layout: Layout,
+        layout: BucketLayout,
         entry: str,
         of: Mapping[str, str] | None = None,
     ) -> None:

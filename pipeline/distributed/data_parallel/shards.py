@@ -51,7 +51,7 @@ class GradientBucket(NamedTuple):
         return f"stages {', '.join(map(str, self.stages))}" if self.stages else "no stage"
 
 
-class Layout(NamedTuple):
+class BucketLayout(NamedTuple):
     """The parameters of a process whose gradients travel to its replicas, in buckets.
 
     Attributes:
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
     parameters: tuple[Tensor, ...]
 
 
-def layout_of(stages: Mapping[int, Sequence[nn.Module]], apart: Collection[int] = ()) -> Layout:
+def layout_of(stages: Mapping[int, Sequence[nn.Module]], apart: Collection[int] = ()) -> BucketLayout:
     """The layout of a process.
 
     Args:
@@ -91,10 +91,10 @@ def layout_of(stages: Mapping[int, Sequence[nn.Module]], apart: Collection[int] 
             buckets.append(last)
             last = GradientBucket((), ())
     last = GradientBucket(last.stages, (*last.parameters, *shared.values()))
-    return Layout((*buckets, last), tuple(everything.values()))
+    return BucketLayout((*buckets, last), tuple(everything.values()))
 
 
-def with_external(layout: Layout, pairs: Sequence[Pair]) -> GradientBucket:
+def with_external(layout: BucketLayout, pairs: Sequence[Pair]) -> GradientBucket:
     """The last bucket, with parameters that are trained with the module but are not its own, those of a loss."""
     known = {id(parameter) for parameter in layout.parameters}
     external = [owner for owner, _ in pairs if id(owner) not in known and isinstance(owner, nn.Parameter)]

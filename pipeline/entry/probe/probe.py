@@ -39,7 +39,7 @@ from pipeline.common.module_tables import buffers_of, training_flags
 from pipeline.common.torch_modes import without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, row_dim, row_sizes
 from pipeline.data.pytrees import Tree
-from pipeline.entry.probe.probe_call import Layer, ProbeCall
+from pipeline.entry.probe.probe_call import LayerRun, ProbeCall
 from pipeline.entry.probe.rows import Differs, all_same, any_differs, is_mixed, is_moved, same
 from pipeline.execution.setup import Setup
 from pipeline.recompute.attributes import Attributes
@@ -206,7 +206,7 @@ class Probe:
             "rows, a row comes out otherwise"
         )
 
-    def _refuse(self, culprit: Layer | None, is_excused: bool, words: str) -> None:
+    def _refuse(self, culprit: LayerRun | None, is_excused: bool, words: str) -> None:
         """Raise on the ranks that have the layer, or, if none is to be named, on the last one."""
         if self._communicator.exchange.any(is_excused):
             return  # such as statistics of all rows, which each chunk gathers by itself, as is documented of BatchNorm
@@ -243,7 +243,7 @@ class Probe:
             )
 
 
-def _first_to_differ(ours: Sequence[Layer], theirs: Sequence[Layer], differs: Differs) -> Layer | None:
+def _first_to_differ(ours: Sequence[LayerRun], theirs: Sequence[LayerRun], differs: Differs) -> LayerRun | None:
     """The first layer whose output rows have changed though its input rows have not."""
     for one, other in zip(ours, theirs):
         if any_differs(one.came, other.came, differs):

@@ -31,7 +31,7 @@ from scheduler import Kind
 _REPEATS = 3
 
 
-class Layer(NamedTuple):
+class LayerRun(NamedTuple):
     """A layer that has run: its input tensors, its output tensors, whether it drew random numbers."""
 
     number: int
@@ -82,9 +82,9 @@ class ProbeCall:
                     stage.rewind()
                     stage.release()
 
-    def run_recorded(self) -> list[Layer]:
+    def run_recorded(self) -> list[LayerRun]:
         """The same, with a record of each layer."""
-        layers: list[Layer] = []
+        layers: list[LayerRun] = []
         numbers = {id(layer): number for run in reversed(self.stages) for number, layer in run.layers.numbered}
         modules = [module for run in self.stages for module in run.layers.modules]
         before = [_buffers_of(module) for module in modules]
@@ -103,7 +103,7 @@ class ProbeCall:
             if id(module) in numbers:
                 given, found = came.pop(id(module))
                 draws = not all(map(same_state, found, states()))
-                layers.append(Layer(numbers[id(module)], module, given, _tensors(made), draws))
+                layers.append(LayerRun(numbers[id(module)], module, given, _tensors(made), draws))
 
         def look() -> None:
             pairs = zip(modules, before, strict=True)

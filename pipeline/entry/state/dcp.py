@@ -32,7 +32,7 @@ class Directory:
     """
 
     def __init__(self, path: Path, part: str | None) -> None:
-        self._reader = _Reader(path)
+        self._reader = _RequestedReader(path)
         self._entries: dict[str, list[tuple[str, tuple[str | int, ...]]]] = {}  # flat names, and the keys to each
         metadata, whole = self._reader.found, set()
         for flat in metadata.state_dict_metadata:
@@ -80,7 +80,7 @@ class Directory:
         return None
 
 
-class _Reader(dcp.FileSystemReader):
+class _RequestedReader(dcp.FileSystemReader):
     """Reads the list of entries once, and shows torch the requested ones only: torch goes through all that it sees."""
 
     wanted: Sequence[str] = ()

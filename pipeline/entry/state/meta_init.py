@@ -25,7 +25,15 @@ from torch import Tensor, nn
 
 from partition.names import sequential
 from pipeline.common.arguments import few, shown
-from pipeline.entry.state.meta_tensors import Empty, Layers, MetaMemory, check_reachable, is_marked, places, survey
+from pipeline.entry.state.meta_tensors import (
+    Empty,
+    MetaMemory,
+    NumberedLayers,
+    check_reachable,
+    is_marked,
+    places,
+    survey,
+)
 from pipeline.entry.state.saved import Saved
 from pipeline.recompute.randomness import default_generators, generators_kept, layer_seed
 
@@ -41,7 +49,7 @@ _REMEDY = (
 
 
 def materialize(
-    layers: Layers, how: How, devices: Sequence[torch.device], seed: int, others: Layers = ()
+    layers: NumberedLayers, how: How, devices: Sequence[torch.device], seed: int, others: NumberedLayers = ()
 ) -> None:
     """Give memory and values to all parameters and buffers of some layers that are on the meta device.
 
@@ -159,7 +167,7 @@ def _sources(how: How) -> tuple[Init | None, State | None]:
     return init, state  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
 
 
-def _add_names(empty: Mapping[int, Empty], others: Layers) -> None:
+def _add_names(empty: Mapping[int, Empty], others: NumberedLayers) -> None:
     """Note the names that tensors have in other layers: a file has a tied tensor under one of its names."""
     for _, name, layer in others:
         for place, tensor, _ in places(name, layer):
@@ -167,7 +175,7 @@ def _add_names(empty: Mapping[int, Empty], others: Layers) -> None:
                 empty[id(tensor)].names.append(place)
 
 
-def _check_is_forfew(state: State | None, layers: Layers) -> None:
+def _check_is_forfew(state: State | None, layers: NumberedLayers) -> None:
     """Refuse a state that would be read by no rank, since all is initialised already."""
     tensors = [tensor for _, name, layer in layers for _, tensor, _ in places(name, layer)]
     if state is not None and tensors and not any(tensor.is_meta for tensor in tensors):
@@ -224,7 +232,12 @@ def _open(state: State, empty: Iterable[Empty]) -> Mapping[str, Any]:
 
 
 def _initialise(
-    init: Init, layers: Layers, position: int, empty: Mapping[int, Empty], devices: Sequence[torch.device], seed: int
+    init: Init,
+    layers: NumberedLayers,
+    position: int,
+    empty: Mapping[int, Empty],
+    devices: Sequence[torch.device],
+    seed: int,
 ) -> None:
     """Let the callable fill a layer; tensors that were filled before keep their values."""
     index, name, layer = layers[position]

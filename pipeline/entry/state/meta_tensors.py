@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from partition.names import sequential
 
-Layers: TypeAlias = Sequence[tuple[int, str, nn.Module]]  # (index in the nn.Sequential, name, layer)
+NumberedLayers: TypeAlias = Sequence[tuple[int, str, nn.Module]]  # (index in the nn.Sequential, name, layer)
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ def places(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
                 yield f"{prefix}.{key}".removeprefix("."), tensor, key not in module._non_persistent_buffers_set
 
 
-def survey(layers: Layers, devices: Sequence[torch.device]) -> dict[int, Empty]:
+def survey(layers: NumberedLayers, devices: Sequence[torch.device]) -> dict[int, Empty]:
     """The tensors without memory, by id, in the order of their first places.
 
     Raises:
@@ -81,7 +81,7 @@ def _check_plain(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_reachable(layers: Layers, empty: Mapping[int, Empty]) -> None:
+def check_reachable(layers: NumberedLayers, empty: Mapping[int, Empty]) -> None:
     """Refuse tensors without memory that are neither parameters nor buffers: nothing could give them values."""
     stray = []
     for _, name, layer in layers:

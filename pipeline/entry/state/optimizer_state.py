@@ -237,7 +237,7 @@ def _places_for(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -
 
 
 @dataclass(eq=False)
-class _Entry:
+class _SavedState:
     """The saved entries of a name.
 
     Attributes:
@@ -272,7 +272,7 @@ class _Entry:
         return state
 
 
-def _entries(state: Mapping[str, Any], own: Collection[str], all_names: Iterable[str] | None) -> dict[str, _Entry]:
+def _entries(state: Mapping[str, Any], own: Collection[str], all_names: Iterable[str] | None) -> dict[str, _SavedState]:
     """The entries of a flat state for this process's names."""
     known = {*own, *(all_names or ())}
     wanted: dict[str, tuple[str, str, str]] = {}  # (kind, name, what) of each key that is this process's
@@ -290,7 +290,7 @@ def _entries(state: Mapping[str, Any], own: Collection[str], all_names: Iterable
             "model, or was not saved by name: it should come from pipe.optimizer_state_dict(optimizer)."
         )
     values = state.read(wanted) if isinstance(state, Saved) else {key: state[key] for key in wanted}
-    entries: dict[str, _Entry] = defaultdict(_Entry)
+    entries: dict[str, _SavedState] = defaultdict(_SavedState)
     for key, (kind, name, what) in wanted.items():
         entries[name].put(kind, what, values[key])
     return dict(entries)
@@ -305,16 +305,16 @@ def _name_in(rest: str, known: Collection[str]) -> str | None:
 
 
 def _chosen(
-    optimizer: Optimizer, names: Mapping[int, list[str]], entries: Mapping[str, _Entry]
-) -> dict[int, _Entry]:
+    optimizer: Optimizer, names: Mapping[int, list[str]], entries: Mapping[str, _SavedState]
+) -> dict[int, _SavedState]:
     """The entry of each parameter that an optimizer holds, by id; a tied one's may stand under any of its names."""
-    chosen: dict[int, _Entry] = {}
+    chosen: dict[int, _SavedState] = {}
     missing, held = [], set()
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         own = names.get(id(param), [])
         held.update(own)
         if own == [""]:
-            chosen[id(param)] = _Entry()
+            chosen[id(param)] = _SavedState()
             continue
         candidates = [(name, entries[name]) for name in own if name in entries and entries[name].options]
         if not candidates:
@@ -337,7 +337,7 @@ def _chosen(
     return chosen
 
 
-def _check_complete(name: str, entry: _Entry) -> None:
+def _check_complete(name: str, entry: _SavedState) -> None:
     absent = [key for key in entry.keys or () if key not in entry.state]
     if absent:
         raise ValueError(
@@ -346,7 +346,7 @@ def _check_complete(name: str, entry: _Entry) -> None:
         )
 
 
-def _one_of(candidates: Sequence[tuple[str, _Entry]]) -> _Entry:
+def _one_of(candidates: Sequence[tuple[str, _SavedState]]) -> _SavedState:
     """The entry of a parameter that was saved under several names: one that was stepped, as all that were agree."""
     stepped = [(name, entry) for name, entry in candidates if entry.nested()] or list(candidates)
     first, chosen = stepped[0]
@@ -367,9 +367,9 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _options(index: int, members: Iterable[tuple[str, _Entry]]) -> dict[str, Any]:
+def _options(index: int, members: Iterable[tuple[str, _SavedState]]) -> dict[str, Any]:
     """The options of a group, on which all of its parameters must agree. None here: those it has."""
-    first: tuple[str, _Entry] | None = None
+    first: tuple[str, _SavedState] | None = None
     for name, entry in members:
         first = first or (name, entry)
         for key in {**first[1].options, **entry.options}:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.estimates.krylov import Basis, orthogonalise_
-from pipeline.curvature.estimates.ritz import Chain, limits, ritz, shortest, wanted
+from pipeline.curvature.estimates.ritz import EigenvectorMap, limits, ritz, shortest, wanted
 from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.space import Vec
 
@@ -430,12 +430,12 @@ def test_no_eigenvector_has_a_longer_part_in_the_start_than_the_chain_says(block
 
     Q, fresh = grown(start[:, :0], start, steps)
     found = ritz(Q.T @ (values[:, None] * Q[:, :-block]))
-    bounds = [Chain.begin([top + more], block).longest(found) for more in (1e-9, 1e-3, 0.1, 1.0)]
+    bounds = [EigenvectorMap.begin([top + more], block).longest(found) for more in (1e-9, 1e-3, 0.1, 1.0)]
     assert part <= bounds[0] * 1.0001 + 1e-6
     assert all(later <= earlier + 1e-6 for earlier, later in zip(bounds, bounds[1:], strict=False))
     keep = wanted(found.values, max(1, block * steps // 2), "LA")
     rows = torch.cat([Q[:, :-block] @ found.vectors[:, keep], fresh], 1)
-    chain = Chain.begin([top + 1e-9], block).followed(found, len(keep))
+    chain = EigenvectorMap.begin([top + 1e-9], block).followed(found, len(keep))
     kept = rows[:, :-block]
     image = values[:, None] * fresh
     for _ in range(2):

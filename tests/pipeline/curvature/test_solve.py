@@ -15,9 +15,9 @@ from ranked_map import RankedMap, on_ranks
 from torch import Tensor
 
 from pipeline.curvature.estimates.inverse import ConvergenceError, Inverse
-from pipeline.curvature.estimates.recurrences import Product, Standing, System
+from pipeline.curvature.estimates.recurrences import ProductRequest, RecurrenceState, System
 from pipeline.curvature.estimates.solve import IndefiniteError, Solution, solve
-from pipeline.curvature.estimates.systems import METHODS, End, planned, solved
+from pipeline.curvature.estimates.systems import METHODS, SystemResult, planned, solved
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
@@ -156,11 +156,11 @@ def test_residual_that_a_recurrence_goes_by_is_the_true_one(method, jacobi):
     system, b = System("dense matrix", 0.0, torch.float64, scales), right(A, 2)
 
     def run(limit: int) -> tuple[Vec, list[float]]:
-        steps, announced = METHODS[method](system, [part.clone() for part in b], 0.0, limit, 0.0, Standing()), []
+        steps, announced = METHODS[method](system, [part.clone() for part in b], 0.0, limit, 0.0, RecurrenceState()), []
         ask = next(steps)
         try:
             while True:
-                if isinstance(ask, Product):
+                if isinstance(ask, ProductRequest):
                     announced.append(ask.residual)
                     ask = steps.send(A.products([ask.vec])[0])
                 else:
@@ -333,7 +333,7 @@ def test_solution_comes_back_from_a_file(tmp_path, suffix):
 def test_ranks_agree_with_one_process_at_two_all_reduces_a_step(method, reduces):
     matrix = positive(13, 40.0, 5)
 
-    def run(A: RankedMap) -> tuple[list[End], int]:
+    def run(A: RankedMap) -> tuple[list[SystemResult], int]:
         bs = [A.space.random("normal", 0, index) for index in range(3)]
         weights = A.space.cut(matrix.diag())
         return solved(A, planned(A, 0.0, 1e-9, None, weights, method), bs), A.space.reduces

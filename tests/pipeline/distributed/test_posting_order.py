@@ -23,13 +23,13 @@ from test_p2p_plan import plans_of, schedules
 
 from pipeline.data.values import chain
 from pipeline.execution.engine import merged_order, needs_of
-from pipeline.execution.p2p_plan import Channel, Key, P2PPlan
+from pipeline.execution.p2p_plan import MessageKey, P2PPlan, RankPair
 from pipeline.skip import Key as SkipKey
 from scheduler import Action, Schedule, by_name, names
 
 random_schedules = any_schedules().filter(lambda schedule: schedule.placement.lanes > 1)
-Message = tuple[Channel, Key]
-Communicator = Callable[[Channel], Hashable]
+Message = tuple[RankPair, MessageKey]
+Communicator = Callable[[RankPair], Hashable]
 
 
 class Step(NamedTuple):
@@ -174,7 +174,7 @@ def test_two_posts_that_are_swapped_wait_for_ever(schedule: Schedule, data: st.D
     """Of one communicator, at one of its ends."""
     skips = skips_of(schedule.stages)
     hosts = posted(plans_of(schedule, schedule.orders, skips), schedule.orders, schedule.stages, skips)
-    posts: dict[tuple[int, Channel], list[int]] = {}
+    posts: dict[tuple[int, RankPair], list[int]] = {}
     for rank, steps in enumerate(hosts):
         for place, step in enumerate(steps):
             if step.message is not None and step.does != "wait":

@@ -15,7 +15,7 @@ from pipeline import CheckpointError, Pipe, is_checkpointing, is_recomputing, la
 from pipeline.common.places import Place
 from pipeline.data.pytrees import same_values
 from pipeline.execution.engine import merged_order
-from pipeline.execution.plan import Plan, plan_forward, plan_step
+from pipeline.execution.plan import CallPlan, plan_forward, plan_step
 from pipeline.recompute.policy import recomputed
 from pipeline.recompute.randomness import draw_seed
 from scheduler import Action, Kind, Schedule, by_name
@@ -125,7 +125,7 @@ def test_1f1b_on_one_device_keeps_the_last_stage_since_each_of_its_chunks_goes_b
     assert {(2, chunk) for chunk in range(4)} <= set(product(range(3), range(4))) - set(pairs(log, "R"))
 
 
-def brute_force(plan: Plan, devices: list[str]) -> set[tuple[int, int]]:
+def brute_force(plan: CallPlan, devices: list[str]) -> set[tuple[int, int]]:
     """The rule in words, action by action, on the order in which the plan runs."""
     ran: list[Action] = []
     for phase in plan.phases:

@@ -10,9 +10,17 @@ import torch
 import torch.distributed as dist
 from payloads_over_gloo import OverGloo
 
-from pipeline.transports.channel import ChannelError, Expected, Handle, Incoming, Outgoing, PayloadsIn, PayloadsOut
+from pipeline.transports.channel import (
+    ChannelError,
+    ExpectedPayload,
+    Handle,
+    Incoming,
+    Outgoing,
+    PayloadsIn,
+    PayloadsOut,
+)
 from pipeline.transports.distributed import Channels
-from pipeline.transports.testing import CHECKS, Pair, apart_pair, check_transport, local_pair, rendezvous_pair
+from pipeline.transports.testing import CHECKS, ChannelEnds, apart_pair, check_transport, local_pair, rendezvous_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -38,7 +46,7 @@ def gloo_pair(carriers=(None, None)):
     for step in (threading.Thread.start, threading.Thread.join):
         for thread in threads:
             step(thread)
-    yield Pair(ends[0].outgoing(1), ends[1].incoming(0), ends[1].abort)
+    yield ChannelEnds(ends[0].outgoing(1), ends[1].incoming(0), ends[1].abort)
     for end in ends.values():
         end.close()
 
@@ -309,7 +317,7 @@ class LosesTheEndOfLongPayloads(EndsWithPayloads):
 
 
 class SendsPayloadsOnTheStream(EndsWithPayloads):
-    class Handed(Expected):
+    class Handed(ExpectedPayload):
         def __init__(self, buffer, handle):
             self.buffer, self.handle = buffer, handle
 
@@ -347,7 +355,7 @@ class BlocksUntilAPayloadIsExpected(EndsWithPayloads):
 
 
 class GivesOutPayloadsBeforeTheyHaveCome(EndsWithPayloads):
-    class Early(Expected):
+    class Early(ExpectedPayload):
         def __init__(self, expected):
             self.expected = expected
 
@@ -436,7 +444,7 @@ def test_a_channel_that_does_one_thing_wrong_fails_the_check_of_that_name(fault)
         good = rendezvous_pair if fault in ON_RENDEZVOUS else local_pair
         with good() as pair:
             channel = fault(pair)
-            yield Pair(channel, channel, channel.abort)
+            yield ChannelEnds(channel, channel, channel.abort)
             pair.abort()
 
     with pytest.raises(AssertionError, match=f"^{FAULTS[fault]}"):
@@ -451,7 +459,7 @@ def test_a_channel_that_does_one_thing_wrong_with_payloads_fails_the_check_of_th
             channel = fault(pair)
             outgoing, incoming = EndsWithPayloads(pair), EndsWithPayloads(pair)
             outgoing.payloads, incoming.payloads = channel.payloads
-            yield Pair(outgoing, incoming, channel.abort)
+            yield ChannelEnds(outgoing, incoming, channel.abort)
 
     with pytest.raises(AssertionError, match=f"^{PAYLOAD_FAULTS[fault]}"):
         check_transport(make_pair, patience(PAYLOAD_FAULTS[fault]))
