@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from math import ceil, log2
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,15 +27,12 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
+from pipeline.data.loss_comparison import LossComparison, differences
 from pipeline.data.loss_means import Divisor, Proof, Seeing, alone, is_alike, proof
 from pipeline.data.metrics import Metrics, without_metrics
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
 REDUCTIONS = ("mean", "sum")
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-_LOOSE = 2e-2  # half precision
-_HALF = (torch.float16, torch.bfloat16)
-_ROUNDING = 2.0  # times as far apart as they move
 
 
 def divide_(grad: Tensor, divisor: Tensor | None) -> Tensor:
@@ -217,60 +214,20 @@ class Loss:
             return (total.double() / count).to(total.dtype)
         return self._checked(value, "a loss")
 
-    def verdict(
+    def compared(
         self, whole: Tensor, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool = False
     ) -> LossComparison:
-        """Compare the combined losses of the chunks with `whole`, and their gradients at the outputs with its.
-
-        No host waits here. The losses may agree where the gradients do not: those of surrogates, of which only the
-        gradient matters (a policy gradient, loss / loss.detach()), are the same number whatever the rows.
-
-        Args:
-            whole: from loss_fn on the joined output.
-            grads: (that of the chunk's own loss, that of the whole).
-            may_overflow: gradients of the chunks that are not finite are the scaler's affair.
-        """
-        ours = self.value
-        tolerance = max(_TOLERANCE.get(each.dtype, _LOOSE) for each in self._found.values())
-        if whole.dtype in _HALF:
-            tolerance = _LOOSE
+        """The comparison of the combined losses of the chunks with `whole`, see `LossComparison.of`."""
         # Parts that cancel (a policy gradient's) leave rounding errors relative to the parts, not to the small sum.
-        scale = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
-        scale = scale / self._count().abs() if self._counts else scale
-        near = tolerance * (scale.nan_to_num(0.0, 0.0) + 1e-3)
-        found = alone(whole)
-        same = _is_near(ours.double(), found.to(ours).double(), tolerance, near)
-        return LossComparison(
-            tuple(self._rows), ours, found, same, self._same_grads(grads, may_overflow).to(same.device)
-        )
+        size = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
+        size = size / self._count().abs() if self._counts else size
+        dtypes = {each.dtype for each in self._found.values()}
+        return LossComparison.of(tuple(self._rows), self.value, size, dtypes, whole, grads, may_overflow)
 
-    def _same_grads(self, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool) -> Tensor:
-        with without_function_modes():
-            largest = [_largest(whole) for _, whole in grads]
-            same = torch.ones((), dtype=torch.bool, device=largest[0].device if largest else "cpu")
-            for ours, whole in grads:
-                tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
-                most = torch.stack([each.to(ours.device, ours.real.dtype) for each in largest]).amax()
-                near = _is_near(ours, whole, tolerance, tolerance * most)
-                same = same & (near | ~ours.isfinite().all() if may_overflow else near).to(same.device)
-        return same
-
-    def check(self, verdicts: Sequence[LossComparison]) -> None:
-        """Raise ValueError if a verdict says that loss_fn is neither a mean nor a sum over rows. The host waits."""
-        with without_function_modes():
-            flags = [torch.stack([verdict.same_value, verdict.same_grads]) for verdict in verdicts]
-            rows = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
-        for verdict, (same_value, same_grads) in zip(verdicts, rows, strict=True):
-            if not same_value:
-                raise self._neither(
-                    f"the losses of two chunks ({list(verdict.rows)} rows) combine to {verdict.ours.item():.8g}, but "
-                    f"on both outputs joined it is {verdict.whole.item():.8g}"
-                )
-            if not same_grads:
-                raise self._neither(
-                    f"the losses of two chunks ({list(verdict.rows)} rows) combine to the loss of both outputs joined, "
-                    "but their gradients do not combine to its gradient"
-                )
+    def check(self, comparisons: Sequence[LossComparison]) -> None:
+        """Raise ValueError if loss_fn is neither a mean nor a sum over rows in one of them. The host waits."""
+        for what in differences(comparisons):
+            raise self._neither(what)
 
     def check_counts(self) -> None:
         """Raise ValueError if a count that loss_fn returned is no whole number. All chunks have been seen."""
@@ -404,48 +361,6 @@ def _called(loss_fn: LossFn, output: Any, target: Any) -> Any:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-class LossComparison(NamedTuple):
-    """The comparison of the combined losses of some chunks with that of their joined output."""
-
-    rows: tuple[int, ...]
-    ours: Tensor
-    whole: Tensor
-    same_value: Tensor  # 0-d, bool
-    same_grads: Tensor  # 0-d, bool
-
-
-def are_rounding(grads: Sequence[tuple[Tensor, Tensor]], moved: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Whether gradients are no further apart than rounding: than they move where the outputs do, in the last place.
-
-    So are those of a loss that is at an extremum (a divergence from what the output is): nothing but rounding, and not
-    near each other beside their own size.
-
-    Args:
-        grads: as `Loss.verdict` takes them.
-        moved: those of the whole where the outputs are a little others.
-    """
-    with without_function_modes():
-        apart = _distance(grads)
-        noise = [_distance([(whole, there) for (_, whole), there in zip(grads, each, strict=True)]) for each in moved]
-        return apart <= _ROUNDING * torch.stack(noise).sum()
-
-
-def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The sum of the sizes of all differences."""
-    device = pairs[0][0].device
-    return torch.stack([(one - other).abs().sum().to(device, torch.float64) for one, other in pairs]).sum()
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    return torch.nan_to_num(tensor.abs(), 0.0, 0.0).amax() if tensor.numel() else tensor.real.new_zeros(())
-
-
-def _is_near(one: Tensor, other: Tensor, rtol: float, atol: Tensor) -> Tensor:
-    """torch.allclose with equal_nan, as a tensor: the host need not wait."""
-    near = (one - other).abs() <= atol + rtol * other.abs()
-    return (near | (one == other) | one.isnan() & other.isnan()).all()
 
 
 def _sum(by_chunk: dict[int, Tensor]) -> Tensor:

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.common.graph import explore, gradients
 from pipeline.common.torch_modes import without_autocast, without_function_modes
-from pipeline.data.loss import Loss, LossComparison, are_rounding
+from pipeline.data.loss import Loss
+from pipeline.data.loss_comparison import LossComparison, are_rounding
 from pipeline.data.microbatch import Batch, are_joinable, gather
 from pipeline.data.pytrees import Activations, Grads, Tree, detached
 from pipeline.execution.execution import Execution
@@ -43,7 +44,7 @@ class ChunkLosses:
         self._execution = execution
         self._target = target
         self._before: _ChunkEnd | None = None
-        self._verdicts: list[LossComparison] = []
+        self._comparisons: list[LossComparison] = []
         self._has_gaps = False  # two chunks, one after the other, could not be joined
 
     def computed(
@@ -91,7 +92,7 @@ class ChunkLosses:
         if before is not None and not (before.is_empty and now.is_empty):
             ends = sorted((before, now), key=lambda end: end.chunk)
             if self._can_compare(ends):
-                self._verdicts.append(self._compared(ends, scale))
+                self._comparisons.append(self._compared(ends, scale))
             else:
                 self._has_gaps = True
         if before is None or before.is_empty or not now.is_empty:  # what counts nothing shows nothing
@@ -109,7 +110,7 @@ class ChunkLosses:
         loss, weight = self.loss.of([end.chunk for end in ends])
         whole, leaves, expected = self._whole(loss, weight, ends)
         if expected is None:
-            return loss.verdict(whole, ())
+            return loss.compared(whole, ())
         ours = [
             _or_zeros(grad, leaf, scale)
             for end, own in zip(ends, leaves, strict=True)
@@ -117,11 +118,11 @@ class ChunkLosses:
             if leaf.requires_grad
         ]
         pairs = list(zip(ours, expected, strict=True))
-        verdict = loss.verdict(whole, pairs, scale is not None)
-        if verdict.same_grads:  # the host waits, in validating calls
-            return verdict
+        comparison = loss.compared(whole, pairs, scale is not None)
+        if comparison.same_grads:  # the host waits, in validating calls
+            return comparison
         moved = [self._whole(loss, weight, ends, move)[2] or expected for move in _MOVES]
-        return verdict._replace(same_grads=are_rounding(pairs, moved).to(verdict.same_value.device))
+        return comparison._replace(same_grads=are_rounding(pairs, moved).to(comparison.same_value.device))
 
     def _whole(
         self, loss: Loss, weight: Tensor | float, ends: Sequence[_ChunkEnd], move: float = 0.0
@@ -148,7 +149,7 @@ class ChunkLosses:
         """Forget what was compared: the chunks are computed anew."""
         self._before = None
         self._has_gaps = False
-        self._verdicts.clear()
+        self._comparisons.clear()
 
     def check_all(self) -> None:
         """Raise ValueError if the chunks' losses, which have been computed, do not combine to that of the mini-batch.
@@ -159,7 +160,7 @@ class ChunkLosses:
         if (self._has_gaps or not self.compares) and not self.loss.is_proven:
             raise self.loss.unproven()
         self._before = None
-        self.loss.check(self._verdicts)
+        self.loss.check(self._comparisons)
 
 
 class _ChunkEnd(NamedTuple):
