@@ -38,28 +38,29 @@ def least(error_at: Callable[[float], tuple[float, float]], step: float, enough:
 
 
 def compared(
-    ahead: Sequence[Tensor | None], behind: Sequence[Tensor | None], derivative: Sequence[Tensor | None], step: float
+    plus: Sequence[Tensor | None], minus: Sequence[Tensor | None], derivative: Sequence[Tensor | None], step: float
 ) -> tuple[float, float]:
     """The error of a derivative, relative to it, and the part of that which rounding alone could make.
 
     Args:
-        ahead, behind: the function's values at `step` and at `-step` along a direction.
+        plus, minus: the function's values at `step` and at `-step` along a direction.
         derivative: along it; None: zero.
         step: the distance.
     """
     precision = 0.0
-    difference, ours, theirs, values = 0.0, 0.0, 0.0, 0.0
-    for one, other, part in zip(ahead, behind, derivative, strict=True):
-        if one is None or other is None:
+    difference, computed_sum, expected_sum, values = 0.0, 0.0, 0.0, 0.0
+    for plus_part, minus_part, derivative_part in zip(plus, minus, derivative, strict=True):
+        if plus_part is None or minus_part is None:
             continue
-        expected = (one.double() - other.double()) / (2 * step)
-        own = torch.zeros_like(expected) if part is None else part.double()
-        precision = max(precision, torch.finfo(one.dtype).eps)
-        difference += float((expected - own).square().sum())
-        ours, theirs = ours + float(own.square().sum()), theirs + float(expected.square().sum())
-        values += float(one.double().square().sum())
+        expected = (plus_part.double() - minus_part.double()) / (2 * step)
+        computed = torch.zeros_like(expected) if derivative_part is None else derivative_part.double()
+        precision = max(precision, torch.finfo(plus_part.dtype).eps)
+        difference += float((expected - computed).square().sum())
+        computed_sum += float(computed.square().sum())
+        expected_sum += float(expected.square().sum())
+        values += float(plus_part.double().square().sum())
     rounding = 3 * precision * values**0.5 / step
-    size = max(ours**0.5, theirs**0.5, rounding, 1e-300)
+    size = max(computed_sum**0.5, expected_sum**0.5, rounding, 1e-300)
     return float(difference**0.5 / size), float(rounding / size)
 
 

@@ -132,9 +132,9 @@ class ForwardMode:
         index = stage.layers.index
         if self._is_sound and (self._compares or index not in self._agrees):
             self._compares = False
-            whole = _once_more(stage, chunk, inbox)
-            (adjoints,) = stage.push(whole, inbox.tangents)
-            self._agrees[index] = _are_equal(graph.roots, whole.roots) and _are_near(tangents, adjoints)
+            adjoint_graph = _once_more(stage, chunk, inbox)
+            (adjoints,) = stage.push(adjoint_graph, inbox.tangents)
+            self._agrees[index] = _are_equal(graph.roots, adjoint_graph.roots) and _are_near(tangents, adjoints)
         return self._is_sound and self._agrees[index]
 
 
@@ -188,21 +188,21 @@ def _of_shape(packed: tuple[torch.Size, torch.dtype]) -> Tensor:
 
 def _dual(tensor: Tensor, tangent: Tensor) -> Tensor:
     """A tensor with a tangent, within `forward_ad.dual_level()`; nn.Parameter's instance where `tensor` is."""
-    found = _make_dual(tensor, tangent, level=0)
-    vars(found).update(vars(tensor))
+    dual = _make_dual(tensor, tangent, level=0)
+    vars(dual).update(vars(tensor))
     if isinstance(tensor, torch.nn.Parameter):
-        vars(found)["_is_param"] = True  # what isinstance asks
-    return found
+        vars(dual)["_is_param"] = True  # what isinstance asks
+    return dual
 
 
 def _tangents_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The tangents of dual tensors, without a graph; zeros for one that has none."""
-    found = []
+    tangents = []
     for tensor in tensors:
         tangent = forward_ad.unpack_dual(tensor).tangent
         is_zero = tangent is None or tangent._is_zerotensor()
-        found.append(torch.zeros_like(tensor, requires_grad=False) if is_zero else tangent.detach())
-    return found
+        tangents.append(torch.zeros_like(tensor, requires_grad=False) if is_zero else tangent.detach())
+    return tangents
 
 
 def is_sound(roots: Sequence[Tensor]) -> bool:
@@ -227,9 +227,9 @@ def _are_equal(values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 def _are_near(tangents: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether they differ by no more than rounding does, which is taken as half the digits."""
-    away: float = sum(_square(one - other) for one, other in zip(tangents, expected, strict=True))
+    distance: float = sum(_square(one - other) for one, other in zip(tangents, expected, strict=True))
     precision: float = max([torch.finfo(one.dtype).eps for one in tangents])
-    return away <= precision * sum(map(_square, expected))
+    return distance <= precision * sum(map(_square, expected))
 
 
 def _square(tensor: Tensor) -> float:

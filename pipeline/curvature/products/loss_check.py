@@ -39,17 +39,17 @@ def loss_error(output: Sequence[Tensor], gradient_at: GradientAt) -> tuple[float
     derivative = hessian_times(grads, live, along)
 
     def values_at(step: float) -> list[Tensor | None]:
-        left = iter(along)
-        moved = [leaf.detach() + step * next(left) if leaf.requires_grad else leaf for leaf in leaves]
-        own = [tensor.requires_grad_(leaf.requires_grad) for tensor, leaf in zip(moved, leaves, strict=True)]
-        return [None if grad is None else grad.detach() for grad in gradient_at(own, False)]
+        directions = iter(along)
+        moved = [leaf.detach() + step * next(directions) if leaf.requires_grad else leaf for leaf in leaves]
+        points = [tensor.requires_grad_(leaf.requires_grad) for tensor, leaf in zip(moved, leaves, strict=True)]
+        return [None if grad is None else grad.detach() for grad in gradient_at(points, False)]
 
     def error_at(step: float) -> tuple[float, float]:
         return compared(values_at(step), values_at(-step), derivative, step)
 
-    most = limit(live[0].dtype)
+    bound = limit(live[0].dtype)
     step = torch.finfo(live[0].dtype).eps ** (1 / 3) * max(norm(live), 1e-3) / norm(along)
-    return least(error_at, step, most), most
+    return least(error_at, step, bound), bound
 
 
 def hessian_times(grads: Grads, leaves: Sequence[Tensor], tangents: Sequence[Tensor]) -> Grads:

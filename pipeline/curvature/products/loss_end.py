@@ -72,10 +72,10 @@ class LossProduct(ChunkLosses):
         live = [tensor for tensor in tensors if tensor.requires_grad]
         return gradients_of([loss], live, [begin.requires_grad_(create_graph)], create_graph)
 
-    def _begun(self, own: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _begun(self, loss_sum: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self._seed(chunk)
         ends = [tensor for tensor in tensors if tensor.requires_grad]
-        loss, weight, external = self.computed(own, chunk, tree, tensors, ends)
+        loss, weight, external = self.computed(loss_sum, chunk, tree, tensors, ends)
         for leaf in external.values():
             raise RuntimeError(
                 f"loss_fn computes with a tensor of shape {list(leaf.shape)} that requires a gradient and is no "
@@ -101,15 +101,15 @@ class LossProduct(ChunkLosses):
         kind, weight = self.loss.weight
         if kind == "sum":
             return 0.0, 1.0
-        own = float(weight) * (scale_of(self._first_rows) if kind == "count" else 1 / self._first_rows)
-        return own, own
+        share = float(weight) * (scale_of(self._first_rows) if kind == "count" else 1 / self._first_rows)
+        return share, share
 
     def note_output(self, chunk: int, tree: Tree, grads: Grads) -> None:
         """Compare a chunk's loss, and its gradients at those of the output's tensors that require one."""
         if self.compares:
-            left = iter([None if grad is None else grad / self._relative for grad in grads])
+            live_grads = iter([None if grad is None else grad / self._relative for grad in grads])
             self.compare(
-                chunk, tree, tuple([next(left) if tensor.requires_grad else None for tensor in tree.tensors])
+                chunk, tree, tuple([next(live_grads) if tensor.requires_grad else None for tensor in tree.tensors])
             )
         elif self._compares_halves and (self.loss.is_counted or self.loss.weight[0] == "mean"):
             self._compare_halves(tree)
@@ -129,8 +129,8 @@ class LossProduct(ChunkLosses):
             for tensor, size, dim in zip(tree.tensors, sizes, dims, strict=True)
         ]
         for half, tensors in enumerate(zip(*split, strict=True)):
-            given = zip(tensors, tree.tensors, strict=True)
-            cut = [tensor.detach().requires_grad_(whole.requires_grad) for tensor, whole in given]
+            pairs = zip(tensors, tree.tensors, strict=True)
+            cut = [tensor.detach().requires_grad_(whole.requires_grad) for tensor, whole in pairs]
             loss, weight, _ = halves.computed(halves.loss, half, tree, cut, cut)
             wanted = [tensor for tensor in cut if tensor.requires_grad]
             grads = iter(gradients_of([loss], wanted, [torch.full_like(loss, weight)], False))
@@ -163,18 +163,18 @@ class LossProduct(ChunkLosses):
 
     def _check_row(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], row: int, part: slice) -> None:
         cut = [tensor.detach()[part].requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
-        alone = Loss(self._loss_fn, self._reduction, [1], True)
+        row_loss = Loss(self._loss_fn, self._reduction, [1], True)
         self._seed(chunk)
-        loss, _ = alone.chunk(0, tree.build(cut), self._row(chunk, tree, row))  # of its part: their mean, or sum
+        loss, _ = row_loss.chunk(0, tree.build(cut), self._row(chunk, tree, row))  # of its part: their mean, or sum
         wanted = [tensor for tensor in cut if tensor.requires_grad]
         with without_autocast():
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            row_grads = torch.autograd.grad(loss, wanted, allow_unused=True)
         share = self.share(1)
-        for own, whole in zip(found, grads, strict=True):
-            one = torch.zeros((), device="cpu") if own is None else own * share
-            other = torch.zeros((), device="cpu") if whole is None else whole[part]
-            scale = 0.0 if whole is None or not other.numel() else float(whole.abs().amax())
-            if not torch.allclose(one.to(other), other, rtol=1e-3, atol=1e-3 * scale):
+        for row_grad, whole in zip(row_grads, grads, strict=True):
+            computed = torch.zeros((), device="cpu") if row_grad is None else row_grad * share
+            expected = torch.zeros((), device="cpu") if whole is None else whole[part]
+            scale = 0.0 if whole is None or not expected.numel() else float(whole.abs().amax())
+            if not torch.allclose(computed.to(expected), expected, rtol=1e-3, atol=1e-3 * scale):
                 raise ValueError(
                     "the loss of a row depends on other rows: its gradient alone is not its part of the mini-batch's. "
                     "The empirical Fisher is a sum over rows, so it needs a loss that is a sum or a mean of the rows' "

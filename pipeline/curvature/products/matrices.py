@@ -43,14 +43,14 @@ class HessianProduct(ProductCall):
             return Back(nothing, [nothing] * self._task.number)
         self._reached = True
         self._rule_check.check_loss(chunk, loss, ends, tree.tensors, partial(self.loss_end.gradient_at, chunk, tree))
-        beside = [end for end in ends if end.requires_grad] if self.loss_end.compares else []
-        targets = [*run.targets(graph), *beside]
+        compared_ends = [end for end in ends if end.requires_grad] if self.loss_end.compares else []
+        targets = [*run.targets(graph), *compared_ends]
         begin.requires_grad_(self._task.number > 0)
         with run.parameters.hooks_asleep():
             grads = gradients_of([loss], targets, [begin], self._task.number > 0)
-        own = len(targets) - len(beside)
-        self.loss_end.note_output(chunk, tree, _detached(grads[own:]))
-        back = run.differentiated(graph, inbox.tangents, grads[:own], (), self._task.gradient)
+        target_count = len(targets) - len(compared_ends)
+        self.loss_end.note_output(chunk, tree, _detached(grads[target_count:]))
+        back = run.differentiated(graph, inbox.tangents, grads[:target_count], (), self._task.gradient)
         self._rule_check.confirm(run, chunk, inbox, partial(self._gradient_at, chunk), back.derivative)
         return back
 
@@ -124,7 +124,7 @@ class GaussNewtonProduct(FirstOrderProduct):
     def cotangents(
         self, chunk: int, tree: Tree, leaves: Sequence[Tensor], grads: Grads, tangents: Sequence[Sequence[Tensor]]
     ) -> list[Grads]:
-        return [hessian_times(grads, leaves, each) for each in tangents]
+        return [hessian_times(grads, leaves, direction) for direction in tangents]
 
 
 class FisherProduct(FirstOrderProduct):
@@ -140,7 +140,7 @@ class FisherProduct(FirstOrderProduct):
         if self._execution.setup.compares and chunk == 0:
             self.loss_end.check_rows(chunk, tree, first, per_row)
         share = self.loss_end.share(per_row)
-        return [tuple(_row_by_row(first, each, share)) for each in tangents]
+        return [tuple(_row_by_row(first, direction, share)) for direction in tangents]
 
     def _per_row(self, chunk: int, leaves: Sequence[Tensor]) -> int:
         """The number of rows of the output for one of the input.

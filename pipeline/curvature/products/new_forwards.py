@@ -59,14 +59,14 @@ class NewForwards(Forwards):
         return [tensor.clone() for tensor in tensors]
 
     def run(self, chunk: int, values: Sequence[Tree]) -> Bundle:
-        made = self._layers.run(chunk, values, self._seeder.seed)
+        outputs = self._layers.run(chunk, values, self._seeder.seed)
         self._seeder.settle()
-        return made
+        return outputs
 
     def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
         self.snapshot.before_forward(chunk)
-        looks = chunk == 0 and self._is_cut and not self._layers.is_quiet
-        with RowsApart(self._layers.name) if looks else nullcontext():
+        refuses_batch_norm = chunk == 0 and self._is_cut and not self._layers.is_quiet
+        with RowsApart(self._layers.name) if refuses_batch_norm else nullcontext():
             graph = compute()
         self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
         self._learn(chunk, graph)
@@ -76,10 +76,10 @@ class NewForwards(Forwards):
         """Find what the graph reaches besides the parameters of this stage's modules, and by what operations."""
         if self._is_inspected and self._layers.is_quiet:
             return
-        parameters, own = self._parameters, {id(leaf) for leaf in graph.leaves}
+        parameters, leaf_ids = self._parameters, {id(leaf) for leaf in graph.leaves}
         if graph.roots:
             for key, leaf in explore(graph.roots).items():
-                if key in own or key in parameters.aliases or key in parameters.captured:
+                if key in leaf_ids or key in parameters.aliases or key in parameters.captured:
                     continue
                 refuse_marked(leaf, self._layers.name, "part of the product")
                 parameters.learn(leaf)

@@ -152,14 +152,14 @@ class Passes:
                 if item is None:
                     communicator.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
                     self.compares = not is_proven
-                    found: list[float] = totals.tolist()
-                    return found
+                    numbers: list[float] = totals.tolist()
+                    return numbers
                 with self._prepared(self.seed + number):
                     x, target = tree_map_only(Tensor, _no_inference, item[:2])
                     batch = scatter(x, self.pipe.chunks, "x", self.pipe.batch_dim)
-                    aim = scatter_like(target, batch, "the target")
+                    target_batch = scatter_like(target, batch, "the target")
                     where = {"mini-batch": number, "its values": item.digest, "first vector": vector}
-                    added, loss = self._minibatch(task, sums, batch, aim, first, number, where, communicator)
+                    added, loss = self._minibatch(task, sums, batch, target_batch, first, number, where, communicator)
                     totals, first, is_proven = totals + added, first or loss, is_proven and loss.is_proven
             number += 1
 
@@ -168,7 +168,7 @@ class Passes:
         task: Task,
         sums: Sums,
         batch: Batch,
-        aim: Batch,
+        target_batch: Batch,
         first: Loss | None,
         number: int,
         where: Mapping[str, object],
@@ -185,21 +185,21 @@ class Passes:
             "matrix": self.product.name, "vectors": task.number, "gradient": task.gradient, **where,
             "loss_reduction": self.reduction,
         }  # fmt: skip
-        setup = replace(self.pipe.runtime.setup(batch, aim, communicator, options), seed=self.seed + number)
+        setup = replace(self.pipe.runtime.setup(batch, target_batch, communicator, options), seed=self.seed + number)
         execution = Execution(setup, batch)
         compares = setup.compares or self.compares
-        loss_end = LossProduct(execution, self.loss_fn, self.reduction, aim, first, compares)
+        loss_end = LossProduct(execution, self.loss_fn, self.reduction, target_batch, first, compares)
         call = self.product(execution, task, loss_end, sums)
         verdict = call.run()
         self.captures = self.captures or call.captures
-        found = torch.zeros(3, **HOST)
+        added = torch.zeros(3, **HOST)
         if call.weights is not None:  # the last stage is here
             assert verdict.loss is not None  # so is the loss
-            found[0], weight = call.weights
-            found[1] = verdict.loss.double().cpu() * weight if weight else 0.0  # where nothing counts it is nan
-        found = communicator.exchange.sum_over(found)
-        found[2] = verdict.reached
-        return found, loss_end.loss
+            added[0], weight = call.weights
+            added[1] = verdict.loss.double().cpu() * weight if weight else 0.0  # where nothing counts it is nan
+        added = communicator.exchange.sum_over(added)
+        added[2] = verdict.reached
+        return added, loss_end.loss
 
     # -------------------------------------------------------------------------------------------------- parameters
 
@@ -210,16 +210,18 @@ class Passes:
             ValueError: one is gone, frozen or of another shape since.
         """
         with turn():
-            here = {name.removeprefix(self.prefix): parameter for name, parameter in self.pipe.named_parameters()}
+            parameters = {name.removeprefix(self.prefix): parameter for name, parameter in self.pipe.named_parameters()}
         for name, slot in self.space.slots.items():
-            found = here.get(name)
-            if found is None or not found.requires_grad or found.shape != slot.shape:
-                what = "gone" if found is None else "frozen" if not found.requires_grad else list(found.shape)
+            parameter = parameters.get(name)
+            if parameter is None or not parameter.requires_grad or parameter.shape != slot.shape:
+                state = (
+                    "gone" if parameter is None else "frozen" if not parameter.requires_grad else list(parameter.shape)
+                )
                 raise ValueError(
                     f"parameter '{name}' was of shape {list(slot.shape)} and trained when the operator was made; it "
-                    f"is {what} now. Make a new operator."
+                    f"is {state} now. Make a new operator."
                 )
-        return {name: here[name] for name in self.space.slots}
+        return {name: parameters[name] for name in self.space.slots}
 
     def _slots(self) -> dict[int, VectorSlice]:
         return {id(parameter): self.space.slots[name] for name, parameter in self.parameters().items()}

@@ -138,4 +138,4 @@ def _shifted(
     """The values of parameters somewhere else, in memory of their own."""
     with torch.inference_mode(False), torch.no_grad():
         pairs = zip(owners, bring(owners), strict=True)
-        return [here.detach() + task.moved(owner, device).to(here.dtype) for owner, here in pairs]
+        return [value.detach() + task.moved(owner, device).to(value.dtype) for owner, value in pairs]

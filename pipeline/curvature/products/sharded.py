@@ -84,9 +84,9 @@ class ParameterSpace(Space):
             self.slots[member.name] = VectorSlice(shard, sizes.get(key, 0), member.shape)
             sizes[key] = sizes.get(key, 0) + member.shape.numel()
         self._shards = [(device, counts, sizes[device, counts]) for device, counts in shards]
-        own = sum(size for _, counts, size in self._shards if counts)
+        local_size = sum(size for _, counts, size in self._shards if counts)
         self.counted = [counts for _, counts, _ in self._shards]
-        self.size = int(sum_over(torch.tensor([own], **HOST)).item())
+        self.size = int(sum_over(torch.tensor([local_size], **HOST)).item())
 
     def zeros(self) -> Vec:
         return [torch.zeros(size, dtype=self.dtype, device=device) for device, _, size in self._shards]
@@ -107,9 +107,9 @@ class ParameterSpace(Space):
 
     def vec(self, named: Mapping[str, Tensor]) -> Vec:
         with self._together():
-            found = self._taken(named)
-        self._agree(self.named(found))
-        return found
+            vec = self._taken(named)
+        self._agree(self.named(vec))
+        return vec
 
     def _taken(self, named: Mapping[str, Tensor]) -> Vec:
         unknown = [name for name in named if name not in self.slots]
@@ -120,15 +120,15 @@ class ParameterSpace(Space):
                 f"{missing or 'none'} are missing. Give zeros for those that you leave out; the names are "
                 f"{few(list(self.slots))}."
             )
-        found = self.zeros()
+        vec = self.zeros()
         for name, slot in self.slots.items():
-            given = named[name]
-            if given.shape != slot.shape:
+            entries = named[name]
+            if entries.shape != slot.shape:
                 raise ValueError(
-                    f"the entries for '{name}' have shape {list(given.shape)}, the parameter has {list(slot.shape)}."
+                    f"the entries for '{name}' have shape {list(entries.shape)}, the parameter has {list(slot.shape)}."
                 )
-            slot.view(found).copy_(given.detach())
-        return found
+            slot.view(vec).copy_(entries.detach())
+        return vec
 
 
 def _drawn(kind: str, seed: int, index: int, member: Member) -> Tensor:

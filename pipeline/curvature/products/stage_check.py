@@ -64,8 +64,8 @@ class RuleCheck:
         """Compare a derivative with finite differences if `is_asked`. The arguments are those of `error_along`."""
         if not self.is_asked(stage.layers.index, chunk) or not derivative:  # nothing depends on a parameter
             return
-        error, most = error_along(stage, chunk, inbox, at, derivative)
-        self._judge(stage.layers.index, stage.layers.name, error, most)
+        error, bound = error_along(stage, chunk, inbox, at, derivative)
+        self._judge(stage.layers.index, stage.layers.name, error, bound)
 
     def check_loss(
         self, chunk: int, loss: Tensor, ends: Sequence[Tensor], output: Sequence[Tensor], gradient_at: GradientAt
@@ -84,17 +84,17 @@ class RuleCheck:
         if is_asked and self._task.number and (self._task.checks.verify or self._task.on_result is not None):
             self._judge(LOSS, "loss_fn", *loss_error(output, gradient_at))
 
-    def _judge(self, index: int, name: str, error: float, most: float) -> None:
+    def _judge(self, index: int, name: str, error: float, bound: float) -> None:
         """Report the error of a stage's derivative, or of the loss's; raise ValueError if it is wrong."""
         if self._task.on_result is not None:
-            self._task.on_result(index, error, most)
-        elif not error <= most:
+            self._task.on_result(index, error, bound)
+        elif not error <= bound:
             raise ValueError(
                 f"{name} has an autograd.Function of its own, and its second derivative differs from "
-                f"finite differences by {error:.1e} of its size (at most {most:.0e} is rounding). Its backward forgets "
-                "what it depends on (a tensor kept on ctx instead of save_for_backward), or is not the derivative of "
-                "its forward (a straight-through estimator). Write it with differentiable operations; verify=False "
-                "takes what autograd says."
+                f"finite differences by {error:.1e} of its size (at most {bound:.0e} is rounding). Its backward "
+                "forgets what it depends on (a tensor kept on ctx instead of save_for_backward), or is not the "
+                "derivative of its forward (a straight-through estimator). Write it with differentiable operations; "
+                "verify=False takes what autograd says."
             )
         else:
             self._task.checks.confirmed.add(index)
@@ -131,8 +131,8 @@ def error_along(
         moved = _moved(inbox, tangents, step)
         with stage.forwards.as_at_forward(chunk), aliases.stand_back(views):
             graph = stage.computed(chunk, moved)
-            each = at(graph, [*graph.leaves, *views.values()], step)
-        return [None if value is None else value.detach() for value in each]
+            values = at(graph, [*graph.leaves, *views.values()], step)
+        return [None if value is None else value.detach() for value in values]
 
     def error_at(step: float) -> tuple[float, float]:
         return compared(values_at(step), values_at(-step), derivative, step)
@@ -142,9 +142,9 @@ def error_along(
 
 def _moved(inbox: Inbox, tangents: Sequence[Tensor], step: float) -> Inbox:
     """The values that were read, further along their tangents."""
-    left = iter(tangents)
+    directions = iter(tangents)
     pairs = zip(inbox.values.tensors, inbox.needs, strict=True)
-    tensors = [tensor + step * next(left) if needs else tensor for tensor, needs in pairs]
+    tensors = [tensor + step * next(directions) if needs else tensor for tensor, needs in pairs]
     parts = inbox.values.split(tensors)
     trees = tuple([Tree(tuple(part), tree.skeleton) for tree, part in zip(inbox.values.trees, parts, strict=True)])
     return inbox._replace(values=Bundle.of(trees))
@@ -155,9 +155,9 @@ def of_gradient(first: Grads, second: Grads) -> At:
 
     def at(graph: ProductGraph, targets: Sequence[Tensor], step: float) -> Sequence[Tensor | None]:
         pairs = [
-            (root, one if other is None else one + step * other)
-            for root, one, other in zip(graph.roots, first, second, strict=True)
-            if one is not None
+            (root, grad if tangent is None else grad + step * tangent)
+            for root, grad, tangent in zip(graph.roots, first, second, strict=True)
+            if grad is not None
         ]
         return gradients_of([root for root, _ in pairs], targets, [grad for _, grad in pairs], False)
 

@@ -42,9 +42,9 @@ class Sums:
 
     def add(self, stage: int, owner: Tensor, products: Sequence[Tensor | None], gradient: Tensor | None) -> None:
         """Add what a stage has computed for a parameter: each product's part, and the gradient's after them."""
-        each = list(products) if len(products) == len(self.vectors) else [*products, gradient]
+        parts = list(products) if len(products) == len(self.vectors) else [*products, gradient]
         with self._lock:
-            for number, grad in enumerate(each):
+            for number, grad in enumerate(parts):
                 if grad is None:
                     continue
                 if id(owner) in self._shared:
@@ -54,8 +54,8 @@ class Sums:
 
     def _keep(self, number: int, stage: int, owner: Tensor, grad: Tensor) -> None:
         parts = self._parts[number]
-        for place, (earlier, whose, sum_) in enumerate(parts):
-            if earlier == stage and whose is owner:
+        for place, (part_stage, part_owner, sum_) in enumerate(parts):
+            if part_stage == stage and part_owner is owner:
                 parts[place] = (stage, owner, sum_ + grad)
                 return
         parts.append((stage, owner, grad))
@@ -69,8 +69,8 @@ class Sums:
     def join(self, communicator: Communicator) -> None:
         """Add up the parts of parameters that several stages read, here and on other ranks."""
         for number, parts in enumerate(self._parts):
-            found = communicator.gradients.join(sorted(parts, key=lambda part: part[0]))
-            for owner, whole in found.values():
+            totals = communicator.gradients.join(sorted(parts, key=lambda part: part[0]))
+            for owner, whole in totals.values():
                 if id(owner) in self._slots:
                     self._write(number, owner, whole)
             parts.clear()
