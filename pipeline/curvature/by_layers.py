@@ -57,26 +57,26 @@ def per_layer(
     layers = layers_of(A.space, groups)
 
     def pairs(block: Operator, resume: Path | None) -> dict[str, Any]:
-        found = block.top_eigenpairs(
+        eigenpairs = block.top_eigenpairs(
             min(k, block.space.size), which=which, tol=tol, seed=seed, show=False, resume=resume,
             save_every=save_every
         )
-        return {"size": block.space.size, "values": found.values, "errors": error_bounds(found)}
+        return {"size": block.space.size, "values": eigenpairs.values, "errors": error_bounds(eigenpairs)}
 
     settings = {"file": "eigenvalues by layers 2", "k": k, "which": which, "tol": tol, "seed": seed}
-    found = _of_each(A, "layers", layers, pairs, settings, resume, show)
+    by_layer = _compute_by_layer(A, "layers", layers, pairs, settings, resume, show)
     file = None if resume is None else _beside(resume, "traces")
     traces = None
     if samples is not None:
         traces = A.layer_traces(layers, samples, seed=seed, show=show, resume=file, save_every=save_every)
     return LayerSpectra(
-        names=list(found),
-        sizes=[kept["size"] for kept in found.values()],
-        values=rows([kept["values"] for kept in found.values()]),
-        value_errors=rows([kept["errors"] for kept in found.values()]),
+        names=list(by_layer),
+        sizes=[entry["size"] for entry in by_layer.values()],
+        values=rows([entry["values"] for entry in by_layer.values()]),
+        value_errors=rows([entry["errors"] for entry in by_layer.values()]),
         matrix=A.name,
-        traces=None if traces is None else torch.tensor([traces.values[name] for name in found], **HOST),
-        trace_errors=None if traces is None else torch.tensor([traces.stderr[name] for name in found], **HOST),
+        traces=None if traces is None else torch.tensor([traces.values[name] for name in by_layer], **HOST),
+        trace_errors=None if traces is None else torch.tensor([traces.stderr[name] for name in by_layer], **HOST),
     )
 
 
@@ -114,19 +114,19 @@ def layer_densities(
     """
 
     def density(block: Operator, resume: Path | None) -> dict[str, Any]:
-        found = block.density(
+        spectrum = block.density(
             steps=steps, runs=runs, seed=seed, show=False, resume=resume, save_every=save_every
         )
-        return {field.name: getattr(found, field.name) for field in fields(found)}
+        return {field.name: getattr(spectrum, field.name) for field in fields(spectrum)}
 
     settings = {"file": "densities by layers 1", "steps": steps, "runs": runs, "seed": seed}
-    found = _of_each(A, "densities of layers", layers_of(A.space, groups), density, settings, resume, show)
-    return LayerDensities(A.name, found)
+    parts = _compute_by_layer(A, "densities of layers", layers_of(A.space, groups), density, settings, resume, show)
+    return LayerDensities(A.name, parts)
 
 
-def _of_each(
+def _compute_by_layer(
     A: Operator,
-    what: str,
+    label: str,
     layers: Mapping[str, list[str]],
     compute: Callable[[Operator, Path | None], dict[str, Any]],
     settings: Mapping[str, Any],
@@ -135,9 +135,9 @@ def _of_each(
 ) -> dict[str, dict[str, Any]]:
     """By layer what is computed of its block. What is done is saved after each layer."""
     settings = {**settings, "block": A.block, "layers": layers}
-    bar = Progress(len(layers), f"{what} of the {A.name}", A.shows(show))
+    bar = Progress(len(layers), f"{label} of the {A.name}", A.shows(show))
     with Resumable(A, resume, 0.0, settings, bar) as run:
-        done: dict[str, dict[str, Any]] = dict(run.kept or {})
+        done: dict[str, dict[str, Any]] = dict(run.saved_state or {})
         for layer, names in layers.items():
             if layer not in done:
                 file = None if resume is None else _beside(resume, "layer")
@@ -146,7 +146,7 @@ def _of_each(
     return done
 
 
-def _beside(path: str | os.PathLike[str], what: str) -> Path:
+def _beside(path: str | os.PathLike[str], label: str) -> Path:
     """A file beside another: `run.layer.pt` beside `run.pt`."""
     path = Path(path)
-    return path.with_name(f"{path.stem}.{what}{path.suffix}")
+    return path.with_name(f"{path.stem}.{label}{path.suffix}")

@@ -81,17 +81,18 @@ class SampleSize:
             return False
         return bool((stderrs <= (values.abs() * (self.rel or 0.0)).clamp(min=self.abs or 0.0)).all())
 
-    def resumable(self, what: str, **more: Any) -> Resumable:
-        """The run that estimates `what` of the matrix, as it was left or from the beginning.
+    def resumable(self, quantity: str, **settings: Any) -> Resumable:
+        """The run that estimates `quantity` of the matrix, as it was left or from the beginning.
 
         Args:
-            more: further settings of it.
+            settings: further settings of it.
         """
-        settings = {"samples": self.samples, "kind": self.kind, "seed": self.seed, "block": self.A.block}
+        vectors = {"samples": self.samples, "kind": self.kind, "seed": self.seed, "block": self.A.block}
         goal = {"rel": self.rel, "abs": self.abs, "min_samples": self.min_samples}
         total = self.A.space.size if self.is_exact else self.samples
-        bar = Progress(total, f"{what} of {self.A.name}", self.A.shows(self.show))
-        return Resumable(self.A, self.resume, self.save_every, {"file": f"{what} 1", **settings, **goal, **more}, bar)
+        bar = Progress(total, f"{quantity} of {self.A.name}", self.A.shows(self.show))
+        file = {"file": f"{quantity} 1"}
+        return Resumable(self.A, self.resume, self.save_every, {**file, **vectors, **goal, **settings}, bar)
 
 
 def check_tol(tol: float) -> None:

@@ -145,10 +145,10 @@ class Density(Result):
     def _within(self, low: float, high: float) -> Tensor:
         return (self.nodes >= low) & (self.nodes <= high)
 
-    def _mean(self, of_nodes: Tensor, times: float = 1.0) -> tuple[float, float | None]:
+    def _mean(self, values: Tensor, factor: float = 1.0) -> tuple[float, float | None]:
         """The mean over the eigenvalues of a function, [runs, steps] at the nodes, and its standard error; scaled."""
-        mean, error = _over_runs((self.weights * of_nodes).sum(1))
-        return times * float(mean), None if error is None else times * float(error)
+        mean, error = _over_runs((self.weights * values).sum(1))
+        return factor * float(mean), None if error is None else factor * float(error)
 
 
 def density(
@@ -203,39 +203,39 @@ def density(
     settings = {"file": "density 1", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
     bar = Progress(steps * runs, f"density of {A.name}", A.shows(show))
     with Resumable(A, resume, save_every, settings, bar) as run:
-        matrices, asked = _lanczos(A, steps, runs, seed, run)
+        matrices, spent = _lanczos(A, steps, runs, seed, run)
     rule = stacked([gauss(alphas, betas) for alphas, betas in matrices], steps)
     least = width(rule.nodes) if sigma is None else float(sigma)
     widths = torch.hypot(rule.reach if sigma is None else torch.zeros_like(rule.reach), torch.tensor(least, **HOST))
-    return _curve(A, rule, widths, least, edges(rule.nodes, widths, points, margin), asked)
+    return _curve(A, rule, widths, least, edges(rule.nodes, widths, points, margin), spent)
 
 
 def _lanczos(
     A: LinearMap, steps: int, runs: int, seed: int, lanczos: Resumable
 ) -> tuple[list[tuple[Tensor, Tensor]], int]:
     """Each run's tridiagonal matrix, and the products that all took."""
-    kept = lanczos.kept or {"ended": [], "lanes": None, "products": 0}
-    ended, lanes, asked = [tuple(pair) for pair in kept["ended"]], kept["lanes"], kept["products"]
+    saved = lanczos.saved_state or {"ended": [], "lanes": None, "products": 0}
+    ended, lanes, spent = [tuple(pair) for pair in saved["ended"]], saved["lanes"], saved["products"]
 
     def reached(products: int, state: Callable[[], Any]) -> None:
-        nonlocal asked
-        asked += products
-        before, now = list(ended), asked
+        nonlocal spent
+        spent += products
+        ended_now, spent_now = list(ended), spent
 
         def whole() -> dict[str, Any] | None:
-            lanes = state()
-            return None if lanes is None else {"ended": before, "lanes": lanes, "products": now}
+            lane_states = state()
+            return None if lane_states is None else {"ended": ended_now, "lanes": lane_states, "products": spent_now}
 
-        lanczos.reached(asked, whole)
+        lanczos.reached(spent, whole)
 
     for first in range(len(ended), runs, A.block):
         starts = [A.space.random("normal", seed, run) for run in range(first, min(first + A.block, runs))]
         ended += tridiagonals(A, starts, steps, reached, lanes)
         lanes = None
-    return ended, asked
+    return ended, spent
 
 
-def _curve(A: LinearMap, rule: QuadratureRule, widths: Tensor, sigma: float, ends: Tensor, asked: int) -> Density:
+def _curve(A: LinearMap, rule: QuadratureRule, widths: Tensor, sigma: float, ends: Tensor, spent: int) -> Density:
     runs = zip(rule.nodes, rule.weights, widths, strict=True)
     mean, error = _over_runs(torch.stack([smoothed(*run, ends) for run in runs]))
     return Density(
@@ -250,7 +250,7 @@ def _curve(A: LinearMap, rule: QuadratureRule, widths: Tensor, sigma: float, end
         widths=widths,
         reach=rule.reach,
         sigma=sigma,
-        products=asked,
+        products=spent,
     )
 
 
@@ -263,9 +263,9 @@ def _over_runs(values: Tensor) -> tuple[Tensor, Tensor | None]:
 def _check(A: LinearMap, steps: int, runs: int, points: int, sigma: float | None, margin: float) -> None:
     if A.space.size < 1:
         raise ValueError(f"{A.name} has no rows: no parameter takes part. Name some that require a gradient.")
-    for what, value, least in ("steps", steps, 1), ("runs", runs, 1), ("points", points, 10):
+    for name, value, least in ("steps", steps, 1), ("runs", runs, 1), ("points", points, 10):
         if value < least:
-            raise ValueError(f"{what} must be at least {least} ({what}: {value})")
+            raise ValueError(f"{name} must be at least {least} ({name}: {value})")
     if sigma is not None and not (sigma > 0.0 and math.isfinite(sigma)):
         raise ValueError(f"sigma must be a finite number above 0 (sigma: {sigma}). Leave it out for a default.")
     if not (margin >= 0.0 and math.isfinite(margin)):

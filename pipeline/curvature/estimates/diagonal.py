@@ -114,15 +114,15 @@ def diagonal(
         ([[2.0, 8.0, 18.0]], True)
     """
     sampling = SampleSize(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
-    running = _Running(A, sampling.is_exact)
+    running = _RunningMoments(A, sampling.is_exact)
     with sampling.resumable("diagonal") as run:
-        if run.kept is not None:
-            running.go_on(run.kept)
+        if run.saved_state is not None:
+            running.go_on(run.saved_state)
         stopped = _draw(sampling, running, run.reached)
     return running.result(stopped)
 
 
-def _draw(sampling: SampleSize, running: _Running, reached: OnReached) -> str:
+def _draw(sampling: SampleSize, running: _RunningMoments, reached: OnReached) -> str:
     """Take all vectors, or enough; why it ended. The sum over a basis of q * A q is the diagonal of A Q Q' = A."""
     for vectors, products in sampled_products(sampling, running.count):
         running.change()
@@ -139,11 +139,11 @@ def _draw(sampling: SampleSize, running: _Running, reached: OnReached) -> str:
     return "exact" if sampling.is_exact else "samples"
 
 
-def _times_(vec: Vec, other: Vec) -> Vec:
-    return [shard.mul_(more) for shard, more in zip(vec, other, strict=True)]
+def _times_(vec: Vec, factors: Vec) -> Vec:
+    return [shard.mul_(factor) for shard, factor in zip(vec, factors, strict=True)]
 
 
-class _Running:
+class _RunningMoments:
     """Mean and squared deviations so far, by Welford's update, which does not cancel; or the sum over a basis."""
 
     def __init__(self, A: LinearMap, is_sum: bool) -> None:
@@ -171,9 +171,9 @@ class _Running:
             add_(self.mean, draw)
             return
         for mean, squares, new in zip(self.mean, self.squares, draw, strict=True):
-            off = new - mean
-            mean.add_(off, alpha=1.0 / self.count)
-            squares.addcmul_(off, new.sub_(mean))
+            deviation = new - mean
+            mean.add_(deviation, alpha=1.0 / self.count)
+            squares.addcmul_(deviation, new.sub_(mean))
 
     def errors(self) -> Vec:
         """A vector of standard errors."""
@@ -193,8 +193,8 @@ class _Running:
         stderr = self.errors()
         if stopped == "exact":
             stderr, errors = self.A.space.zeros(), torch.zeros((), device="cpu")
-        own, own_errors = _on_cpu(self.A, self.mean), _on_cpu(self.A, stderr)
-        return Diagonal(own, own_errors, self.count, stopped, float(values), float(errors), self.A.name)
+        named_values, named_errors = _on_cpu(self.A, self.mean), _on_cpu(self.A, stderr)
+        return Diagonal(named_values, named_errors, self.count, stopped, float(values), float(errors), self.A.name)
 
 
 def _on_cpu(A: LinearMap, vec: Vec) -> dict[str, Tensor]:

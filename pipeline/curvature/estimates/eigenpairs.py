@@ -60,10 +60,12 @@ class Eigenpairs(Result):
     def lines(self) -> Iterator[str]:
         """Each value with its residual."""
         plural = "s" if len(self.values) > 1 else ""
-        what = f"{len(self.values)} eigenvalue{plural} of the {self.matrix}, {WHICH[self.which]}"
-        yield f"{what}; {self.products} products"
+        heading = f"{len(self.values)} eigenvalue{plural} of the {self.matrix}, {WHICH[self.which]}"
+        yield f"{heading}; {self.products} products"
         pairs = enumerate(zip(self.values.tolist(), self.residuals.tolist(), strict=True), 1)
-        yield from table([[f"{place:>3}", f"{value:+.7e}", f"residual {rest:.1e}"] for place, (value, rest) in pairs])
+        yield from table(
+            [[f"{place:>3}", f"{value:+.7e}", f"residual {residual:.1e}"] for place, (value, residual) in pairs]
+        )
         yield "  residuals: |A x - value x|, relative to the largest magnitude seen, " + f"{self.scale:.3e}"
         if not self.converged:
             yield f"  NOT CONVERGED: {self.why}"
@@ -140,12 +142,12 @@ def top_eigenpairs(
     goal = _goal(A, k, which, tol, max_products, seed, block, max_basis, miss)
     run = LanczosRun(A, goal)
     bar = Progress(max_products, f"eigenpairs of the {A.name}", A.shows(show))
-    with Resumable(A, resume, save_every, {"file": "eigenpairs 2", **asdict(goal)}, bar) as saved:
-        if saved.kept is not None:
-            run.go_on(saved.kept)
-        _advance(run, max_products, saved.reached)
+    with Resumable(A, resume, save_every, {"file": "eigenpairs 2", **asdict(goal)}, bar) as resumable:
+        if resumable.saved_state is not None:
+            run.go_on(resumable.saved_state)
+        _advance(run, max_products, resumable.reached)
         if not run.at.done:
-            saved.leave()
+            resumable.leave()
         return _measured(run, bar.advance)
 
 
@@ -165,7 +167,7 @@ def _goal(
     if not 1 <= k <= size:
         raise ValueError(f"k is {k}: the {A.name} has {size} eigenvalues; ask for 1 to {size}.")
     if which not in WHICH:
-        raise ValueError(f"which is {which!r}: use {', '.join(f'{one!r} ({what})' for one, what in WHICH.items())}.")
+        raise ValueError(f"which is {which!r}: use {', '.join(f'{key!r} ({words})' for key, words in WHICH.items())}.")
     check_tol(tol)
     if not 0 < miss <= 1:
         raise ValueError(f"miss is {miss}: it is a probability, above 0; use 1 to look for no missing eigenvalue.")
@@ -189,12 +191,12 @@ def _goal(
     return EigenpairGoal(k, which, tol, seed, block, max_basis, miss)
 
 
-def _advance(run: LanczosRun, most: int | None, reached: Callable[..., None]) -> None:
+def _advance(run: LanczosRun, max_products: int | None, reached: Callable[..., None]) -> None:
     """Steps until the run is done, or the next one would leave too few products for the residuals."""
     note = ""
     while True:
         reached(run.at.products, partial(run.state, run.at.products), note)
-        if run.at.done or most is not None and run.at.products + run.next + run.goal.k > most:
+        if run.at.done or max_products is not None and run.at.products + run.next + run.goal.k > max_products:
             return
         note = f"{run.converged()} of {run.goal.k}, largest {run.at.largest:.4g}"
         run.step()  # and noted at once, so that an interrupt finds a state of these products
@@ -206,9 +208,9 @@ def _measured(run: LanczosRun, advance: Callable[..., None]) -> Eigenpairs:
     vecs = run.best()
     values, squares = [], []
     for group, images in products_of(A, vecs):
-        norms, left = _residuals(A, group, images)
-        values += norms
-        squares += left
+        group_values, group_squares = _residuals(A, group, images)
+        values += group_values
+        squares += group_squares
         advance(len(images))
     order = wanted(torch.tensor(values, **HOST), goal.k, goal.which)
     scale = max(run.at.largest, *(abs(value) for value in values))

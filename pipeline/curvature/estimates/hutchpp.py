@@ -41,24 +41,24 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
             f"sketch is {sketch} of {samples} samples: it costs two products a column and leaves at least two for the "
             f"rest; use 1 to {(samples - 2) // 2}, or more samples"
         )
-    at = _TraceSketch(A, run)
-    at.draw(replace(sampling, samples=columns, kind="normal"))
-    basis, caught = at.basis, at.catch()
+    trace_sketch = _TraceSketch(A, run)
+    trace_sketch.draw(replace(sampling, samples=columns, kind="normal"))
+    basis, exact_part = trace_sketch.basis, trace_sketch.catch()
 
     def deflated(vectors: list[Vec]) -> list[Vec]:
         along = A.space.dots(basis, vectors)
-        return [subtract_(vec, basis, along[:, one]) for one, vec in enumerate(vectors)]
+        return [subtract_(vec, basis, along[:, column]) for column, vec in enumerate(vectors)]
 
     def rest(vectors: list[Vec], products: list[Vec]) -> Tensor:
-        return caught + paired_dots(A.space, vectors, products)
+        return exact_part + paired_dots(A.space, vectors, products)
 
     spent = columns + len(basis)
 
     def reached(draws: int, values: Callable[[], Tensor], note: str) -> None:
-        at.note(spent + draws, note, values())
+        trace_sketch.note(spent + draws, note, values())
 
-    rest_of = replace(sampling, samples=samples - spent)
-    drawn = draw(rest_of, rest, reached, at.values, first=columns, prepare=deflated)
+    rest_sampling = replace(sampling, samples=samples - spent)
+    drawn = draw(rest_sampling, rest, reached, trace_sketch.values, first=columns, prepare=deflated)
     return drawn._replace(spent=spent + drawn.spent)
 
 
@@ -72,11 +72,11 @@ class _TraceSketch:
 
     def __init__(self, A: LinearMap, run: Resumable) -> None:
         self.A, self._run = A, run
-        kept = run.kept or {"basis": [], "drawn": 0, "parts": [], "values": None}
-        self.basis = from_host(A.space, kept["basis"])
-        self._drawn: int = kept["drawn"]
-        self._parts: list[float] = list(kept["parts"])  # of the trace on the basis, for each vector
-        self.values: list[Tensor] = [] if kept["values"] is None else [kept["values"]]
+        saved = run.saved_state or {"basis": [], "drawn": 0, "parts": [], "values": None}
+        self.basis = from_host(A.space, saved["basis"])
+        self._drawn: int = saved["drawn"]
+        self._parts: list[float] = list(saved["parts"])  # of the trace on the basis, for each vector
+        self.values: list[Tensor] = [] if saved["values"] is None else [saved["values"]]
 
     def draw(self, sampling: SampleSize) -> None:
         """Make the basis: orthonormal vectors that span A times random ones."""
@@ -93,7 +93,7 @@ class _TraceSketch:
             self.note(self._drawn + len(self._parts), "exact part")
         return sum(self._parts)
 
-    def note(self, products: int, words: str, values: Tensor | None = None) -> None:
+    def note(self, products: int, label: str, values: Tensor | None = None) -> None:
         """Tell the run how far this is. The basis only grows, and its vectors stay as they are."""
         basis, state = list(self.basis), {"drawn": self._drawn, "parts": list(self._parts), "values": values}
-        self._run.reached(products, lambda: {"basis": on_host(basis), **state}, words)
+        self._run.reached(products, lambda: {"basis": on_host(basis), **state}, label)

@@ -55,8 +55,8 @@ class IntegratedDensity(Result):
         """
         if not 0.0 < share < 1.0:
             raise ValueError(f"share must be between 0 and 1 (share: {share})")
-        found, early, late = [self._first(curve, share) for curve in (self.share, self.upper, self.lower)]
-        return found, early, late
+        estimate, low, high = [self._first(curve, share) for curve in (self.share, self.upper, self.lower)]
+        return estimate, low, high
 
     def _first(self, curve: Tensor, share: float) -> float:
         place = int((curve >= share).to(torch.uint8).argmax()) if bool((curve >= share).any()) else -1
@@ -112,10 +112,11 @@ def bounds(
     """
     sums = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
     below = torch.searchsorted(nodes, grid)  # the number of nodes below each point
-    before, behind = (below - 1).clamp(min=0), below.clamp(max=len(nodes) - 1)
-    open_before, open_behind = (reach > settled)[before] & (below > 0), (reach > settled)[behind] & (below < len(nodes))
-    lower = sums[below] - weights[before] * open_before
-    upper = sums[below] + weights[behind] * open_behind
+    previous, following = (below - 1).clamp(min=0), below.clamp(max=len(nodes) - 1)
+    open_previous = (reach > settled)[previous] & (below > 0)
+    open_following = (reach > settled)[following] & (below < len(nodes))
+    lower = sums[below] - weights[previous] * open_previous
+    upper = sums[below] + weights[following] * open_following
     first, last = nodes[0] - reach[0], nodes[-1] + reach[-1]
     lower, upper = torch.where(grid > last, 1.0, lower), torch.where(grid < first, 0.0, upper)
     return lower.clamp(0.0, 1.0), upper.clamp(0.0, 1.0)

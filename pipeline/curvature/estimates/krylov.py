@@ -81,26 +81,26 @@ class Basis:
     def local_inside(self, vec: Vec) -> Tensor:
         """This process's share of the inner products of all rows with a vector: [rows], float64, on the CPU."""
         total = torch.zeros(self._rows, **HOST)
-        for place, (shard, counts) in enumerate(zip(vec, self.space.counted, strict=True)):
+        for index, (shard, counts) in enumerate(zip(vec, self.space.counted, strict=True)):
             if counts and self._rows:  # one wait for the device a shard
-                total += torch.cat([torch.mv(rows, shard) for rows in self._filled(place)]).to("cpu", torch.float64)
+                total += torch.cat([torch.mv(rows, shard) for rows in self._filled(index)]).to("cpu", torch.float64)
         return total
 
     @in_full_precision()
     def subtract_(self, vec: Vec, factors: Tensor) -> None:
         """Take the rows, each times its factor [rows], from a vector."""
-        for place, shard in enumerate(vec):
-            for rows, part in zip(self._filled(place), factors.to(shard).split(SLAB), strict=False):
+        for index, shard in enumerate(vec):
+            for rows, part in zip(self._filled(index), factors.to(shard).split(SLAB), strict=False):
                 shard.addmv_(rows.T, part, alpha=-1)
 
     @in_full_precision()
     def combined(self, factors: Tensor) -> list[Vec]:
         """New vectors: for each column of `factors` [rows, count] the sum of the rows, each times its entry."""
         shards = [shard.new_zeros(factors.shape[1], len(shard)) for shard in self.space.zeros()]
-        for place, total in enumerate(shards):
-            for rows, part in zip(self._filled(place), factors.to(total).split(SLAB), strict=False):
+        for index, total in enumerate(shards):
+            for rows, part in zip(self._filled(index), factors.to(total).split(SLAB), strict=False):
                 total.addmm_(part.T, rows)
-        return [[shard[one] for shard in shards] for one in range(factors.shape[1])]
+        return [[shard[column] for shard in shards] for column in range(factors.shape[1])]
 
     @in_full_precision()
     def rotate_(self, factors: Tensor) -> None:
@@ -109,11 +109,11 @@ class Basis:
         Args:
             factors: [rows, count], with orthonormal columns, count <= rows.
         """
-        for place, shard in enumerate(self.space.zeros() if self._rows else []):
-            turn = factors.T.to(shard)
+        for index, shard in enumerate(self.space.zeros() if self._rows else []):
+            rotation = factors.T.to(shard)
             for first in range(0, len(shard), STRIP):
-                strips = [rows[:, first : first + STRIP] for rows in self._filled(place)]
-                new = turn @ torch.cat(strips)
+                strips = [rows[:, first : first + STRIP] for rows in self._filled(index)]
+                new = rotation @ torch.cat(strips)
                 for strip, part in zip(strips, new.split(SLAB), strict=False):
                     strip[: len(part)] = part
         self.cut(factors.shape[1])
@@ -124,14 +124,16 @@ class Basis:
 
     def restored(self, slabs: Sequence[Sequence[Tensor]], rows: int) -> Basis:
         """This basis with the rows that another one had, in the same memory layout, so that sums round alike."""
-        like = self.space.zeros()
-        self._slabs = [[shard.to(one, copy=True) for shard, one in zip(slab, like, strict=True)] for slab in slabs]
+        targets = self.space.zeros()
+        self._slabs = [
+            [shard.to(target, copy=True) for shard, target in zip(slab, targets, strict=True)] for slab in slabs
+        ]
         self._rows = rows
         return self
 
-    def _filled(self, place: int) -> list[Tensor]:
+    def _filled(self, index: int) -> list[Tensor]:
         """On one shard the slabs' rows that hold something."""
-        return [slab[place][: self._rows - number * SLAB] for number, slab in enumerate(self._slabs)]
+        return [slab[index][: self._rows - number * SLAB] for number, slab in enumerate(self._slabs)]
 
 
 class Split(NamedTuple):
@@ -146,11 +148,11 @@ class Split(NamedTuple):
         return float(torch.linalg.vector_norm(self.inside).hypot(torch.tensor(self.norm, **HOST)))
 
 
-def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], what: str) -> list[Split]:
+def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], source: str) -> list[Split]:
     """Take from each vector, in place, its part in the span of its basis: three all-reduces for all of them.
 
     Args:
-        what: the vectors are products of, for the error.
+        source: what the vectors are products of, for the error.
 
     Raises:
         FloatingPointError: an entry is not finite.
@@ -160,11 +162,12 @@ def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], what: str) -> li
     inside = [torch.zeros(count, **HOST) for count in counts]
     for _ in range(2):
         shares = [basis.local_inside(vec) for basis, vec in zip(bases, vecs, strict=True)]
-        for lane, part in enumerate(finite(space.sum_over(torch.cat(shares)), what).split(counts)):
+        for lane, part in enumerate(finite(space.sum_over(torch.cat(shares)), source).split(counts)):
             bases[lane].subtract_(vecs[lane], part)
             inside[lane] += part
-    norms = finite(space.sum_over(space.local_pairs([(vec, vec) for vec in vecs])), what).clamp(min=0.0).sqrt().tolist()
-    return [Split(one, norm) for one, norm in zip(inside, norms, strict=True)]
+    squares = finite(space.sum_over(space.local_pairs([(vec, vec) for vec in vecs])), source)
+    norms = squares.clamp(min=0.0).sqrt().tolist()
+    return [Split(coordinates, norm) for coordinates, norm in zip(inside, norms, strict=True)]
 
 
 def is_noise(norm: float, scale: float, space: Space) -> bool:
@@ -187,9 +190,9 @@ def append_orthonormal(space: Space, basis: list[Vec], vec: Vec) -> Tensor:
         FloatingPointError: `vec` has entries that are not finite.
     """
     along, start = torch.zeros(len(basis), **HOST), 0.0
-    for turn in range(2):
+    for sweep in range(2):
         dots = finite(space.dots([*basis, vec], [vec])[:, 0], "the matrix")
-        start = start if turn else math.sqrt(max(float(dots[-1]), 0.0))
+        start = start if sweep else math.sqrt(max(float(dots[-1]), 0.0))
         along += dots[:-1]
         subtract_(vec, basis, dots[:-1])
     length = math.sqrt(max(float(dots[-1] - dots[:-1].square().sum()), 0.0))
@@ -201,6 +204,6 @@ def append_orthonormal(space: Space, basis: list[Vec], vec: Vec) -> Tensor:
 
 def subtract_(vec: Vec, basis: Sequence[Vec], factors: Tensor) -> Vec:
     """Take each vector of `basis`, times its factor, from `vec` in place; the vector itself."""
-    for one, factor in zip(basis, factors.tolist(), strict=True):
-        add_(vec, one, -factor)
+    for row, factor in zip(basis, factors.tolist(), strict=True):
+        add_(vec, row, -factor)
     return vec

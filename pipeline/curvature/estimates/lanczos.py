@@ -100,8 +100,10 @@ class LanczosRun:
     def converged(self) -> int:
         """The number of the k best that have converged, for the progress bar."""
         pairs, picks = self._best()
-        known = len(self.at.locked)
-        return sum(pick < known or float(pairs.residuals[pick - known]) <= self._enough() for pick in picks)
+        locked_count = len(self.at.locked)
+        return sum(
+            pick < locked_count or float(pairs.residuals[pick - locked_count]) <= self._enough() for pick in picks
+        )
 
     def state(self, products: int) -> dict[str, Any] | None:
         """All that a run needs to go on after so many products; None in the moment in which rows are being overwritten,
@@ -124,11 +126,11 @@ class LanczosRun:
     def _begin_round(self) -> None:
         """Draw a block at right angles to the locked; or be done, if nothing is left or is to be proved."""
         locked, goal = self.at.locked, self.goal
-        left = self.map.space.size - len(locked)
-        if not left or (len(locked) == goal.k and goal.miss >= 1):
+        remaining = self.map.space.size - len(locked)
+        if not remaining or (len(locked) == goal.k and goal.miss >= 1):
             self.at = replace(self.at, done=True)
             return
-        starts, drawn = min(goal.block, left), self.at.drawn
+        starts, drawn = min(goal.block, remaining), self.at.drawn
         while len(self.basis) < len(locked) + starts:
             vec = self.map.space.random("normal", goal.seed, drawn)
             [split] = orthogonalise_([self.basis], [vec], "random start")
@@ -145,21 +147,21 @@ class LanczosRun:
     def _multiply(self) -> None:
         """Multiply the rows that wait; what leads out of the span become rows that wait."""
         at, space = self.at, self.map.space
-        known = len(at.locked)
+        locked_count = len(at.locked)
         first, waiting = len(self.basis) - at.waiting, at.waiting
-        projection = torch.zeros(len(self.basis) - known + waiting, first - known + waiting, **HOST)
+        projection = torch.zeros(len(self.basis) - locked_count + waiting, first - locked_count + waiting, **HOST)
         projection[: at.projection.shape[0], : at.projection.shape[1]] = at.projection
-        column, image = first - known, at.image
+        column, image = first - locked_count, at.image
         for _, images in products_of(self.map, [self.basis.row(row) for row in range(first, len(self.basis))]):
             for vec in images:
                 [split] = orthogonalise_([self.basis], [vec], self.map.name)
                 image = max(image, split.whole)
-                projection[: len(self.basis) - known, column] = split.inside[known:]
+                projection[: len(self.basis) - locked_count, column] = split.inside[locked_count:]
                 if len(self.basis) < space.size and not is_noise(split.norm, image, space):
-                    projection[len(self.basis) - known, column] = split.norm
+                    projection[len(self.basis) - locked_count, column] = split.norm
                     self.basis.append(scale_(vec, 1 / split.norm))
                 column += 1
-        projection = projection[: len(self.basis) - known]
+        projection = projection[: len(self.basis) - locked_count]
         products = at.products + waiting
         self.at = replace(at, projection=projection, products=products, image=image, judged=False)
 
@@ -182,11 +184,11 @@ class LanczosRun:
 
     def _best(self) -> tuple[Ritz, list[int]]:
         """The k best of the locked, which come first, and the Ritz values, which must be better by more than noise."""
-        pairs, known = self._ritz, len(self.at.locked)
+        pairs, locked_count = self._ritz, len(self.at.locked)
         values = torch.cat([self.at.locked, pairs.values])
-        behind = torch.full((len(values),), self._slack() * (known == self.goal.k), **HOST)
-        behind[:known] = 0.0
-        return pairs, wanted(values, self.goal.k, self.goal.which, behind)
+        setbacks = torch.full((len(values),), self._slack() * (locked_count == self.goal.k), **HOST)
+        setbacks[:locked_count] = 0.0
+        return pairs, wanted(values, self.goal.k, self.goal.which, setbacks)
 
     def _proved(self, pairs: Ritz) -> bool:
         """Whether this round's start would have shown an eigenpair that is wanted more than the last of the locked."""
@@ -219,11 +221,11 @@ class LanczosRun:
     def _restart(self, pairs: Ritz, fresh: int) -> None:
         """Cut the space down to its best Ritz vectors and the rows that wait, which still lead out of it alike."""
         assert self.goal.most is not None
-        known, waiting = len(self.at.locked), self.at.waiting
-        room = self.goal.most - known - 2 * waiting
+        locked_count, waiting = len(self.at.locked), self.at.waiting
+        room = self.goal.most - locked_count - 2 * waiting
         keep = wanted(pairs.values, min(room, max(fresh, room // 2)), self.goal.which)
         factors = torch.block_diag(
-            torch.eye(known, **HOST), pairs.vectors[:, keep], torch.eye(waiting, **HOST)
+            torch.eye(locked_count, **HOST), pairs.vectors[:, keep], torch.eye(waiting, **HOST)
         )
         chain = None if self.at.chain is None else self.at.chain.followed(pairs, len(keep))
         projection = torch.cat([torch.diag(pairs.values[keep]), pairs.rest[:, keep]])

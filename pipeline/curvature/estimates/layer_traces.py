@@ -112,14 +112,14 @@ def layer_traces(
           front  4 +- 0        2                2
     """
     sampling = SampleSize(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
-    here, names_of = _counted_entries(A.space), layers_of(A.space, groups)
+    entries, names_of = _counted_entries(A.space), layers_of(A.space, groups)
 
     def by_layer(vectors: list[Vec], products: list[Vec]) -> Tensor:
         local = [_local_sums(A.space, names_of, vec, product) for vec, product in zip(vectors, products, strict=True)]
         return A.space.sum_over(torch.stack(local))
 
     drawn = estimate(sampling, by_layer, "traces of layers", groups=names_of)
-    sizes = A.space.sum_over(torch.tensor([_size(group, here) for group in names_of.values()], **HOST))
+    sizes = A.space.sum_over(torch.tensor([_size(group, entries) for group in names_of.values()], **HOST))
     return LayerTraces(
         dict(zip(names_of, drawn.mean.tolist(), strict=True)),
         dict(zip(names_of, drawn.stderr.tolist(), strict=True)),
@@ -132,8 +132,9 @@ def layer_traces(
 
 def _local_sums(space: Space, groups: Mapping[str, Sequence[str]], vec: Vec, product: Vec) -> Tensor:
     """z * A z summed over the entries of each group that count here: [groups]."""
-    times = [one * other * counts for one, other, counts in zip(vec, product, space.counted, strict=True)]
-    sums = {name: part.sum(dtype=torch.float64).cpu() for name, part in space.named(times).items()}
+    shards = zip(vec, product, space.counted, strict=True)
+    terms = [vec_shard * product_shard * counts for vec_shard, product_shard, counts in shards]
+    sums = {name: part.sum(dtype=torch.float64).cpu() for name, part in space.named(terms).items()}
     none = torch.zeros((), **HOST)
     return torch.stack([sum((sums.get(name, none) for name in group), none) for group in groups.values()])
 
@@ -146,8 +147,8 @@ def _counted_entries(space: Space) -> dict[str, int]:
     return {name: part.numel() for name, part in space.named(marked).items() if part.numel() and part.any()}
 
 
-def _size(group: Sequence[str], here: Mapping[str, int]) -> int:
-    return sum(here.get(name, 0) for name in group)
+def _size(group: Sequence[str], entries: Mapping[str, int]) -> int:
+    return sum(entries.get(name, 0) for name in group)
 
 
 def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
@@ -162,11 +163,11 @@ def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[
 
 def _agreed_names(space: Space, names: Sequence[str]) -> list[str]:
     """The names of all processes, in the processes' order: their bytes, summed, each process's at its own place."""
-    own = torch.tensor(list("\n".join(names).encode()), **HOST)
-    ends = space.gathered([len(own)])[:, 0].long().cumsum(0).tolist()
+    own_bytes = torch.tensor(list("\n".join(names).encode()), **HOST)
+    ends = space.gathered([len(own_bytes)])[:, 0].long().cumsum(0).tolist()
     starts = [0, *ends[:-1]]
     text = torch.zeros(ends[-1], **HOST)
-    text[starts[space.rank] : ends[space.rank]] = own
+    text[starts[space.rank] : ends[space.rank]] = own_bytes
     whole = bytes(space.sum_over(text).long().tolist())
     parts = [whole[start:end].decode().split("\n") for start, end in zip(starts, ends, strict=True) if end > start]
     return list(dict.fromkeys(name for part in parts for name in part))

@@ -51,8 +51,8 @@ def gauss(alphas: Tensor, betas: Tensor) -> QuadratureRule:
     >>> [[round(number, 6) for number in numbers.tolist()] for numbers in rule]
     [[1.0, 3.0], [0.5, 0.5], [0.353553, 0.353553]]
     """
-    beside = betas[:-1]
-    nodes, vectors = torch.linalg.eigh(torch.diag(alphas) + torch.diag(beside, 1) + torch.diag(beside, -1))
+    off_diagonal = betas[:-1]
+    nodes, vectors = torch.linalg.eigh(torch.diag(alphas) + torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))
     weights = vectors[0].square()
     residuals, gaps = betas[-1] * vectors[-1].abs(), nodes.diff()
     farther = torch.maximum(torch.cat([gaps.new_zeros(1), gaps]), torch.cat([gaps, gaps.new_zeros(1)]))
@@ -68,9 +68,9 @@ def stacked(rules: Sequence[QuadratureRule], steps: int) -> QuadratureRule:
     """
     rows = []
     for nodes, weights, reach in rules:
-        rest = steps - len(nodes)
-        filled = nodes[-1:].expand(rest), nodes.new_zeros(rest), nodes.new_zeros(rest)
-        rows.append([torch.cat(both) for both in zip((nodes, weights, reach), filled, strict=True)])
+        padding = steps - len(nodes)
+        filled = nodes[-1:].expand(padding), nodes.new_zeros(padding), nodes.new_zeros(padding)
+        rows.append([torch.cat(pair) for pair in zip((nodes, weights, reach), filled, strict=True)])
     return QuadratureRule(*[torch.stack(runs) for runs in zip(*rows, strict=True)])
 
 

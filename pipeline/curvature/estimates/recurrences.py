@@ -95,16 +95,16 @@ def conjugate_gradients(
         IndefiniteError: M is not positive definite.
     """
     if recurrence.vectors:
-        x, left, along = recurrence.vectors
+        x, residual, along = recurrence.vectors
         energy, square, step = recurrence.numbers
     else:
-        left, x = residual, [torch.zeros_like(part) for part in residual]
-        scaled = system.scaled(left)
+        x = [torch.zeros_like(part) for part in residual]
+        scaled = system.scaled(residual)
         along = copy(scaled)
-        energy, square = yield DotsRequest(((left, scaled), (left, left)))
+        energy, square = yield DotsRequest(((residual, scaled), (residual, residual)))
         step = 0
     while step < limit and math.sqrt(square) > aim:
-        recurrence.vectors, recurrence.numbers = [x, left, along], [energy, square, step]
+        recurrence.vectors, recurrence.numbers = [x, residual, along], [energy, square, step]
         step += 1
         image = yield ProductRequest(along, math.sqrt(square))
         curvature, length, reach = yield DotsRequest(((along, image), (along, along), (image, image)))
@@ -112,11 +112,11 @@ def conjugate_gradients(
         if curvature <= system.eps * math.sqrt(length * reach):
             raise IndefiniteError(_indefinite(system, curvature / max(length, torch.finfo(torch.float64).tiny), step))
         add_(x, along, energy / curvature)
-        add_(left, image, -energy / curvature)
-        scaled = system.scaled(left)
-        before = energy
-        energy, square = yield DotsRequest(((left, scaled), (left, left)))
-        add_(scale_(along, energy / before), scaled)
+        add_(residual, image, -energy / curvature)
+        scaled = system.scaled(residual)
+        old_energy = energy
+        energy, square = yield DotsRequest(((residual, scaled), (residual, residual)))
+        add_(scale_(along, energy / old_energy), scaled)
     return x, step, norm
 
 
@@ -128,25 +128,25 @@ def minimal_residual(
     Takes and returns what `conjugate_gradients` does; the names of numbers are those of the paper's section 6.
     """
     if recurrence.vectors:
-        x, older, old, last, here, along, rest = recurrence.vectors
-        beta, phi_bar, left, cos, sin, delta_bar, epsilon, norm, step = recurrence.numbers
+        x, older, old, last, unit_vec, along, rest = recurrence.vectors
+        beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, norm, step = recurrence.numbers
     else:
         x, older, old, last = ([torch.zeros_like(part) for part in residual] for _ in range(4))
-        fresh = residual  # the next Lanczos vector; divided by its norm it is `here`, and preconditioned `along`
+        fresh = residual  # the next Lanczos vector; divided by its norm it is `unit_vec`, and preconditioned `along`
         scaled = system.scaled(fresh)
         energy, square = yield DotsRequest(((fresh, scaled), (fresh, fresh)))
         beta = phi_bar = math.sqrt(energy)
-        here, along = _unit(fresh, scaled, beta)
-        rest, left = copy(here), math.sqrt(square)  # residual = phi_bar * rest
+        unit_vec, along = _unit(fresh, scaled, beta)
+        rest, residual_norm = copy(unit_vec), math.sqrt(square)  # residual = phi_bar * rest
         cos, sin, delta_bar, epsilon = -1.0, 0.0, 0.0, 0.0
         step = 0
-    while step < limit and left > aim:
-        recurrence.vectors = [x, older, old, last, here, along, rest]
-        recurrence.numbers = [beta, phi_bar, left, cos, sin, delta_bar, epsilon, norm, step]
+    while step < limit and residual_norm > aim:
+        recurrence.vectors = [x, older, old, last, unit_vec, along, rest]
+        recurrence.numbers = [beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, norm, step]
         step += 1
-        fresh = yield ProductRequest(along, left)
+        fresh = yield ProductRequest(along, residual_norm)
         (alpha,) = yield DotsRequest(((along, fresh),))
-        add_(add_(fresh, here, -alpha), older, -beta)  # `older` begins at zero
+        add_(add_(fresh, unit_vec, -alpha), older, -beta)  # `older` begins at zero
         scaled = system.scaled(fresh)
         energy, across, square, rests = yield DotsRequest(
             ((fresh, scaled), (rest, fresh), (fresh, fresh), (rest, rest))
@@ -165,11 +165,11 @@ def minimal_residual(
         phi_bar *= sin
         if beta <= system.eps * norm:  # the space is complete
             break
-        older, (here, along) = here, _unit(fresh, scaled, beta)
-        left = phi_bar * math.sqrt(
+        older, (unit_vec, along) = unit_vec, _unit(fresh, scaled, beta)
+        residual_norm = phi_bar * math.sqrt(
             max(sin * sin * rests - 2.0 * sin * cos * across / beta + cos * cos * square / beta**2, 0.0)
         )
-        add_(scale_(rest, sin), here, -cos)
+        add_(scale_(rest, sin), unit_vec, -cos)
     return x, step, norm
 
 

@@ -71,7 +71,8 @@ class Saves:
         states, refusal = {}, None
         try:
             self._check_folder()
-            states = {kept["step"]: kept["state"] for kept in (self._read(self.before), self._read(self.path)) if kept}
+            files = self._read(self.before), self._read(self.path)
+            states = {saved["step"]: saved["state"] for saved in files if saved}
         except ResumeError as error:
             refusal = error
         steps = self._agreed(sorted(states), refusal)
@@ -79,10 +80,10 @@ class Saves:
 
     def due(self) -> bool:
         """Whether it is time to save: rank 0's clock decides for all. All call it."""
-        now = float(time.monotonic() - self._written >= self._every and self._space.rank == 0)
+        is_due = float(time.monotonic() - self._written >= self._every and self._space.rank == 0)
         if self._space.ranks > 1:
-            now = float(self._space.sum_over(torch.tensor([now], **HOST)))
-        return now > 0
+            is_due = float(self._space.sum_over(torch.tensor([is_due], **HOST)))
+        return is_due > 0
 
     def write(self, step: int, state: Plain) -> None:
         """Save the state after a step. A process that dies meanwhile leaves the last file whole."""
@@ -121,26 +122,26 @@ class Saves:
         if not path.exists():
             return None
         try:
-            kept: dict[str, Plain] = torch.load(path, map_location="cpu", weights_only=True)
-            then = kept["settings"]
+            saved: dict[str, Plain] = torch.load(path, map_location="cpu", weights_only=True)
+            settings = saved["settings"]
         except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
             raise ResumeError(
                 f"{path} cannot be read as the state of a run ({type(error).__name__}: {str(error)[:200]}). "
                 "Delete it to begin anew, or give another path to resume."
             ) from error
-        if then != self._settings:
+        if settings != self._settings:
             raise ResumeError(
-                f"{path} is the state of another run: {', '.join(_changes(then, self._settings))}. "
+                f"{path} is the state of another run: {', '.join(_changes(settings, self._settings))}. "
                 "Call with what it was to go on, or delete the file, or give another path to resume."
             )
-        return kept
+        return saved
 
     def _step_of(self, path: Path) -> int:
         return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"])
 
-    def _agreed(self, mine: list[int], refusal: ResumeError | None) -> set[int]:
+    def _agreed(self, own_steps: list[int], refusal: ResumeError | None) -> set[int]:
         """The steps that all processes have; all raise if one has to."""
-        table = self._space.gathered([refusal is not None, *(step + 1 for step in mine), 0, 0][:3])
+        table = self._space.gathered([refusal is not None, *(step + 1 for step in own_steps), 0, 0][:3])
         if refusal is not None:
             raise refusal
         if bool(table[:, 0].any()):
@@ -150,12 +151,13 @@ class Saves:
         steps = [{int(step) - 1 for step in row if step} for row in table[:, 1:]]
         common = set.intersection(*steps)
         if any(steps) and not common:
-            kept = "; ".join(
-                f"rank {rank} has {' and '.join(map(str, sorted(one))) or 'none'}" for rank, one in enumerate(steps)
+            listing = "; ".join(
+                f"rank {rank} has {' and '.join(map(str, sorted(rank_steps))) or 'none'}"
+                for rank, rank_steps in enumerate(steps)
             )
             raise ResumeError(
-                f"no step of the run is on all processes ({kept}), files like {self.path}. Put back the file that is "
-                "missing, or delete them all to begin anew."
+                f"no step of the run is on all processes ({listing}), files like {self.path}. Put back the file that "
+                "is missing, or delete them all to begin anew."
             )
         return common
 
@@ -172,7 +174,7 @@ class Resumable:
         bar: counts its products.
 
     Attributes:
-        kept: the state to go on from, or None.
+        saved_state: the state to go on from, or None.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class Resumable:
         bar: Progress,
     ) -> None:  # fmt: skip
         self._saves = None if path is None else Saves(path, A.space, {**settings_of(A), **settings}, every)
-        self.kept: Plain | None = None if self._saves is None else self._saves.latest()
+        self.saved_state: Plain | None = None if self._saves is None else self._saves.latest()
         self._bar, self._step, self._is_done = bar, 0, True
         self._state: Callable[[], Plain | None] = lambda: None
 
@@ -194,10 +196,10 @@ class Resumable:
         Args:
             note: for the bar; see `Progress.advance`.
         """
-        more = step - self._step
+        advance = step - self._step
         self._step, self._state = step, state
-        self._bar.advance(more, note)
-        if self._saves is not None and more and self._saves.due():
+        self._bar.advance(advance, note)
+        if self._saves is not None and advance and self._saves.due():
             self._saves.write(step, state())
 
     def leave(self) -> None:
@@ -232,8 +234,8 @@ def on_host(vecs: Sequence[Vec]) -> list[list[Tensor]]:
 
 def from_host(space: Space, vecs: Sequence[Sequence[Tensor]]) -> list[Vec]:
     """Vectors of a state."""
-    like = space.zeros()
-    return [[shard.to(one, copy=True) for shard, one in zip(vec, like, strict=True)] for vec in vecs]
+    targets = space.zeros()
+    return [[shard.to(target, copy=True) for shard, target in zip(vec, targets, strict=True)] for vec in vecs]
 
 
 def file_of_rank(path: Path, rank: int, ranks: int) -> Path:
@@ -251,9 +253,9 @@ def shard_sizes(space: Space) -> list[int]:
     return [len(shard) for shard in space.zeros()]
 
 
-def _changes(then: Mapping[str, Plain], now: Mapping[str, Plain]) -> list[str]:
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    return [f"{name} was {_short(then.get(name))} and is {_short(now.get(name))}" for name in names]
+def _changes(saved: Mapping[str, Plain], current: Mapping[str, Plain]) -> list[str]:
+    names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
+    return [f"{name} was {_short(saved.get(name))} and is {_short(current.get(name))}" for name in names]
 
 
 def _short(value: Plain) -> str:

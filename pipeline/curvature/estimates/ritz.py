@@ -62,41 +62,41 @@ def ritz(projection: Tensor) -> Ritz:
         >>> [round(value, 4) for value in found.residuals.tolist()]
         [0.3536, 0.3536]
     """
-    known = projection.shape[1]
-    inner = projection[:known]
+    dimension = projection.shape[1]
+    inner = projection[:dimension]
     values, vectors = torch.linalg.eigh((inner + inner.T) / 2)
-    return Ritz(values, vectors, projection[known:] @ vectors)
+    return Ritz(values, vectors, projection[dimension:] @ vectors)
 
 
-def wanted(values: Tensor, count: int, which: str, behind: Tensor | float = 0.0) -> list[int]:
+def wanted(values: Tensor, count: int, which: str, setbacks: Tensor | float = 0.0) -> list[int]:
     """The places of the wanted values, the most wanted first; for "BE" the largest first.
 
     Args:
         count: how many; all if there are fewer.
-        behind: for each value how far it is set back against the others, in its own unit.
+        setbacks: for each value how far it is set back against the others, in its own unit.
 
     Example:
         >>> wanted(torch.tensor([1.0, -3.0, 2.0]), 2, "LM"), wanted(torch.tensor([1.0, -3.0, 2.0]), 2, "BE")
         ([1, 2], [2, 1])
     """
-    behind = torch.zeros_like(values) + behind
+    setbacks = torch.zeros_like(values) + setbacks
     if which == "BE":
-        high = wanted(values, -(-count // 2), "LA", behind)
+        high = wanted(values, -(-count // 2), "LA", setbacks)
         rest = [place for place in range(len(values)) if place not in high]
-        low = wanted(values[rest], count - len(high), "SA", behind[rest])
+        low = wanted(values[rest], count - len(high), "SA", setbacks[rest])
         return high + [rest[place] for place in reversed(low)]
-    key = {"LM": values.abs(), "LA": values, "SA": -values}[which] - behind
+    key = {"LM": values.abs(), "LA": values, "SA": -values}[which] - setbacks
     return torch.argsort(key, descending=True, stable=True)[:count].tolist()
 
 
 def limits(values: Tensor, which: str, slack: float) -> list[float]:
     """Past which points an eigenvalue would be more wanted than the last of these, by more than `slack`."""
     if which == "LM":
-        past = float(values.abs().min()) + slack
-        return [past, -past]
+        point = float(values.abs().min()) + slack
+        return [point, -point]
     high = {"LA": len(values), "SA": 0, "BE": -(-len(values) // 2)}[which]
     above, below = values.sort(descending=True).values.tensor_split([high])
-    return [float(one) + slack for one in above[-1:]] + [float(one) - slack for one in below[:1]]
+    return [float(value) + slack for value in above[-1:]] + [float(value) - slack for value in below[:1]]
 
 
 @dataclass(frozen=True)

@@ -52,16 +52,16 @@ class Drawn(NamedTuple):
     stopped: str  # "samples" (all spent), "tolerance" (reached) or "exact"
 
 
-def estimate(sampling: SampleSize, measure: Measure, what: str, **settings: Any) -> Drawn:
+def estimate(sampling: SampleSize, measure: Measure, quantity: str, **settings: Any) -> Drawn:
     """The mean of a measure over random vectors; exact, over a basis, where there are products enough for one.
 
     Args:
         measure: a quadratic form or several, so that the sum over a basis is the mean over random vectors.
-        what: of the matrix is estimated, for the progress bar.
+        quantity: of the matrix is estimated, for the progress bar.
         settings: of the measure, for a run that goes on.
     """
-    with sampling.resumable(what, **settings) as run:
-        return draw(sampling, measure, run.reached, [] if run.kept is None else [run.kept])
+    with sampling.resumable(quantity, **settings) as run:
+        return draw(sampling, measure, run.reached, [] if run.saved_state is None else [run.saved_state])
 
 
 def draw(

@@ -53,16 +53,16 @@ def to_scipy(A: LinearMap, dtype: Any = None) -> Any:
     except ImportError as error:
         raise ImportError("to_scipy needs scipy, which is not installed: pip install scipy") from error
     numpy = importlib.import_module("numpy")
-    kind = numpy.dtype(str(A.space.dtype).removeprefix("torch.") if dtype is None else dtype)
+    result_dtype = numpy.dtype(str(A.space.dtype).removeprefix("torch.") if dtype is None else dtype)
 
     def matmat(columns: Any) -> Any:
         if numpy.iscomplexobj(columns):
             raise TypeError(f"{A.name} takes real vectors: multiply the real and the imaginary part on their own")
-        given = torch.from_numpy(numpy.array(columns, numpy.float64))
-        return torch.cat([A @ some for some in given.split(A.block, 1)], 1).numpy().astype(kind)
+        vectors = torch.from_numpy(numpy.array(columns, numpy.float64))
+        return torch.cat([A @ block for block in vectors.split(A.block, 1)], 1).numpy().astype(result_dtype)
 
     def matvec(column: Any) -> Any:
         return matmat(column.reshape(-1, 1))[:, 0]
 
     shape = (A.space.size, A.space.size)
-    return linalg.LinearOperator(shape, matvec, rmatvec=matvec, matmat=matmat, rmatmat=matmat, dtype=kind)
+    return linalg.LinearOperator(shape, matvec, rmatvec=matvec, matmat=matmat, rmatmat=matmat, dtype=result_dtype)

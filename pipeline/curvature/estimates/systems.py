@@ -63,25 +63,25 @@ class SystemState:
     """The state of one system that asks for a product.
 
     Attributes:
-        at: "start", in the "steps" of a recurrence, at the "check" of what that gave, or at the "end".
+        phase: "start", in the "steps" of a recurrence, at the "check" of what that gave, or at the "end".
         recurrence: the state of that.
         vectors: x; at the check what may take its place.
         numbers: the residual and the number of products; before the end the rounds, the norm, at the check its steps.
     """
 
-    at: str = "start"
+    phase: str = "start"
     recurrence: RecurrenceState = field(default_factory=RecurrenceState)
     vectors: list[Vec] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)
 
-    def now(self, at: str, vectors: list[Vec], numbers: list[Any]) -> None:
+    def enter(self, phase: str, vectors: list[Vec], numbers: list[Any]) -> None:
         """Note where the system stands; a recurrence begins there, if any."""
-        self.at, self.vectors, self.numbers, self.recurrence = at, vectors, numbers, RecurrenceState()
+        self.phase, self.vectors, self.numbers, self.recurrence = phase, vectors, numbers, RecurrenceState()
 
     def plain(self) -> dict[str, Any]:
         """As a state holds it."""
         of_steps = {"vectors": on_host(self.recurrence.vectors), "numbers": self.recurrence.numbers}
-        return {"at": self.at, "steps": of_steps, "vectors": on_host(self.vectors), "numbers": self.numbers}
+        return {"at": self.phase, "steps": of_steps, "vectors": on_host(self.vectors), "numbers": self.numbers}
 
     @classmethod
     def of(cls, space: Space, plain: Mapping[str, Any]) -> Self:
@@ -108,25 +108,26 @@ def solved(
         FloatingPointError: a vector has entries that are not finite.
     """
     run = Resumable(A, None, 0.0, {}, Progress(None, A.name, show=False)) if run is None else run
-    kept = run.kept or {"products": 0, "places": [SystemState().plain() for _ in bs]}
-    states, asked = [SystemState.of(A.space, plain) for plain in kept["places"]], kept["products"]
+    saved = run.saved_state or {"products": 0, "places": [SystemState().plain() for _ in bs]}
+    states, spent = [SystemState.of(A.space, plain) for plain in saved["places"]], saved["products"]
     ends: list[SystemResult] = []
     with run:
 
         def products(asks: Sequence[ProductRequest]) -> list[Vec]:
-            nonlocal asked
-            waits, before = True, asked
+            nonlocal spent
+            is_waiting, spent_before = True, spent
             residual = max(ask.residual for ask in asks)
-            run.reached(before, lambda: _state(before, states) if waits else None, f"residual {residual:.1e}")
+            note = f"residual {residual:.1e}"
+            run.reached(spent_before, lambda: _state(spent_before, states) if is_waiting else None, note)
             images = A.products([ask.vec for ask in asks])
-            waits, asked = False, asked + len(asks)
+            is_waiting, spent = False, spent + len(asks)
             return images
 
         for first in range(0, len(bs), A.block):
-            members = range(first, min(first + A.block, len(bs)))
-            runs = [_refined(plan, bs[i], None if starts is None else starts[i], states[i]) for i in members]
+            indices = range(first, min(first + A.block, len(bs)))
+            runs = [_refined(plan, bs[i], None if starts is None else starts[i], states[i]) for i in indices]
             ends += _in_lockstep(A, plan.system.damping, runs, products)
-        run.reached(asked, lambda: _state(asked, states))
+        run.reached(spent, lambda: _state(spent, states))
     return ends
 
 
@@ -183,47 +184,48 @@ def _refined(plan: SolveSettings, b: Vec, start: Vec | None, state: SystemState)
         b, start: the right-hand side, and a guess of x.
         state: where to go on; kept up to date.
     """
-    if state.at == "end":
+    if state.phase == "end":
         return SystemResult(state.vectors[0], *state.numbers)
     (square,) = yield DotsRequest(((b, b),))
     size = math.sqrt(square)
     if size == 0.0:
         return _ended(state, [torch.zeros_like(part) for part in b], 0.0, 0)
-    left: Vec = []
-    if state.at == "start":
+    remainder: Vec = []
+    if state.phase == "start":
         x, products = ([torch.zeros_like(part) for part in b], 0) if start is None else (start, 1)
-        left = copy(b) if start is None else combined([b, (yield ProductRequest(x))], [1.0, -1.0])
-        (square,) = yield DotsRequest(((left, left),))
+        remainder = copy(b) if start is None else combined([b, (yield ProductRequest(x))], [1.0, -1.0])
+        (square,) = yield DotsRequest(((remainder, remainder),))
         residual, rounds, norm = math.sqrt(square) / size, 0, 0.0
     else:
         x, (residual, products, rounds, norm, *_) = state.vectors[0], state.numbers
     while residual > plan.tol and products + 2 <= plan.limit:
-        if state.at == "start":
+        if state.phase == "start":
             # Of norm 1, so that float32 does not underflow.
-            scale_(left, 1.0 / (residual * size))
-            state.now("steps", [x], [residual, products, rounds, norm])
-        if state.at == "steps":
+            scale_(remainder, 1.0 / (residual * size))
+            state.enter("steps", [x], [residual, products, rounds, norm])
+        if state.phase == "steps":
             # Aimed a little lower, so that rounding needs no further round.
             aim, limit = 0.9 * plan.tol / residual, plan.limit - products - 1
-            more, steps, norm = yield from METHODS[plan.method](plan.system, left, aim, limit, norm, state.recurrence)
-            trial = add_(scale_(more, residual * size), x)
-            state.now("check", [x, trial], [residual, products, rounds, norm, steps])
+            recurrence = METHODS[plan.method](plan.system, remainder, aim, limit, norm, state.recurrence)
+            correction, steps, norm = yield from recurrence
+            trial = add_(scale_(correction, residual * size), x)
+            state.enter("check", [x, trial], [residual, products, rounds, norm, steps])
         else:
             trial, steps = state.vectors[1], state.numbers[4]
-        left = combined([b, (yield ProductRequest(trial, residual))], [1.0, -1.0])
-        (square,) = yield DotsRequest(((left, left),))
-        before, residual_now = residual, math.sqrt(square) / size
+        remainder = combined([b, (yield ProductRequest(trial, residual))], [1.0, -1.0])
+        (square,) = yield DotsRequest(((remainder, remainder),))
+        old_residual, new_residual = residual, math.sqrt(square) / size
         products, rounds = products + steps + 1, rounds + 1
-        if residual_now > before and (rounds > 1 or plan.method == "minres"):
+        if new_residual > old_residual and (rounds > 1 or plan.method == "minres"):
             break  # rounding alone; but conjugate gradients lower another norm, and may raise this one on their way
-        x, residual, state.at = trial, residual_now, "start"
-        if residual > before / 2.0:
+        x, residual, state.phase = trial, new_residual, "start"
+        if residual > old_residual / 2.0:
             break
     return _ended(state, x, residual, products)
 
 
 def _ended(state: SystemState, x: Vec, residual: float, products: int) -> SystemResult:
-    state.now("end", [x], [residual, products])
+    state.enter("end", [x], [residual, products])
     return SystemResult(x, residual, products)
 
 
@@ -266,17 +268,17 @@ def _scales(A: LinearMap, preconditioner: VecLike, damping: float) -> Vec:
     return [part.reciprocal() for part in diagonal]
 
 
-def fitting(space: Space, given: VecLike, what: str) -> Vec:
+def fitting(space: Space, vector: VecLike, name: str) -> Vec:
     """A vector of the space with the entries that were given, in memory of its own.
 
     Raises:
-        KeyError, ValueError: it does not fit; `what` names it.
+        KeyError, ValueError: it does not fit; `name` names it.
     """
-    if isinstance(given, Tensor) and given.dim() != 1:
-        raise ValueError(f"{what} has shape {list(given.shape)}. Give one vector, of shape [n].")
-    vec = taken(space, given)[0][0] if isinstance(given, (Tensor, Mapping)) else given
-    own = space.zeros()
-    shapes, wanted = [tuple(part.shape) for part in vec], [tuple(part.shape) for part in own]
+    if isinstance(vector, Tensor) and vector.dim() != 1:
+        raise ValueError(f"{name} has shape {list(vector.shape)}. Give one vector, of shape [n].")
+    vec = taken(space, vector)[0][0] if isinstance(vector, (Tensor, Mapping)) else vector
+    targets = space.zeros()
+    shapes, wanted = [tuple(part.shape) for part in vec], [tuple(part.shape) for part in targets]
     if shapes != wanted:
-        raise ValueError(f"{what} has shards of shapes {shapes}, the space {wanted}. Make it with space.vec(by_name).")
-    return [part.detach().to(place, copy=True) for part, place in zip(vec, own, strict=True)]
+        raise ValueError(f"{name} has shards of shapes {shapes}, the space {wanted}. Make it with space.vec(by_name).")
+    return [part.detach().to(target, copy=True) for part, target in zip(vec, targets, strict=True)]

@@ -31,7 +31,7 @@ def tridiagonals(
     starts: Sequence[Vec],
     steps: int,
     reached: Callable[[int, Callable[[], Any]], None] = lambda products, state: None,
-    kept: Sequence[dict[str, Any]] | None = None,
+    saved_states: Sequence[dict[str, Any]] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Run Lanczos from each of some vectors, all in lockstep, so that their products are asked for together.
 
@@ -42,7 +42,7 @@ def tridiagonals(
         steps: products for each start. Fewer are spent once its Krylov space is invariant, at the latest after as
             many as vectors have entries.
         reached: told after each group of products how many it was, and what gives the state then.
-        kept: a state of the same starts, to go on from.
+        saved_states: a state of the same starts, to go on from.
 
     Returns:
         for each start alphas [m] and betas [m], float64, on the CPU, the same on every process; m <= steps. The last
@@ -66,23 +66,23 @@ def tridiagonals(
     if steps < 1:
         raise ValueError(f"steps is {steps}: Lanczos needs at least 1.")
     lanes = [_LanczosLane(A.space, start, number) for number, start in enumerate(starts)]
-    for lane, state in zip(lanes, kept or (), strict=bool(kept)):
+    for lane, state in zip(lanes, saved_states or (), strict=bool(saved_states)):
         lane.go_on(state)
     for step in range(1, min(steps, A.space.size) + 1):
-        live = [lane for lane in lanes if lane.taken == step - 1 and not lane.is_done]
+        live = [lane for lane in lanes if lane.products == step - 1 and not lane.is_done]
         for group in blocks(live, A.block):
             images = A.products([lane.basis.row(-1) for lane in group])
             splits = orthogonalise_([lane.basis for lane in group], images, A.name)
             for lane, image, split in zip(group, images, splits, strict=True):
                 lane.take(image, split, last=step == min(steps, A.space.size))
-            reached(len(images), partial(_states, [(lane, lane.taken, lane.scale, lane.is_done) for lane in lanes]))
+            reached(len(images), partial(_states, [(lane, lane.products, lane.scale, lane.is_done) for lane in lanes]))
     return [lane.coefficients() for lane in lanes]
 
 
-def _states(noted: Sequence[tuple[_LanczosLane, int, float, bool]]) -> list[dict[str, Any]] | None:
+def _states(snapshots: Sequence[tuple[_LanczosLane, int, float, bool]]) -> list[dict[str, Any]] | None:
     """The states of lanes as they were noted; None if one has ended since, and dropped its rows."""
-    states = [lane.state(taken, scale) for lane, taken, scale, is_done in noted if lane.is_done == is_done]
-    return states if len(states) == len(noted) else None
+    states = [lane.state(products, scale) for lane, products, scale, is_done in snapshots if lane.is_done == is_done]
+    return states if len(states) == len(snapshots) else None
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _LanczosLane:
     alphas: list[float] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
     scale: float = 0.0
-    taken: int = 0
+    products: int = 0
     """The products that it has taken whole."""
     is_done: bool = False
 
@@ -114,22 +114,22 @@ class _LanczosLane:
         self.betas.append(rest)
         if last or not rest:
             self.is_done = True
-            self.taken += 1
+            self.products += 1
             self.basis.cut(0)
         else:
             self.basis.append(scale_(image, 1 / rest))
-            self.taken += 1
+            self.products += 1
 
-    def state(self, taken: int, scale: float) -> dict[str, Any]:
+    def state(self, products: int, scale: float) -> dict[str, Any]:
         """All that it needs to go on after so many products. What they have left stays as it is."""
-        numbers = {"alphas": self.alphas[:taken], "betas": self.betas[:taken], "taken": taken, "scale": scale}
+        numbers = {"alphas": self.alphas[:products], "betas": self.betas[:products], "taken": products, "scale": scale}
         return {"slabs": [] if self.is_done else self.basis.slabs(), "is_done": self.is_done, **numbers}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Take over a state."""
-        self.alphas, self.betas, self.taken = list(state["alphas"]), list(state["betas"]), state["taken"]
+        self.alphas, self.betas, self.products = list(state["alphas"]), list(state["betas"]), state["taken"]
         self.scale, self.is_done = state["scale"], state["is_done"]
-        self.basis = Basis(self.space).restored(state["slabs"], 0 if self.is_done else self.taken + 1)
+        self.basis = Basis(self.space).restored(state["slabs"], 0 if self.is_done else self.products + 1)
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         return torch.tensor(self.alphas, **HOST), torch.tensor(self.betas, **HOST)

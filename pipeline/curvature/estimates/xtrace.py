@@ -43,8 +43,8 @@ def xtrace(sampling: SampleSize, run: Resumable) -> Drawn:
         run: the state is told to it.
     """
     sketch, looked = _LeaveOneOutSketch(sampling.A, sampling.seed), 0
-    if run.kept is not None:
-        looked = sketch.go_on(run.kept)
+    if run.saved_state is not None:
+        looked = sketch.go_on(run.saved_state)
     for block in blocks(range(sketch.count, sampling.samples // 2), sampling.A.block):
         sketch.grow(len(block))
         note, is_enough = "", False
@@ -89,34 +89,34 @@ class _LeaveOneOutSketch:
 
     def grow(self, more: int) -> None:
         """By random vectors."""
-        known = len(self.basis)
+        old_size = len(self.basis)
         vectors = self._random(range(self.count, self.count + more))
         products = self.A.products(vectors)
         self.alone.append(finite(paired_dots(self.A.space, vectors, products)[:, 0], self.A.name))
         del vectors
         self.columns += [append_orthonormal(self.A.space, self.basis, product) for product in products]
-        self._grow_within(known)
-        self.spent += more + len(self.basis) - known
+        self._grow_within(old_size)
+        self.spent += more + len(self.basis) - old_size
 
-    def _grow_within(self, known: int) -> None:
-        if new := self.basis[known:]:
+    def _grow_within(self, old_size: int) -> None:
+        if new := self.basis[old_size:]:
             dots = finite(self.A.space.dots(self.basis, self.A.products(new)), self.A.name)  # [all, new]
             old, self.within = self.within, torch.zeros(len(dots), len(dots), **HOST)
-            self.within[:known, :known] = old
-            self.within[:, known:] = dots
-            self.within[known:, :known] = dots[:known].T
+            self.within[:old_size, :old_size] = old
+            self.within[:, old_size:] = dots
+            self.within[old_size:, :old_size] = dots[:old_size].T
 
     def drawn(self) -> Drawn:
         """The trace from the vectors so far."""
-        known = self._known()
-        values = leave_one_out(self.A.space.size, known)
-        stderr = jackknife(self.A.space.size, known)
+        parts = self._parts()
+        values = leave_one_out(self.A.space.size, parts)
+        stderr = jackknife(self.A.space.size, parts)
         return Drawn(values[:, None], values.mean()[None], stderr[None], self.spent, "samples")
 
-    def _known(self) -> _TraceParts:
+    def _parts(self) -> _TraceParts:
         R = torch.zeros(len(self.basis), self.count, **HOST)
-        for one, column in enumerate(self.columns):
-            R[: len(column), one] = column
+        for index, column in enumerate(self.columns):
+            R[: len(column), index] = column
         along, squares = [], []
         for block in blocks(range(self.count), self.A.block):
             vectors = self._random(block)
@@ -137,16 +137,16 @@ class _TraceParts(NamedTuple):
     alone: Tensor  # [k], the w_i . A w_i
     squares: Tensor  # [k], the w_i . w_i
 
-    def without(self, one: int) -> _TraceParts:
+    def without(self, left_out: int) -> _TraceParts:
         """As if w_i had never been drawn."""
-        rest = [index for index in range(len(self.alone)) if index != one]
-        Q, R = torch.linalg.qr(self.R[:, rest])
-        return _TraceParts(R, Q.T @ self.W[:, rest], Q.T @ self.H @ Q, self.alone[rest], self.squares[rest])
+        others = [index for index in range(len(self.alone)) if index != left_out]
+        Q, R = torch.linalg.qr(self.R[:, others])
+        return _TraceParts(R, Q.T @ self.W[:, others], Q.T @ self.H @ Q, self.alone[others], self.squares[others])
 
 
-def leave_one_out(size: int, known: _TraceParts) -> Tensor:
+def leave_one_out(size: int, parts: _TraceParts) -> Tensor:
     """The t_i of a matrix of `size` rows: [k]."""
-    R, W, H, alone, squares = known
+    R, W, H, alone, squares = parts
     r, k = R.shape
     S = torch.zeros(k, r, **HOST)  # rows s_i; zero where leaving one out changes no span
     if r == k:
@@ -159,13 +159,13 @@ def leave_one_out(size: int, known: _TraceParts) -> Tensor:
     return caught + dimension * rest / (squares - inside.square().sum(1))
 
 
-def jackknife(size: int, known: _TraceParts) -> Tensor:
+def jackknife(size: int, parts: _TraceParts) -> Tensor:
     """The standard error of the mean of the t_i: a number.
 
     A sketch that has caught all of the matrix leaves t_i that share nothing but what is exact, as plain draws do.
     """
-    r, k = known.R.shape
+    r, k = parts.R.shape
     if r < k:
-        return mean_and_stderr(leave_one_out(size, known))[1]
-    without = torch.stack([leave_one_out(size, known.without(one)).mean() for one in range(k)])
+        return mean_and_stderr(leave_one_out(size, parts))[1]
+    without = torch.stack([leave_one_out(size, parts.without(left_out)).mean() for left_out in range(k)])
     return (without - without.mean()).square().sum().sqrt()
