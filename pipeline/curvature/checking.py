@@ -51,14 +51,14 @@ class Report(Result):
     @property
     def ok(self) -> bool:
         """Whether all laws hold."""
-        return all(error <= most for error, most in zip(self.errors, self.limits, strict=True))
+        return all(error <= bound for error, bound in zip(self.errors, self.limits, strict=True))
 
     def lines(self) -> Iterator[str]:
         width = max(map(len, self.what))
         yield f"check of the {self.matrix}: " + ("all is well" if self.ok else "SOMETHING IS WRONG")
-        for what, error, most in zip(self.what, self.errors, self.limits, strict=True):
-            verdict = "" if error <= most else "   WRONG"
-            yield f"  {what:<{width}}  error {error:8.1e}   at most {most:7.0e}{verdict}"
+        for comparison, error, bound in zip(self.what, self.errors, self.limits, strict=True):
+            verdict = "" if error <= bound else "   WRONG"
+            yield f"  {comparison:<{width}}  error {error:8.1e}   at most {bound:7.0e}{verdict}"
         yield from (f"  {note}" for note in self.notes)
 
 
@@ -84,29 +84,30 @@ def check(op: Operator, seed: int = 0) -> Report:
     space = op.space
     exact = EXACT.get(space.dtype, NEARLY)
     u, v = _unit(space, seed, 0), _unit(space, seed, 1)
-    found: list[tuple[str, float, float]] = []
+    rows: list[tuple[str, float, float]] = []
     Hu, Hv = op.products([u])[0], op.products([v])[0]
-    found.append(("the same product again", _apart(space, op.products([v])[0], Hv), 0.0))
+    rows.append(("the same product again", _distance(space, op.products([v])[0], Hv), 0.0))
     (both,) = op.products([combined([u, v], [2.0, -3.0])])
-    found.append(("linear: H (2 u - 3 v)", _apart(space, both, combined([Hu, Hv], [2.0, -3.0])), exact))
+    rows.append(("linear: H (2 u - 3 v)", _distance(space, both, combined([Hu, Hv], [2.0, -3.0])), exact))
     dots = space.dots([u, v, Hu, Hv], [Hu, Hv])
-    one, other, of_u, of_v = float(dots[0, 1]), float(dots[1, 0]), float(dots[2, 0]) ** 0.5, float(dots[3, 1]) ** 0.5
-    found.append(("symmetric: u . H v = v . H u", abs(one - other) / max(of_u, of_v, 1e-300), exact))
-    found.extend(_stages(op, v))
+    u_Hv, v_Hu = float(dots[0, 1]), float(dots[1, 0])
+    norm_Hu, norm_Hv = float(dots[2, 0]) ** 0.5, float(dots[3, 1]) ** 0.5
+    rows.append(("symmetric: u . H v = v . H u", abs(u_Hv - v_Hu) / max(norm_Hu, norm_Hv, 1e-300), exact))
+    rows.extend(_stages(op, v))
     notes: list[str] = []
     if op.has_gradient and op.captures:
         notes.append("finite differences of the gradient: not done, a layer has a parameter in a list or a closure")
     elif op.has_gradient:
-        found.append(("finite differences of the gradient", _differences(op, v, Hv), limit(space.dtype)))
+        rows.append(("finite differences of the gradient", _differences(op, v, Hv), limit(space.dtype)))
     else:
         notes.append("finite differences of the gradient: not of this matrix, which is no derivative of it")
     twin = op.in_one_stage()
     if twin is None:
         notes.append("double backward through the whole model: not done, it is on several devices or ranks")
     else:
-        found.append(("double backward through the whole model", _apart(space, twin.products([v])[0], Hv), exact))
-    notes.extend(f"worked round: {what}" for what in op.workarounds)
-    return Report(op.name, [row[0] for row in found], [row[1] for row in found], [row[2] for row in found], notes)
+        rows.append(("double backward through the whole model", _distance(space, twin.products([v])[0], Hv), exact))
+    notes.extend(f"worked round: {workaround}" for workaround in op.workarounds)
+    return Report(op.name, [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], notes)
 
 
 def _unit(space: Space, seed: int, index: int) -> Vec:
@@ -114,24 +115,24 @@ def _unit(space: Space, seed: int, index: int) -> Vec:
     return scale_(vec, 1 / max(space.norm(vec), 1e-300))
 
 
-def _apart(space: Space, one: Vec, other: Vec) -> float:
+def _distance(space: Space, vec: Vec, reference: Vec) -> float:
     """The relative distance of two vectors; nan where one is not finite."""
-    distance = space.norm(add_(copy(one), other, -1.0))
-    return distance / max(space.norm(other), 1e-300) if distance else 0.0
+    distance = space.norm(add_(copy(vec), reference, -1.0))
+    return distance / max(space.norm(reference), 1e-300) if distance else 0.0
 
 
 def _stages(op: Operator, v: Vec) -> list[tuple[str, float, float]]:
     """The rule of each stage, of all ranks, against finite differences of that stage; behind them the loss's."""
     table = torch.zeros(op.stages + 1, 3, **HOST)  # by stage, the last for the loss: is it there, error, limit
 
-    def note(index: int, error: float, most: float) -> None:
-        table[index] = torch.maximum(table[index], torch.tensor([1.0, error, most], **HOST))  # nan, where one is
+    def note(index: int, error: float, bound: float) -> None:
+        table[index] = torch.maximum(table[index], torch.tensor([1.0, error, bound], **HOST))  # nan, where one is
 
     op.compare_stages([v], note)
     rows = op.space.sum_over(table).tolist()
     return [
-        (f"finite differences of {op.stage_name(index) if index < op.stages else 'loss_fn'}", error, most)
-        for index, (is_there, error, most) in enumerate(rows)
+        (f"finite differences of {op.stage_name(index) if index < op.stages else 'loss_fn'}", error, bound)
+        for index, (is_there, error, bound) in enumerate(rows)
         if is_there
     ]
 
@@ -142,9 +143,9 @@ def _differences(op: Operator, v: Vec, Hv: Vec) -> float:
     precision = torch.finfo(space.dtype).eps
 
     def error_at(step: float) -> tuple[float, float]:
-        ahead, behind = (op.gradient_at(scale_(copy(v), sign * step)) for sign in (1.0, -1.0))
-        expected = scale_(add_(copy(ahead), behind, -1.0), 1 / (2 * step))
-        rounding = 3 * precision * space.norm(ahead) / step
+        plus, minus = (op.gradient_at(scale_(copy(v), sign * step)) for sign in (1.0, -1.0))
+        expected = scale_(add_(copy(plus), minus, -1.0), 1 / (2 * step))
+        rounding = 3 * precision * space.norm(plus) / step
         size = max(space.norm(Hv), space.norm(expected), rounding, 1e-300)
         return space.norm(add_(expected, Hv, -1.0)) / size, rounding / size
 

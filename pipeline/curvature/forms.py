@@ -32,9 +32,9 @@ def taken(space: Space, vectors: Vectors) -> tuple[list[Vec], Give]:
     if isinstance(vectors, Tensor):
         return _from_flat(space, vectors)
     if isinstance(vectors, Mapping):
-        return [space.vec(_checked(vectors))], lambda found: space.named(found[0])
-    if isinstance(vectors, Sequence) and vectors and all(isinstance(each, Mapping) for each in vectors):
-        return [space.vec(_checked(each)) for each in vectors], lambda found: [space.named(each) for each in found]
+        return [space.vec(_checked(vectors))], lambda vecs: space.named(vecs[0])
+    if isinstance(vectors, Sequence) and vectors and all(isinstance(named, Mapping) for named in vectors):
+        return [space.vec(_checked(named)) for named in vectors], lambda vecs: [space.named(named) for named in vecs]
     raise TypeError(
         f"a vector is a {type(vectors).__name__}. Give a dict of tensors by the parameters' names, a list of such "
         "dicts, or a flat tensor of shape [n] or [n, k]."
@@ -44,8 +44,8 @@ def taken(space: Space, vectors: Vectors) -> tuple[list[Vec], Give]:
 def _checked(named: NamedTensors) -> NamedTensors:
     for name, part in named.items():
         if not isinstance(part, Tensor) or not part.is_floating_point():
-            what = str(part.dtype) if isinstance(part, Tensor) else type(part).__name__
-            raise TypeError(f"the entries for '{name}' are {what}. Give a floating-point tensor.")
+            description = str(part.dtype) if isinstance(part, Tensor) else type(part).__name__
+            raise TypeError(f"the entries for '{name}' are {description}. Give a floating-point tensor.")
     return named
 
 
@@ -63,23 +63,23 @@ def _from_flat(space: Space, vectors: Tensor) -> tuple[list[Vec], Give]:
         )
     device = vectors.device
     if vectors.dim() == 1:
-        return [_cut(space, vectors)], lambda found: flat(space, found[0], device)
+        return [_cut(space, vectors)], lambda vecs: flat(space, vecs[0], device)
     columns = [_cut(space, column) for column in vectors.unbind(1)]
-    return columns, lambda found: _columns(space, found, device)
+    return columns, lambda vecs: _columns(space, vecs, device)
 
 
-def _columns(space: Space, found: list[Vec], device: torch.device) -> Tensor:
-    if not found:
+def _columns(space: Space, vecs: list[Vec], device: torch.device) -> Tensor:
+    if not vecs:
         return torch.empty(space.size, 0, dtype=space.dtype, device=device)
-    return torch.stack([flat(space, each, device) for each in found], 1)
+    return torch.stack([flat(space, vec, device) for vec in vecs], 1)
 
 
-def _cut(space: Space, whole: Tensor) -> Vec:
-    found, first = space.zeros(), 0
-    for view in space.named(found).values():
-        view.copy_(whole[first : first + view.numel()].detach().view(view.shape))
+def _cut(space: Space, entries: Tensor) -> Vec:
+    vec, first = space.zeros(), 0
+    for view in space.named(vec).values():
+        view.copy_(entries[first : first + view.numel()].detach().view(view.shape))
         first += view.numel()
-    return found
+    return vec
 
 
 def flat(space: Space, vec: Vec, device: torch.device | None = None) -> Tensor:

@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def architecture(module: nn.Module) -> str:
     """The classes of all modules, with what they print of themselves."""
-    return "; ".join([f"{name} {_class_of(each)}({_printed(each)})" for name, each in module.named_modules()])
+    return "; ".join([f"{name} {_class_of(module)}({_printed(module)})" for name, module in module.named_modules()])
 
 
 def identity(value: Any, depth: int = _DEPTH) -> str:
@@ -48,13 +48,13 @@ def identity(value: Any, depth: int = _DEPTH) -> str:
     if depth == 0:
         return _class_of(value)
     if isinstance(value, partial):
-        return f"partial({', '.join(_all((value.func, value.args, value.keywords), depth))})"
+        return f"partial({', '.join(_identities((value.func, value.args, value.keywords), depth))})"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_all(value, depth))}]"
+        return f"[{', '.join(_identities(value, depth))}]"
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(_all(value, depth)))}}}"
+        return f"{{{', '.join(sorted(_identities(value, depth)))}}}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join([f'{name}: {identity(each, depth - 1)}' for name, each in value.items()])}}}"
+        return f"{{{', '.join([f'{name}: {identity(item, depth - 1)}' for name, item in value.items()])}}}"
     if isinstance(value, types.MethodType):
         return f"{identity(value.__func__, depth)} of {identity(value.__self__, depth)}"
     if isinstance(value, types.CodeType):
@@ -62,16 +62,16 @@ def identity(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, types.FunctionType):
         captured = [cell.cell_contents for cell in value.__closure__ or ()]
         parts = (value.__code__, value.__defaults__, value.__kwdefaults__, captured)
-        return f"{value.__module__}.{value.__qualname__}({', '.join(_all(parts, depth))})"
+        return f"{value.__module__}.{value.__qualname__}({', '.join(_identities(parts, depth))})"
     if isinstance(value, (type, types.BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, nn.Module):
-        own = [identity(_own(each), depth - 1) for each in value.modules()]
-        return f"{architecture(value)} {own} {values_in_words([*value.parameters(), *value.buffers()])}"
+        attributes = [identity(_attributes_of(item), depth - 1) for item in value.modules()]
+        return f"{architecture(value)} {attributes} {values_in_words([*value.parameters(), *value.buffers()])}"
     return f"{_class_of(value)} {identity(getattr(value, '__dict__', None), depth)}"
 
 
-def _all(values: Iterable[Any], depth: int) -> list[str]:
+def _identities(values: Iterable[Any], depth: int) -> list[str]:
     return [identity(value, depth - 1) for value in values]
 
 
@@ -83,5 +83,5 @@ def _printed(module: nn.Module) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}

@@ -71,9 +71,9 @@ def _hooks(module: nn.Module) -> Iterable[Any]:
     return module._forward_pre_hooks.values()
 
 
-def _of_all_rows(what: str) -> str:
+def _of_all_rows(layer: str) -> str:
     return (
-        f"{what} normalises with the statistics of the rows that it sees: cut into chunks, the loss would be another "
+        f"{layer} normalises with the statistics of the rows that it sees: cut into chunks, the loss would be another "
         "one. Analyse in eval mode (training=False), or use chunks=1."
     )
 
@@ -93,50 +93,54 @@ class RowsApart(TorchFunctionMode):
         self._stage = stage
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func in _BATCH_NORM_CALLS and (args[5] if len(args) > 5 else given.get("training", False)):
+        keywords = kwargs or {}
+        if func in _BATCH_NORM_CALLS and (args[5] if len(args) > 5 else keywords.get("training", False)):
             raise ValueError(_of_all_rows(f"a batch norm of {self._stage}"))
-        return func(*args, **given)
+        return func(*args, **keywords)
 
 
-def _of_no_function(what: str) -> str:
+def _of_no_function(layer: str) -> str:
     return (
-        f"{what} has scale_grad_by_freq=True: what it gives is the gradient of no function, and its derivative would "
+        f"{layer} has scale_grad_by_freq=True: what it gives is the gradient of no function, and its derivative would "
         "not be symmetric. Set scale_grad_by_freq to False for the analysis."
     )
 
 
 def worked_round(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """A description of what `twice_differentiable` changes for the time of a product, module by module."""
-    found = []
+    descriptions = []
     for name, module in modules:
         if _is_as_torch_wrote_it(module) or any(_old_weight_norms(module)):
-            what = "Hardsigmoid" if isinstance(module, nn.Hardsigmoid) else "weight_norm"
-            found.append(f"'{name}': {what} is written out, since torch's second derivative of it is none or wrong")
+            operation = "Hardsigmoid" if isinstance(module, nn.Hardsigmoid) else "weight_norm"
+            descriptions.append(
+                f"'{name}': {operation} is written out, since torch's second derivative of it is none or wrong"
+            )
         elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-            found.append(f"'{name}': attention runs on the math kernel, without fused kernels and torch's fast path")
+            descriptions.append(
+                f"'{name}': attention runs on the math kernel, without fused kernels and torch's fast path"
+            )
         elif isinstance(module, nn.RNNBase):
-            found.append(f"'{name}': cuDNN is off, since its recurrent layers have no second derivative")
-    return found
+            descriptions.append(f"'{name}': cuDNN is off, since its recurrent layers have no second derivative")
+    return descriptions
 
 
 @contextmanager
 def twice_differentiable(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Within: modules run on what can be differentiated twice."""
     switches = [*_ALWAYS, *(_FOR_RNNS if any([isinstance(module, nn.RNNBase) for module in modules]) else ())]
-    found = [(put, get()) for get, put, _ in switches]
+    previous = [(put, get()) for get, put, _ in switches]
     written_out = [(module, _INSTEAD[type(module)]) for module in modules if _is_as_torch_wrote_it(module)]
     old_style = [hook for module in modules for hook in _old_weight_norms(module)]
     try:
         for _, put, value in switches:
             put(value)
-        for module, instead in written_out:
-            vars(module)["forward"] = partial(instead, module)
+        for module, forward in written_out:
+            vars(module)["forward"] = partial(forward, module)
         for hook in old_style:
             hook.compute_weight = partial(_old_weight_norm, hook)
         yield
     finally:
-        for put, value in found:
+        for put, value in previous:
             put(value)
         for module, _ in written_out:
             del vars(module)["forward"]

@@ -42,8 +42,8 @@ class LinearMap(ABC):
             vectors: a dict of tensors by the parameters' names (over ranks those of this rank), or a list of such
                 dicts; in one process also all entries in one tensor [n], parameter after parameter, or [n, k].
         """
-        given, give = taken(self.space, vectors)
-        return give(self.products(given))
+        vecs, to_user_form = taken(self.space, vectors)
+        return to_user_form(self.products(vecs))
 
     def dot(self, left: Vectors, right: Vectors) -> float:
         """The inner product of two vectors, over all processes, the same on each.
@@ -51,14 +51,14 @@ class LinearMap(ABC):
         Args:
             left, right: one vector each, in a form that `@` takes.
         """
-        ours, theirs = taken(self.space, left)[0], taken(self.space, right)[0]
-        if len(ours) != 1 or len(theirs) != 1:
-            raise ValueError(f"dot takes two vectors, not {len(ours)} and {len(theirs)}.")
-        return float(self.space.dots(ours, theirs))
+        left_vecs, right_vecs = taken(self.space, left)[0], taken(self.space, right)[0]
+        if len(left_vecs) != 1 or len(right_vecs) != 1:
+            raise ValueError(f"dot takes two vectors, not {len(left_vecs)} and {len(right_vecs)}.")
+        return float(self.space.dots(left_vecs, right_vecs))
 
-    def shows(self, asked: bool | None) -> bool:
+    def shows(self, show: bool | None) -> bool:
         """Whether to show a progress bar: if asked to, or on a terminal; on one process."""
-        return self.space.rank == 0 and (sys.stderr.isatty() if asked is None else asked)
+        return self.space.rank == 0 and (sys.stderr.isatty() if show is None else show)
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -78,19 +78,19 @@ def products_of(A: LinearMap, vectors: Sequence[Vec]) -> Iterator[tuple[list[Vec
         yield list(block), A.products(block)
 
 
-def finite(numbers: Tensor, of: str) -> Tensor:
+def finite(numbers: Tensor, source: str) -> Tensor:
     """The same numbers.
 
     Args:
-        of: what the vectors are products of.
+        source: what the vectors are products of.
 
     Raises:
         FloatingPointError: some are not finite.
     """
     if not numbers.isfinite().all():
         raise FloatingPointError(
-            f"a product of {of} is not finite (it gave {numbers.flatten().tolist()[:3]}): look for inf or nan in the "
-            "parameters, the data or the loss. Where all of these are finite, the squares of its entries are too large "
-            "to sum: take the space in float64."
+            f"a product of {source} is not finite (it gave {numbers.flatten().tolist()[:3]}): look for inf or nan in "
+            "the parameters, the data or the loss. Where all of these are finite, the squares of its entries are too "
+            "large to sum: take the space in float64."
         )
     return numbers

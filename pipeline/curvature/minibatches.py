@@ -70,12 +70,12 @@ class MiniBatches:
             ValueError: it held something else the first time.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(bare(pair)) if isinstance(leaf, Tensor)]
-        found = str(digest(values_in_words(tensors)))
+        checksum = str(digest(values_in_words(tensors)))
         if not self._is_known:
-            self._seen[number:] = [found]
-        elif number >= len(self._seen) or self._seen[number] != found:
+            self._seen[number:] = [checksum]
+        elif number >= len(self._seen) or self._seen[number] != checksum:
             raise ValueError(f"mini-batch {number} of the data is not what it was in the first product. " + _REMEDY)
-        return found
+        return checksum
 
     def fingerprint(self) -> str:
         """A digest of the mini-batches."""
@@ -93,6 +93,6 @@ _REMEDY = (
 
 def _pair(item: Any, number: int) -> tuple[Any, Any]:
     if not isinstance(item, (tuple, list)) or len(item) != 2:
-        what = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
-        raise TypeError(f"mini-batch {number} of the data is {what}. Give pairs (x, target); target may be None.")
+        shape = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
+        raise TypeError(f"mini-batch {number} of the data is {shape}. Give pairs (x, target); target may be None.")
     return item[0], item[1]

@@ -101,8 +101,8 @@ class Operator(Analysis):
 
     def _shared_seed(self, seed: int | None) -> int:
         """Rank 0's, on all ranks; all draw, so that their generators stay alike. In halves, which float64 can hold."""
-        own = draw_seed() if seed is None else seed
-        halves = torch.tensor(divmod(own, 1 << 32), **HOST)
+        own_seed = draw_seed() if seed is None else seed
+        halves = torch.tensor(divmod(own_seed, 1 << 32), **HOST)
         high, low = self.space.sum_over(halves if self.space.rank == 0 else torch.zeros_like(halves)).tolist()
         return (int(high) << 32) + int(low)
 
@@ -125,20 +125,20 @@ class Operator(Analysis):
     # ----------------------------------------------------------------------------------------------------- products
 
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
-        found: list[Vec] = []
+        products: list[Vec] = []
         for start in range(0, len(vectors), self.block):
             part = vectors[start : start + self.block]
-            found.extend(self._passes.run(part, False, first=start).vectors)
-        return found
+            products.extend(self._passes.run(part, False, first=start).vectors)
+        return products
 
     def hvp(self, vector: Vectors) -> tuple[Any, dict[str, Tensor]]:
         """The product with one vector, in its form, and the gradient by name, which costs nothing more."""
-        given, give = taken(self.space, vector)
-        if len(given) != 1:
-            raise ValueError(f"hvp takes one vector, not {len(given)}. Use {type(self).__name__} @ vectors.")
-        found = self._passes.run(given, True)
-        assert found.gradient is not None  # asked for
-        return give(found.vectors), self.space.named(found.gradient)
+        vecs, to_user_form = taken(self.space, vector)
+        if len(vecs) != 1:
+            raise ValueError(f"hvp takes one vector, not {len(vecs)}. Use {type(self).__name__} @ vectors.")
+        result = self._passes.run(vecs, True)
+        assert result.gradient is not None  # asked for
+        return to_user_form(result.vectors), self.space.named(result.gradient)
 
     def gradient(self) -> dict[str, Tensor]:
         """The gradient of the loss over all data, by name."""
@@ -159,10 +159,10 @@ class Operator(Analysis):
         space = space_of(self.pipe, self._prefix, lambda name, _: name in names)
         return self._twin(space=space, _passes=self._passes.of(space=space))
 
-    def _twin(self, **others: Any) -> Self:
+    def _twin(self, **attributes: Any) -> Self:
         """One like this, but for some attributes."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__, **others)
+        twin.__dict__.update(self.__dict__, **attributes)
         return twin
 
     # ------------------------------------------------------------------------------------------------------- checks
@@ -191,8 +191,8 @@ class Operator(Analysis):
     @property
     def captures(self) -> bool:
         """Whether a layer of any rank has captured a parameter of another module, as products so far have shown."""
-        own = torch.tensor([float(self._passes.captures)], **HOST)
-        return bool(self.space.sum_over(own).item())
+        flag = torch.tensor([float(self._passes.captures)], **HOST)
+        return bool(self.space.sum_over(flag).item())
 
     @property
     def stages(self) -> int:
@@ -236,7 +236,7 @@ class Operator(Analysis):
         model = f"{architecture(self.pipe)} {values_in_words(tensors)} by {list(self._passes.parameters())}"
         text = f"{self.name} {model} {self._passes.settings} {flags}"
         digests = self.space.gathered([digest(text) % (1 << 48)])
-        return f"{self.name} {self.shape[0]} " + " ".join(f"{int(each):x}" for each in digests[:, 0])
+        return f"{self.name} {self.shape[0]} " + " ".join(f"{int(number):x}" for number in digests[:, 0])
 
 
 class Hessian(Operator):

@@ -76,17 +76,18 @@ def chosen(
         is_wanted = params
         return [name for name, parameter in named if name in trained and is_wanted(name, parameter)]
     wanted: set[str] = set()
-    for each in [params] if isinstance(params, str) else params:
-        found = {first for name, first in first_names.items() if _stands_for(each, name)}
-        if not found:
+    for selector in [params] if isinstance(params, str) else params:
+        matches = {first for name, first in first_names.items() if _stands_for(selector, name)}
+        if not matches:
             names = list(dict.fromkeys(first_names.values()))
-            raise ValueError(f"params has {each!r}, which is no parameter or layer. There are {few(names)}.")
-        here = [name for name, _ in named if name in found]
-        if here and trained.isdisjoint(here):
+            raise ValueError(f"params has {selector!r}, which is no parameter or layer. There are {few(names)}.")
+        local_matches = [name for name, _ in named if name in matches]
+        if local_matches and trained.isdisjoint(local_matches):
             raise ValueError(
-                f"params has {each!r}, but {few(here)} do not require a gradient. Call requires_grad_() first."
+                f"params has {selector!r}, but {few(local_matches)} do not require a gradient. Call requires_grad_() "
+                "first."
             )
-        wanted |= found
+        wanted |= matches
     return [name for name, _ in named if name in trained and name in wanted]
 
 
@@ -152,8 +153,8 @@ def _first_names(pipe: Pipe, prefix: str) -> dict[str, str]:
     """For each name of a parameter its first one, in the order of the model; those of other ranks too."""
     firsts = {id(parameter): name.removeprefix(prefix) for name, parameter in pipe.named_parameters()}
     named = pipe.named_parameters(remove_duplicate=False)
-    here = {name.removeprefix(prefix): firsts[id(parameter)] for name, parameter in named}
-    return {**here, **pipe.runtime.first_names}
+    local_names = {name.removeprefix(prefix): firsts[id(parameter)] for name, parameter in named}
+    return {**local_names, **pipe.runtime.first_names}
 
 
 def _counted_elsewhere(pipe: Pipe) -> set[int]:
@@ -169,9 +170,9 @@ def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping
     if not tied:
         return
     table = torch.zeros(len(tied), runtime.ranks, **HOST)
-    here = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    local_names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     for row, (_, copy) in zip(table, tied, strict=True):
-        part = named.get(here.get(id(copy), ""))
+        part = named.get(local_names.get(id(copy), ""))
         if part is not None:
             row[runtime.rank] = digest(values_in_words([part])) % (1 << 48)
     for row, (tie, _) in zip(sum_over(table), tied, strict=True):

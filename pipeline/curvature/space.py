@@ -95,10 +95,10 @@ class Space(ABC):
                 total += torch.stack([_dot(one[shard], other[shard]) for one, other in pairs]).to("cpu")
         return total
 
-    def gathered(self, own: Sequence[float]) -> Tensor:
+    def gathered(self, numbers: Sequence[float]) -> Tensor:
         """Some numbers of each process, as many of each: [ranks, numbers], the same on every process."""
-        table = torch.zeros(self.ranks, len(own), **HOST)
-        table[self.rank] = torch.tensor(own, **HOST)
+        table = torch.zeros(self.ranks, len(numbers), **HOST)
+        table[self.rank] = torch.tensor(numbers, **HOST)
         return self.sum_over(table)
 
     def norm(self, vec: Vec) -> float:

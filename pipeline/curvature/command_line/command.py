@@ -20,7 +20,7 @@ __all__ = ["curvature"]
 
 CurvatureCommand: TypeAlias = Callable[..., int]
 
-_ASKED = ("check", "top", "trace", "layers", "density")  # what can be asked; none of them stands for top and trace
+_QUESTIONS = ("check", "top", "trace", "layers", "density")  # what can be asked; none of them stands for top and trace
 _COUNT = click.IntRange(min=1)
 _SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 _FILE = click.Path(path_type=Path)
@@ -40,9 +40,11 @@ def _products(value: Any) -> int | str:
     return _AS_SAMPLES if value == _AS_SAMPLES else int(_COUNT.convert(value, None, None))
 
 
-def _question(name: str, metavar: str, alone: object, **more: Any) -> Callable[[CurvatureCommand], CurvatureCommand]:
+def _question(
+    name: str, metavar: str, alone: object, **settings: Any
+) -> Callable[[CurvatureCommand], CurvatureCommand]:
     """An option that may stand without a value, and means `alone` then."""
-    return click.option(name, is_flag=False, flag_value=alone, metavar=f"[{metavar}]", **more)
+    return click.option(name, is_flag=False, flag_value=alone, metavar=f"[{metavar}]", **settings)
 
 
 @click.command(context_settings={"max_content_width": 120}, short_help="Eigenvalues, trace, density of a Hessian.")
@@ -75,7 +77,7 @@ def _question(name: str, metavar: str, alone: object, **more: Any) -> Callable[[
 @click.option("--resume", type=_FILE, metavar="FILE",
               help="--top: save the run there, and go on from it if it is there.")
 @click.option("--quiet", is_flag=True, help="No progress bars.")
-def curvature(**given: Any) -> int:
+def curvature(**options: Any) -> int:
     """The curvature of a model's loss, for a model that is cut over devices or ranks as well as for a plain one.
 
     Questions are --check, --top, --trace, --layers and --density; none of them: --top 1 --trace.
@@ -93,13 +95,13 @@ def curvature(**given: Any) -> int:
       penstock curvature train.py:build --layers 2 --density spectrum.png --save results
       torchrun --nproc-per-node 4 -m pipeline curvature train.py:build --top 10 --tol 1e-4 --resume run.pt
     """
-    if not any(given[question] not in (None, False) for question in _ASKED):
-        given.update(top=1, trace=_AS_SAMPLES)
-    if given["trace"] == _AS_SAMPLES:
-        given["trace"] = given["samples"]
+    if not any(options[question] not in (None, False) for question in _QUESTIONS):
+        options.update(top=1, trace=_AS_SAMPLES)
+    if options["trace"] == _AS_SAMPLES:
+        options["trace"] = options["samples"]
     for option in ("resume", "max_products"):
-        if given[option] is not None and given["top"] is None:
+        if options[option] is not None and options["top"] is None:
             raise CommandError(f"--{option.replace('_', '-')} is for --top. Add --top K, or leave it out.")
-    if given["rel"] is not None and given["trace"] is None:
+    if options["rel"] is not None and options["trace"] is None:
         raise CommandError("--rel is for --trace. Add --trace, or leave it out.")
-    return answer(SimpleNamespace(**given))
+    return answer(SimpleNamespace(**options))

@@ -31,18 +31,18 @@ def operator_of(options: SimpleNamespace) -> Operator:
     Raises:
         CommandError: there is no such file, module or name; or it is nothing to make an operator from.
     """
-    given = value_at(options.target, (Operator,))
-    if isinstance(given, Operator):
-        return _as_it_is(options, given)
-    words: dict[str, Any] = _words(options.target, given)
+    value = value_at(options.target, (Operator,))
+    if isinstance(value, Operator):
+        return _as_it_is(options, value)
+    arguments: dict[str, Any] = _arguments_of(options.target, value)
     if options.params is not None:
-        words["params"] = options.params
+        arguments["params"] = options.params
     if options.train_mode:
-        words["training"] = True
-    words.setdefault("seed", options.seed)
-    _refuse_whole_on_each(options.target, words.get("model"))
+        arguments["training"] = True
+    arguments.setdefault("seed", options.seed)
+    _refuse_whole_on_each(options.target, arguments.get("model"))
     try:
-        return MATRICES[options.matrix or "hessian"](**words)
+        return MATRICES[options.matrix or "hessian"](**arguments)
     except TypeError as error:
         if "argument" not in str(error):  # of the call itself
             raise
@@ -51,26 +51,27 @@ def operator_of(options: SimpleNamespace) -> Operator:
 
 
 def _as_it_is(options: SimpleNamespace, operator: Operator) -> Operator:
-    others = {"--matrix": options.matrix, "--params": options.params, "--train-mode": options.train_mode or None}
-    given = [option for option, value in others.items() if value is not None]
-    if given:
+    settings = {"--matrix": options.matrix, "--params": options.params, "--train-mode": options.train_mode or None}
+    conflicts = [option for option, setting in settings.items() if setting is not None]
+    if conflicts:
         raise CommandError(
-            f"{options.target} gives an operator, {operator!r}, which leaves nothing to say for {', '.join(given)}. "
-            "Drop them, or return (model, data, loss_fn)."
+            f"{options.target} gives an operator, {operator!r}, which leaves nothing to say for "
+            f"{', '.join(conflicts)}. Drop them, or return (model, data, loss_fn)."
         )
     _refuse_whole_on_each(options.target, operator.pipe)
     return operator
 
 
-def _words(target: str, given: Any) -> dict[str, Any]:
+def _arguments_of(target: str, value: Any) -> dict[str, Any]:
     """The arguments of an operator."""
-    if isinstance(given, dict):
-        return dict(given)
-    if isinstance(given, tuple) and len(given) == 3:
-        return dict(zip(("model", "data", "loss_fn"), given, strict=True))
-    what = f"a {type(given).__name__}" + (f" of {len(given)}" if isinstance(given, tuple) else "")
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, tuple) and len(value) == 3:
+        return dict(zip(("model", "data", "loss_fn"), value, strict=True))
+    description = f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")
     raise CommandError(
-        f"{target} gives {what}. Return (model, data, loss_fn), a dict of an operator's arguments, or an operator."
+        f"{target} gives {description}. Return (model, data, loss_fn), a dict of an operator's arguments, or an "
+        "operator."
     )
 
 

@@ -99,7 +99,7 @@ class Arrays:
 
     def put(self, value: Tensor, where: str) -> dict[str, Any]:
         name = base = re.sub(r"[^\w.\-]", "_", where, flags=re.ASCII)[:100]
-        while name.lower() in {taken.lower() for taken in self.named}:  # unzip to a disk that knows no case loses none
+        while name.lower() in {used.lower() for used in self.named}:  # unzip to a disk that knows no case loses none
             name = f"{base}.{len(self.named)}"
         bits = value.view(torch.int16) if value.dtype is torch.bfloat16 else value
         self.named[name] = bits.numpy()

@@ -51,12 +51,12 @@ class LayerDensities(Result):
         yield f"spectral densities of layers of {self.matrix}"
         cells = [["layer", "rows", "smallest", "median", "largest", "below 0", "trace"]]
         for name in self.names:
-            found = self[name]
-            low, high = float(found.nodes.min()), float(found.nodes.max())
-            below, _ = found.count(-math.inf, -1e-6 * max(-low, high))
-            numbers = low, found.integrated().quantile(0.5)[0], high
-            cells.append([name, f"{found.size:,}", *(f"{number:.4g}" for number in numbers),
-                          f"{100 * below / found.size:.3g} %", f"{found.trace()[0]:.4g}"])  # fmt: skip
+            density = self[name]
+            low, high = float(density.nodes.min()), float(density.nodes.max())
+            below, _ = density.count(-math.inf, -1e-6 * max(-low, high))
+            numbers = low, density.integrated().quantile(0.5)[0], high
+            cells.append([name, f"{density.size:,}", *(f"{number:.4g}" for number in numbers),
+                          f"{100 * below / density.size:.3g} %", f"{density.trace()[0]:.4g}"])  # fmt: skip
         yield from table(cells)
 
     def draw(self, ax: Any) -> None:
@@ -85,8 +85,8 @@ def _edges(nodes: Tensor) -> Tensor:
     return unit * torch.sinh(torch.linspace(float(ends[0]) - 0.1, float(ends[1]) + 0.1, _COLUMNS + 1, **HOST))
 
 
-def _histogram(found: Density, edges: Tensor) -> Tensor:
+def _histogram(density: Density, edges: Tensor) -> Tensor:
     """About how many eigenvalues are in each piece: the mean over the runs."""
-    places = torch.searchsorted(edges, found.nodes.flatten()).clamp(1, len(edges) - 1) - 1
-    sums = torch.zeros(len(edges) - 1, **HOST).index_add(0, places, found.weights.flatten())
-    return sums * (found.size / len(found.nodes))
+    places = torch.searchsorted(edges, density.nodes.flatten()).clamp(1, len(edges) - 1) - 1
+    sums = torch.zeros(len(edges) - 1, **HOST).index_add(0, places, density.weights.flatten())
+    return sums * (density.size / len(density.nodes))

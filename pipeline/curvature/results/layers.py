@@ -66,7 +66,7 @@ class LayerSpectra(Result):
         lengths = {"sizes": len(self.sizes), "values": len(self.values)}
         if self.traces is not None and self.trace_errors is not None:
             lengths |= {"traces": self.traces.numel(), "trace_errors": self.trace_errors.numel()}
-        if wrong := {what: length for what, length in lengths.items() if length != layers}:
+        if wrong := {name: length for name, length in lengths.items() if length != layers}:
             raise ValueError(f"each of the {layers} layers needs one row in {', '.join(wrong)} (rows: {wrong})")
 
     def lines(self) -> Iterator[str]:

@@ -28,10 +28,10 @@ def error_bounds(eigenpairs: Eigenpairs) -> Tensor:
     return eigenpairs.residuals.double() * eigenpairs.scale
 
 
-def rows(of: Sequence[Tensor]) -> Tensor:
+def rows(tensors: Sequence[Tensor]) -> Tensor:
     """[entries, k], float64, of one tensor for each entry; nan at the end of the shorter ones."""
-    table = torch.full((len(of), max(map(len, of), default=0)), math.nan, **HOST)
-    for row, entries in zip(table, of, strict=True):
+    table = torch.full((len(tensors), max(map(len, tensors), default=0)), math.nan, **HOST)
+    for row, entries in zip(table, tensors, strict=True):
         row[: len(entries)] = entries
     return table
 
@@ -40,8 +40,8 @@ def curves(
     values: Tensor, value_errors: Tensor, traces: Tensor | None, trace_errors: Tensor | None
 ) -> Iterator[Curve]:
     """Each eigenvalue over the entries, of [entries, k]; then the trace, if it was measured."""
-    for place, (of_place, errors) in enumerate(zip(values.T, value_errors.T, strict=True)):
-        yield f"eigenvalue {place + 1}", of_place, errors
+    for place, (eigenvalues, errors) in enumerate(zip(values.T, value_errors.T, strict=True)):
+        yield f"eigenvalue {place + 1}", eigenvalues, errors
     if traces is not None and trace_errors is not None:
         yield "trace", traces, trace_errors
 

@@ -19,7 +19,7 @@ class Progress:
 
     Args:
         total: how many steps there are, None if nobody knows.
-        what: the work's name, shown at the left.
+        title: the work's name, shown at the left.
         show: whether to show anything. Over ranks, the caller asks for it on one.
 
     Example:
@@ -27,13 +27,13 @@ class Progress:
         ...     bar.advance(4, note="638 +- 12")
     """
 
-    def __init__(self, total: int | None, what: str, show: bool) -> None:
-        self._total, self._what, self._show = total, what, show
+    def __init__(self, total: int | None, title: str, show: bool) -> None:
+        self._total, self._title, self._show = total, title, show
         self._bar: Any = None
 
     def __enter__(self) -> Self:
         if self._show:
-            self._bar = _bar(self._total, self._what)
+            self._bar = _bar(self._total, self._title)
         return self
 
     def advance(self, n: int = 1, note: str = "") -> None:
@@ -51,9 +51,9 @@ class Progress:
             self._bar = None
 
 
-def _bar(total: int | None, what: str) -> Any:
+def _bar(total: int | None, title: str) -> Any:
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
         return None
-    return tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True)
+    return tqdm(total=total, desc=title, file=sys.stderr, dynamic_ncols=True)

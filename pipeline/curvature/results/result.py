@@ -138,19 +138,19 @@ def _class_named(name: str, module: str, path: FilePath) -> type[Result]:
     return (of_module or named)[-1]
 
 
-def _subclasses(of: Any) -> Iterator[type[Result]]:
-    for subclass in of.__subclasses__():
+def _subclasses(parent: Any) -> Iterator[type[Result]]:
+    for subclass in parent.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
 
 
-def _check_fields(of: type[Result], named: dict[str, Any], path: FilePath) -> None:
-    known = {field.name for field in fields(of)}
+def _check_fields(kind: type[Result], named: dict[str, Any], path: FilePath) -> None:
+    field_names = {field.name for field in fields(kind)}
     needed = {
-        field.name for field in fields(of) if field.default is MISSING and field.default_factory is MISSING
+        field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING
     }
-    if wrong := sorted((needed - set(named)) | (set(named) - known)):
+    if wrong := sorted((needed - set(named)) | (set(named) - field_names)):
         raise ResultError(
-            f"{path} does not have the fields of a {of.__name__} of this version (they differ in: {', '.join(wrong)}). "
-            "Load it with the version that wrote it."
+            f"{path} does not have the fields of a {kind.__name__} of this version (they differ in: "
+            f"{', '.join(wrong)}). Load it with the version that wrote it."
         )

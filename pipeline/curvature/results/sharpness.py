@@ -109,26 +109,26 @@ class SharpnessHistory(Result):
 
     def before(self, step: int) -> SharpnessHistory:
         """A new history, of the entries before that step."""
-        kept = self.steps < step
+        is_before = self.steps < step
         columns = self.values, self.value_errors, self.traces, self.trace_errors, self.losses, self.lrs
-        return SharpnessHistory(self.matrix, self.steps[kept], *(column[kept] for column in columns))
+        return SharpnessHistory(self.matrix, self.steps[is_before], *(column[is_before] for column in columns))
 
     def lines(self) -> Iterator[str]:
         yield f"sharpness of {self.matrix} over training"
         columns = [column("loss", self.losses), *starmap(column, self._curves()), column(_EDGE, self._edge)]
-        known = [cells for cells in columns if set(cells[1:]) - {"-"}]
-        yield from table(list(zip(["step", *map(str, self.steps.tolist())], *known, strict=True)))
+        measured = [cells for cells in columns if set(cells[1:]) - {"-"}]
+        yield from table(list(zip(["step", *map(str, self.steps.tolist())], *measured, strict=True)))
 
     def draw(self, ax: Any) -> None:
         """Eigenvalues and traces with error bars over steps, and 2 / lr dashed. Traces make the axis logarithmic."""
         for head, values, errors in self._curves():
-            known = values.isfinite()
-            if bool(known.any()):
-                points = self.steps[known].tolist(), values[known].tolist(), finite(errors[known]).tolist()
+            measured = values.isfinite()
+            if bool(measured.any()):
+                points = self.steps[measured].tolist(), values[measured].tolist(), finite(errors[measured]).tolist()
                 ax.errorbar(*points, fmt="o-", markersize=3, label=head)
-        known = self._edge.isfinite()
-        if bool(known.any()):
-            ax.plot(self.steps[known].tolist(), self._edge[known].tolist(), "k--", label=_EDGE)
+        measured = self._edge.isfinite()
+        if bool(measured.any()):
+            ax.plot(self.steps[measured].tolist(), self._edge[measured].tolist(), "k--", label=_EDGE)
         if bool(self.traces.isfinite().any()):
             symlog(ax, "y", self.values, self.traces)
         ax.set_xlabel("step")
