@@ -18,10 +18,10 @@ from pipeline.curvature.space import Space, Vec
 
 NamedTensors: TypeAlias = Mapping[str, Tensor]
 Vectors: TypeAlias = NamedTensors | Sequence[NamedTensors] | Tensor
-Give: TypeAlias = Callable[[list[Vec]], Any]
+ToUserForm: TypeAlias = Callable[[list[Vec]], Any]
 
 
-def taken(space: Space, vectors: Vectors) -> tuple[list[Vec], Give]:
+def taken(space: Space, vectors: Vectors) -> tuple[list[Vec], ToUserForm]:
     """The vectors, and what puts results into the same form.
 
     Raises:
@@ -49,7 +49,7 @@ def _checked(named: NamedTensors) -> NamedTensors:
     return named
 
 
-def _from_flat(space: Space, vectors: Tensor) -> tuple[list[Vec], Give]:
+def _from_flat(space: Space, vectors: Tensor) -> tuple[list[Vec], ToUserForm]:
     if space.ranks > 1:
         raise ValueError(
             "over ranks a vector is a dict of this rank's parameters by name: no rank has the whole. Give {name: "

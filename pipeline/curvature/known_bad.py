@@ -81,7 +81,7 @@ def _of_all_rows(layer: str) -> str:
 _BATCH_NORM_CALLS = (torch.batch_norm, functional.batch_norm)  # `training` is the sixth argument of both
 
 
-class RowsApart(TorchFunctionMode):
+class BatchNormGuard(TorchFunctionMode):
     """Within: a batch norm by the statistics of its rows is refused, also one on data, which no graph shows.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from partition.names import ModelLayers
 from pipeline.common.call_lock import turn
-from pipeline.curvature.products.sharded import Member, ParameterSpace, few
+from pipeline.curvature.products.sharded import ParameterSpace, SpaceParameter, few
 from pipeline.curvature.space import HOST
 from pipeline.distributed.agreement import MismatchError, digest, values_in_words
 from pipeline.entry.validation import check_hooks
@@ -128,7 +128,7 @@ def _in_words(params: ParamSelection) -> str:
     return getattr(params, "__qualname__", "a function") if callable(params) else repr(params)
 
 
-def _members(pipe: Pipe, prefix: str, params: ParamSelection) -> tuple[list[Member], bool]:
+def _members(pipe: Pipe, prefix: str, params: ParamSelection) -> tuple[list[SpaceParameter], bool]:
     """This process's parameters of the space, and whether there is a float64 one."""
     named = [(name.removeprefix(prefix), parameter) for name, parameter in pipe.named_parameters()]
     first_names = _first_names(pipe, prefix)
@@ -145,7 +145,7 @@ def _members(pipe: Pipe, prefix: str, params: ParamSelection) -> tuple[list[Memb
             )
         is_double = is_double or parameter.dtype == torch.float64
         counts = id(parameter) not in elsewhere
-        members.append(Member(name, parameter.shape, parameter.device, counts))
+        members.append(SpaceParameter(name, parameter.shape, parameter.device, counts))
     return members, is_double
 
 

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.resume import from_host, on_host
-from pipeline.curvature.estimates.sampling import OnReached, Sampled, sampled_products
+from pipeline.curvature.estimates.sampling import OnProgress, SampledResult, sampled_products
 from pipeline.curvature.linear import LinearMap, finite
 from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import Vec, add_
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonal(Sampled):
+class Diagonal(SampledResult):
     """The diagonal of a matrix: this process's part, by the parameters' names.
 
     Args:
@@ -122,7 +122,7 @@ def diagonal(
     return running.result(stopped)
 
 
-def _draw(sampling: SampleSize, running: _RunningMoments, reached: OnReached) -> str:
+def _draw(sampling: SampleSize, running: _RunningMoments, reached: OnProgress) -> str:
     """Take all vectors, or enough; why it ended. The sum over a basis of q * A q is the diagonal of A Q Q' = A."""
     for vectors, products in sampled_products(sampling, running.count):
         running.change()

@@ -17,14 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import SampleSize
-from pipeline.curvature.estimates.sampling import Sampled, draw_means, estimate, paired_dots
+from pipeline.curvature.estimates.sampling import SampledResult, draw_means, estimate, paired_dots
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import Vec
 
 
 @dataclass(frozen=True, eq=False)
-class Norm(Sampled):
+class Norm(SampledResult):
     """A squared Frobenius norm with its standard error.
 
     Args:

@@ -18,12 +18,12 @@ from torch import Tensor
 from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
 from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
-from pipeline.curvature.estimates.sampling import Drawn, draw, paired_dots, sampled_products
+from pipeline.curvature.estimates.sampling import SampleStatistics, draw, paired_dots, sampled_products
 from pipeline.curvature.linear import LinearMap, finite, products_of
 from pipeline.curvature.space import Vec
 
 
-def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> Drawn:
+def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> SampleStatistics:
     """The trace by Hutch++. Each of its values is the exact part plus what one vector says of the rest.
 
     Args:

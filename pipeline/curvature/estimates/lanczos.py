@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.krylov import Basis, is_noise, orthogonalise_
-from pipeline.curvature.estimates.ritz import EigenvectorMap, Ritz, limits, ritz, shortest, wanted
+from pipeline.curvature.estimates.ritz import EigenvectorMap, RitzPairs, limits, ritz, shortest, wanted
 from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.space import HOST, Vec, scale_
 
@@ -182,7 +182,7 @@ class LanczosRun:
         else:
             self.at = replace(self.at, judged=True)
 
-    def _best(self) -> tuple[Ritz, list[int]]:
+    def _best(self) -> tuple[RitzPairs, list[int]]:
         """The k best of the locked, which come first, and the Ritz values, which must be better by more than noise."""
         pairs, locked_count = self._ritz, len(self.at.locked)
         values = torch.cat([self.at.locked, pairs.values])
@@ -190,7 +190,7 @@ class LanczosRun:
         setbacks[:locked_count] = 0.0
         return pairs, wanted(values, self.goal.k, self.goal.which, setbacks)
 
-    def _proved(self, pairs: Ritz) -> bool:
+    def _proved(self, pairs: RitzPairs) -> bool:
         """Whether this round's start would have shown an eigenpair that is wanted more than the last of the locked."""
         at = self.at
         if not at.waiting:
@@ -204,21 +204,21 @@ class LanczosRun:
         ends = wanted(pairs.values, min(2, self.goal.k) if self.goal.which == "BE" else 1, self.goal.which)
         return at.chain.first > 0 and bool((pairs.residuals[ends] <= self._enough()).all())
 
-    def _lock(self, pairs: Ritz, picks: list[int]) -> None:
+    def _lock(self, pairs: RitzPairs, picks: list[int]) -> None:
         """Keep the k best, and forget the rest of the space."""
         values = torch.cat([self.at.locked, pairs.values])[picks]
         empty = torch.zeros(0, 0, **HOST)
         place = replace(self.at, locked=values, projection=empty, chain=None, starts=0, judged=True)
         self._turn(self._factors(pairs, picks), place)
 
-    def _factors(self, pairs: Ritz, picks: list[int]) -> Tensor:
+    def _factors(self, pairs: RitzPairs, picks: list[int]) -> Tensor:
         """The picks in terms of the rows: [rows, picks]."""
         whole = torch.block_diag(torch.eye(len(self.at.locked), **HOST), pairs.vectors)
         factors = torch.zeros(len(self.basis), len(picks), **HOST)
         factors[: len(whole)] = whole[:, picks]
         return factors
 
-    def _restart(self, pairs: Ritz, fresh: int) -> None:
+    def _restart(self, pairs: RitzPairs, fresh: int) -> None:
         """Cut the space down to its best Ritz vectors and the rows that wait, which still lead out of it alike."""
         assert self.goal.most is not None
         locked_count, waiting = len(self.at.locked), self.at.waiting

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import SampleSize
-from pipeline.curvature.estimates.sampling import Sampled, estimate
+from pipeline.curvature.estimates.sampling import SampledResult, estimate
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import HOST, Space, Vec
 
 
 @dataclass(frozen=True, eq=False)
-class LayerTraces(Sampled):
+class LayerTraces(SampledResult):
     """The traces of the diagonal blocks of a matrix, one for each layer.
 
     Args:

@@ -56,7 +56,7 @@ Steps: TypeAlias = Generator[ProductRequest | DotsRequest, Any, T]
 
 
 @dataclass(frozen=True)
-class System:
+class LinearSystem:
     """The system that the right-hand sides share."""
 
     name: str
@@ -76,7 +76,7 @@ class System:
 
 
 def conjugate_gradients(
-    system: System, residual: Vec, aim: float, limit: int, norm: float, recurrence: RecurrenceState
+    system: LinearSystem, residual: Vec, aim: float, limit: int, norm: float, recurrence: RecurrenceState
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual.
 
@@ -121,7 +121,7 @@ def conjugate_gradients(
 
 
 def minimal_residual(
-    system: System, residual: Vec, aim: float, limit: int, norm: float, recurrence: RecurrenceState
+    system: LinearSystem, residual: Vec, aim: float, limit: int, norm: float, recurrence: RecurrenceState
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual for any symmetric M; where there is no solution, it heads for the smallest residual.
 
@@ -178,7 +178,7 @@ def _unit(fresh: Vec, scaled: Vec, norm: float) -> tuple[Vec, Vec]:
     return scale_(fresh, 1.0 / norm), along
 
 
-def _indefinite(system: System, curvature: float, step: int) -> str:
+def _indefinite(system: LinearSystem, curvature: float, step: int) -> str:
     return (
         f"{system.name} + damping * I is not positive definite: conjugate gradients met curvature {curvature:.3g} "
         f"(p.Mp / p.p) at step {step}, with damping {system.damping:g}. Use a damping above "

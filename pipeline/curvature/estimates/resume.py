@@ -25,14 +25,14 @@ from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import HOST, Space, Vec
 
-Plain: TypeAlias = Any  # tensors, numbers, text, None, and lists, tuples and dicts of them
+SavedValue: TypeAlias = Any  # tensors, numbers, text, None, and lists, tuples and dicts of them
 
 
 class ResumeError(ValueError):
     """A run cannot go on from a file, or cannot be saved there."""
 
 
-class Saves:
+class RunFiles:
     """The files of one run on this process.
 
     Args:
@@ -46,7 +46,7 @@ class Saves:
         >>> from pipeline.curvature import Hessian
         >>> H = Hessian(nn.Linear(2, 1), (torch.ones(4, 2), torch.ones(4, 1)), nn.functional.mse_loss)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saves = Saves(f"{folder}/run.pt", H.space, {"seed": 0})
+        ...     saves = RunFiles(f"{folder}/run.pt", H.space, {"seed": 0})
         ...     print(saves.latest())
         ...     saves.write(7, {"sum": 1.5})
         ...     print(saves.latest())
@@ -55,14 +55,14 @@ class Saves:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], space: Space, settings: Mapping[str, Plain], every: float = 300.0
+        self, path: str | os.PathLike[str], space: Space, settings: Mapping[str, SavedValue], every: float = 300.0
     ) -> None:
         self.path = file_of_rank(Path(path), space.rank, space.ranks)
         self.before = self.path.with_name(self.path.name + ".before")
         self._space, self._settings, self._every = space, dict(settings), every
         self._written = time.monotonic()
 
-    def latest(self) -> Plain | None:
+    def latest(self) -> SavedValue | None:
         """The state of the latest step that all processes have; None if no process has any. All call it.
 
         Raises:
@@ -85,7 +85,7 @@ class Saves:
             is_due = float(self._space.sum_over(torch.tensor([is_due], **HOST)))
         return is_due > 0
 
-    def write(self, step: int, state: Plain) -> None:
+    def write(self, step: int, state: SavedValue) -> None:
         """Save the state after a step. A process that dies meanwhile leaves the last file whole."""
         part = self.path.with_name(self.path.name + ".part")
         try:
@@ -105,7 +105,7 @@ class Saves:
         self.path.unlink(missing_ok=True)
         self.before.unlink(missing_ok=True)
 
-    def rescue(self, step: int, state: Plain, error: BaseException) -> None:
+    def rescue(self, step: int, state: SavedValue, error: BaseException) -> None:
         """Save what was reached, and tell with the error where it is; a failure to do so does not hide the error."""
         try:
             self.write(step, state)
@@ -118,11 +118,11 @@ class Saves:
         if not self.path.parent.is_dir():  # now, and not after minutes at the first save
             raise ResumeError(f"{self.path.parent} is no folder: make it, so that the run can be saved in it.")
 
-    def _read(self, path: Path) -> dict[str, Plain] | None:
+    def _read(self, path: Path) -> dict[str, SavedValue] | None:
         if not path.exists():
             return None
         try:
-            saved: dict[str, Plain] = torch.load(path, map_location="cpu", weights_only=True)
+            saved: dict[str, SavedValue] = torch.load(path, map_location="cpu", weights_only=True)
             settings = saved["settings"]
         except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
             raise ResumeError(
@@ -168,7 +168,7 @@ class Resumable:
 
     Args:
         A: the matrix.
-        path: see `Saves`; None: nothing is saved.
+        path: see `RunFiles`; None: nothing is saved.
         every: seconds.
         settings: of the run, besides the matrix.
         bar: counts its products.
@@ -178,19 +178,19 @@ class Resumable:
     """
 
     def __init__(
-        self, A: LinearMap, path: str | os.PathLike[str] | None, every: float, settings: Mapping[str, Plain],
+        self, A: LinearMap, path: str | os.PathLike[str] | None, every: float, settings: Mapping[str, SavedValue],
         bar: Progress,
     ) -> None:  # fmt: skip
-        self._saves = None if path is None else Saves(path, A.space, {**settings_of(A), **settings}, every)
-        self.saved_state: Plain | None = None if self._saves is None else self._saves.latest()
+        self._saves = None if path is None else RunFiles(path, A.space, {**settings_of(A), **settings}, every)
+        self.saved_state: SavedValue | None = None if self._saves is None else self._saves.latest()
         self._bar, self._step, self._is_done = bar, 0, True
-        self._state: Callable[[], Plain | None] = lambda: None
+        self._state: Callable[[], SavedValue | None] = lambda: None
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
         return self
 
-    def reached(self, step: int, state: Callable[[], Plain | None], note: str = "") -> None:
+    def reached(self, step: int, state: Callable[[], SavedValue | None], note: str = "") -> None:
         """Note the number of products so far, and what gives the state then: None while that is being changed.
 
         Args:
@@ -221,7 +221,7 @@ class Resumable:
                 self._saves.rescue(self._step, state, error)
 
 
-def settings_of(A: LinearMap) -> dict[str, Plain]:
+def settings_of(A: LinearMap) -> dict[str, SavedValue]:
     """The traits of a matrix that must be the same for a run with it to go on."""
     space = {"dtype": str(A.space.dtype), "shards": shard_sizes(A.space), "ranks": A.space.ranks}
     return {"matrix": A.name, "fingerprint": A.fingerprint(), **space}
@@ -253,11 +253,11 @@ def shard_sizes(space: Space) -> list[int]:
     return [len(shard) for shard in space.zeros()]
 
 
-def _changes(saved: Mapping[str, Plain], current: Mapping[str, Plain]) -> list[str]:
+def _changes(saved: Mapping[str, SavedValue], current: Mapping[str, SavedValue]) -> list[str]:
     names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     return [f"{name} was {_short(saved.get(name))} and is {_short(current.get(name))}" for name in names]
 
 
-def _short(value: Plain) -> str:
+def _short(value: SavedValue) -> str:
     text = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

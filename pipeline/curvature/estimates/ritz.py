@@ -34,7 +34,7 @@ WHICH = {
 }
 
 
-class Ritz(NamedTuple):
+class RitzPairs(NamedTuple):
     """The eigenpairs of a projection."""
 
     values: Tensor  # [p], ascending
@@ -52,7 +52,7 @@ class Ritz(NamedTuple):
         return self.vectors @ (self.rest.T / (point - self.values)[:, None])
 
 
-def ritz(projection: Tensor) -> Ritz:
+def ritz(projection: Tensor) -> RitzPairs:
     """The Ritz pairs of a projection [p + f, p], which is T above R.
 
     Example:
@@ -65,7 +65,7 @@ def ritz(projection: Tensor) -> Ritz:
     dimension = projection.shape[1]
     inner = projection[:dimension]
     values, vectors = torch.linalg.eigh((inner + inner.T) / 2)
-    return Ritz(values, vectors, projection[dimension:] @ vectors)
+    return RitzPairs(values, vectors, projection[dimension:] @ vectors)
 
 
 def wanted(values: Tensor, count: int, which: str, setbacks: Tensor | float = 0.0) -> list[int]:
@@ -115,20 +115,20 @@ class EigenvectorMap:
         """For a block of starts that are the first rows."""
         return cls(tuple(points), 0, torch.eye(starts, **HOST).expand(len(points), -1, -1).clone())
 
-    def followed(self, pairs: Ritz, first: int) -> EigenvectorMap:
+    def followed(self, pairs: RitzPairs, first: int) -> EigenvectorMap:
         """The chain to the rows without products, which will be the rows from `first` on."""
         factors = [self._through(pairs, number) for number in range(len(self.points))]
         return EigenvectorMap(self.points, first, torch.stack(factors) if factors else self.factors[:, :, :0])
 
-    def longest(self, pairs: Ritz) -> float:
+    def longest(self, pairs: RitzPairs) -> float:
         """No eigenvector at one of the points, or farther out, has a longer part in the start block than this."""
         return max([self._longest(pairs, number) for number in range(len(self.points))])
 
-    def _through(self, pairs: Ritz, number: int) -> Tensor:
+    def _through(self, pairs: RitzPairs, number: int) -> Tensor:
         rows = slice(self.first, self.first + self.factors.shape[2])
         return self.factors[number] @ pairs.passage(self.points[number])[rows]
 
-    def _longest(self, pairs: Ritz, number: int) -> float:
+    def _longest(self, pairs: RitzPairs, number: int) -> float:
         passage = pairs.passage(self.points[number])
         if not passage.shape[1]:
             return 0.0

@@ -21,11 +21,11 @@ from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import Space, Vec
 
 Measure: TypeAlias = Callable[[list[Vec], list[Vec]], Tensor]  # vectors, A times each -> [vectors, numbers]
-OnReached: TypeAlias = Callable[[int, Callable[[], Any], str], None]  # see `Resumable.reached`
-Prepare: TypeAlias = Callable[[list[Vec]], list[Vec]]  # what A is multiplied with, from random vectors
+OnProgress: TypeAlias = Callable[[int, Callable[[], Any], str], None]  # see `Resumable.reached`
+VectorTransform: TypeAlias = Callable[[list[Vec]], list[Vec]]  # what A is multiplied with, from random vectors
 
 
-class Sampled(Result):
+class SampledResult(Result):
     """A result that spent a bounded number of products, and has errors."""
 
     samples: int
@@ -42,7 +42,7 @@ class Sampled(Result):
         return f"{self.samples} products, stopped by: {self.stopped}"
 
 
-class Drawn(NamedTuple):
+class SampleStatistics(NamedTuple):
     """The result of a run of random vectors."""
 
     values: Tensor  # [draws, numbers], float64: what each vector says alone
@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
     stopped: str  # "samples" (all spent), "tolerance" (reached) or "exact"
 
 
-def estimate(sampling: SampleSize, measure: Measure, quantity: str, **settings: Any) -> Drawn:
+def estimate(sampling: SampleSize, measure: Measure, quantity: str, **settings: Any) -> SampleStatistics:
     """The mean of a measure over random vectors; exact, over a basis, where there are products enough for one.
 
     Args:
@@ -67,11 +67,11 @@ def estimate(sampling: SampleSize, measure: Measure, quantity: str, **settings: 
 def draw(
     sampling: SampleSize,
     measure: Measure,
-    reached: OnReached,
+    reached: OnProgress,
     values: list[Tensor],
     first: int = 0,
-    prepare: Prepare | None = None,
-) -> Drawn:
+    prepare: VectorTransform | None = None,
+) -> SampleStatistics:
     """The mean of a measure over random vectors `first`, `first` + 1, ... of a seed, or its sum over a basis.
 
     Args:
@@ -90,8 +90,8 @@ def draw(
     drawn = torch.cat(values)
     if sampling.is_exact:
         total = drawn.sum(0)
-        return Drawn(total[None], total, torch.zeros_like(total), len(drawn), "exact")
-    return Drawn(drawn, *mean_and_stderr(drawn), len(drawn), stopped or "samples")
+        return SampleStatistics(total[None], total, torch.zeros_like(total), len(drawn), "exact")
+    return SampleStatistics(drawn, *mean_and_stderr(drawn), len(drawn), stopped or "samples")
 
 
 def _stopped(sampling: SampleSize, values: Sequence[Tensor]) -> str:
@@ -122,7 +122,7 @@ def mean_and_stderr(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sampled_products(
-    sampling: SampleSize, done: int, first: int = 0, prepare: Prepare | None = None
+    sampling: SampleSize, done: int, first: int = 0, prepare: VectorTransform | None = None
 ) -> Iterator[tuple[list[Vec], list[Vec]]]:
     """The vectors of a run and A times each, a block at a time: random ones, or those of an orthonormal basis.
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.recurrences import (
     DotsRequest,
+    LinearSystem,
     ProductRequest,
     RecurrenceState,
     Steps,
-    System,
     conjugate_gradients,
     minimal_residual,
 )
@@ -42,7 +42,7 @@ METHODS = {"cg": conjugate_gradients, "minres": minimal_residual}
 class SolveSettings:
     """The checked arguments of a solve."""
 
-    system: System
+    system: LinearSystem
     tol: float
     limit: int
     method: str
@@ -251,7 +251,7 @@ def planned(
     if limit < 2:
         raise ValueError(f"max_products must be at least 2: a step and a check (max_products: {limit})")
     scales = None if preconditioner is None else _scales(A, preconditioner, damping)
-    return SolveSettings(System(A.name, float(damping), A.space.dtype, scales), float(tol), limit, method)
+    return SolveSettings(LinearSystem(A.name, float(damping), A.space.dtype, scales), float(tol), limit, method)
 
 
 def _scales(A: LinearMap, preconditioner: VecLike, damping: float) -> Vec:

@@ -23,7 +23,14 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.hutchpp import hutchpp
-from pipeline.curvature.estimates.sampling import Drawn, Measure, Sampled, draw_means, estimate, paired_dots
+from pipeline.curvature.estimates.sampling import (
+    Measure,
+    SampledResult,
+    SampleStatistics,
+    draw_means,
+    estimate,
+    paired_dots,
+)
 from pipeline.curvature.estimates.xtrace import xtrace
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
@@ -32,7 +39,7 @@ METHODS = ("hutchinson", "hutch++", "xtrace")
 
 
 @dataclass(frozen=True, eq=False)
-class Trace(Sampled):
+class Trace(SampledResult):
     """A trace with its standard error.
 
     Args:
@@ -151,6 +158,6 @@ def _quadratic(A: LinearMap) -> Measure:
     return lambda vectors, products: paired_dots(A.space, vectors, products)
 
 
-def _sketched(sampling: SampleSize, method: str, sketch: int | None) -> Drawn:
+def _sketched(sampling: SampleSize, method: str, sketch: int | None) -> SampleStatistics:
     with sampling.resumable("trace", method=method, sketch=sketch) as run:
         return xtrace(sampling, run) if method == "xtrace" else hutchpp(sampling, run, sketch)

@@ -27,13 +27,13 @@ from torch import Tensor
 from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
-from pipeline.curvature.estimates.sampling import Drawn, mean_and_stderr, paired_dots
+from pipeline.curvature.estimates.sampling import SampleStatistics, mean_and_stderr, paired_dots
 from pipeline.curvature.linear import LinearMap, blocks, finite
 from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import HOST, Vec
 
 
-def xtrace(sampling: SampleSize, run: Resumable) -> Drawn:
+def xtrace(sampling: SampleSize, run: Resumable) -> SampleStatistics:
     """The trace by XTrace. Half as many vectors are held as products are spent.
 
     The error is looked at each time that there are a quarter more vectors than at the last look.
@@ -106,12 +106,12 @@ class _LeaveOneOutSketch:
             self.within[:, old_size:] = dots
             self.within[old_size:, :old_size] = dots[:old_size].T
 
-    def drawn(self) -> Drawn:
+    def drawn(self) -> SampleStatistics:
         """The trace from the vectors so far."""
         parts = self._parts()
         values = leave_one_out(self.A.space.size, parts)
         stderr = jackknife(self.A.space.size, parts)
-        return Drawn(values[:, None], values.mean()[None], stderr[None], self.spent, "samples")
+        return SampleStatistics(values[:, None], values.mean()[None], stderr[None], self.spent, "samples")
 
     def _parts(self) -> _TraceParts:
         R = torch.zeros(len(self.basis), self.count, **HOST)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from pipeline.common.graph import explore, refuse_marked
-from pipeline.curvature.known_bad import RowsApart
+from pipeline.curvature.known_bad import BatchNormGuard
 from pipeline.data.pytrees import Bundle, Tree
 from pipeline.recompute.randomness import Seeder
 from pipeline.recompute.snapshot import ForwardSnapshot
@@ -66,7 +66,7 @@ class NewForwards(Forwards):
     def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
         self.snapshot.before_forward(chunk)
         refuses_batch_norm = chunk == 0 and self._is_cut and not self._layers.is_quiet
-        with RowsApart(self._layers.name) if refuses_batch_norm else nullcontext():
+        with BatchNormGuard(self._layers.name) if refuses_batch_norm else nullcontext():
             graph = compute()
         self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
         self._learn(chunk, graph)

@@ -27,7 +27,7 @@ from pipeline.curvature.products.matrices import FisherProduct
 from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
 from pipeline.curvature.products.sums import Sums
-from pipeline.curvature.products.task import OnResult, StageChecks, Task
+from pipeline.curvature.products.task import OnResult, ProductTask, StageChecks
 from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import Loss, LossFn
 from pipeline.data.microbatch import Batch, scatter, scatter_like
@@ -41,7 +41,7 @@ from pipeline.recompute.buffers import Buffers
 from pipeline.recompute.randomness import generators_at, private_generators
 
 
-class Outcome(NamedTuple):
+class PassResult(NamedTuple):
     """The result of one pass over the data.
 
     Attributes:
@@ -105,13 +105,13 @@ class Passes:
         on_result: OnResult | None = None,
         shift: Vec | None = None,
         first: int = 0,
-    ) -> Outcome:
+    ) -> PassResult:
         """All mini-batches once.
 
         Args:
             vectors: those that are multiplied.
             gradient: whether the gradient is wanted too.
-            on_result: see `pipeline.curvature.products.task.Task`.
+            on_result: see `pipeline.curvature.products.task.ProductTask`.
             shift: added to the parameters' values for this pass.
             first: the number of the first of these vectors, on which all ranks must agree.
 
@@ -123,7 +123,7 @@ class Passes:
             shared = self._shared()
             sums = Sums(self.space, slots, len(vectors), gradient, shared)
             wanted = {id(parameter): parameter for parameter in self.parameters().values()}
-            task = Task(vectors, slots, gradient, wanted, self.checks, on_result, shift)
+            task = ProductTask(vectors, slots, gradient, wanted, self.checks, on_result, shift)
             total, loss, reached = self._all(task, sums, first)
             if not reached:
                 raise RuntimeError(
@@ -139,9 +139,9 @@ class Passes:
             if total:
                 sums.divide_(total)
             whole = torch.tensor(loss / (total or 1.0), **HOST)
-            return Outcome(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, whole)
+            return PassResult(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, whole)
 
-    def _all(self, task: Task, sums: Sums, vector: int) -> list[float]:
+    def _all(self, task: ProductTask, sums: Sums, vector: int) -> list[float]:
         """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""
         totals = torch.zeros(3, **HOST)
         batches = iter(self.data)
@@ -165,7 +165,7 @@ class Passes:
 
     def _minibatch(
         self,
-        task: Task,
+        task: ProductTask,
         sums: Sums,
         batch: Batch,
         target_batch: Batch,

@@ -18,7 +18,7 @@ from pipeline.curvature.products.loss_end import LossProduct
 from pipeline.curvature.products.new_forwards import NewForwards
 from pipeline.curvature.products.stage_check import RuleCheck, of_output
 from pipeline.curvature.products.sums import Sums
-from pipeline.curvature.products.task import Task
+from pipeline.curvature.products.task import ProductTask
 from pipeline.data.pytrees import Activations
 from pipeline.data.tangents import Inbox
 from pipeline.execution.communicator import Verdict
@@ -47,7 +47,7 @@ class ProductCall(Product):
 
     name: str
 
-    def __init__(self, execution: Execution, task: Task, loss_end: LossProduct, sums: Sums) -> None:
+    def __init__(self, execution: Execution, task: ProductTask, loss_end: LossProduct, sums: Sums) -> None:
         self.loss_end = loss_end
         self._task = task
         self._rule_check = RuleCheck(task, execution.setup.compares, execution.batch.chunks)
@@ -99,7 +99,7 @@ class ProductCall(Product):
 
     @property
     def captures(self) -> bool:
-        """Whether a layer has captured a parameter of another module, whose values `Task.shift` cannot change."""
+        """Whether a layer has captured a parameter of another module: `ProductTask.shift` cannot change its values."""
         return any(stage.parameters.captured for stage in self._run.values())
 
     @property
@@ -133,7 +133,10 @@ class ProductCall(Product):
 
 
 def _shifted(
-    bring: Callable[[Sequence[Tensor]], Sequence[Tensor]], task: Task, device: torch.device, owners: Sequence[Tensor]
+    bring: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    task: ProductTask,
+    device: torch.device,
+    owners: Sequence[Tensor],
 ) -> list[Tensor]:
     """The values of parameters somewhere else, in memory of their own."""
     with torch.inference_mode(False), torch.no_grad():

@@ -32,7 +32,7 @@ class VectorSlice(NamedTuple):
         return vec[self.shard].narrow(0, self.start, self.shape.numel()).view(self.shape)
 
 
-class Member(NamedTuple):
+class SpaceParameter(NamedTuple):
     """A parameter of the space, as this process has it.
 
     Attributes:
@@ -63,7 +63,7 @@ class ParameterSpace(Space):
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[SpaceParameter],
         dtype: torch.dtype,
         rank: int,
         ranks: int,
@@ -131,7 +131,7 @@ class ParameterSpace(Space):
         return vec
 
 
-def _drawn(kind: str, seed: int, index: int, member: Member) -> Tensor:
+def _drawn(kind: str, seed: int, index: int, member: SpaceParameter) -> Tensor:
     """By name, so that it does not matter who else is there, and on the CPU, so that it does not matter where."""
     digest = hashlib.sha256(f"{seed} {index} {member.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))

@@ -18,13 +18,13 @@ from torch import Tensor
 from pipeline.curvature.known_bad import refuse_nodes
 from pipeline.curvature.products.finite_differences import compared, least, limit, norm
 from pipeline.curvature.products.loss_check import LOSS, GradientAt, loss_error
-from pipeline.curvature.products.task import Task
+from pipeline.curvature.products.task import ProductTask
 from pipeline.data.pytrees import Bundle, Grads, Tree
 from pipeline.data.tangents import Inbox
 from pipeline.stage.layers import StageLayers
 from pipeline.stage.stage_rule import ProductGraph, StageRule, gradients_of
 
-At: TypeAlias = Callable[[ProductGraph, Sequence[Tensor], float], Sequence[Tensor | None]]
+FunctionAt: TypeAlias = Callable[[ProductGraph, Sequence[Tensor], float], Sequence[Tensor | None]]
 
 
 class RuleCheck:
@@ -36,7 +36,7 @@ class RuleCheck:
         chunks: the number of chunks.
     """
 
-    def __init__(self, task: Task, compares: bool, chunks: int) -> None:
+    def __init__(self, task: ProductTask, compares: bool, chunks: int) -> None:
         self._task, self._compares, self._chunks = task, compares, chunks
         self._doubtful: dict[int, int] = {}  # stages that must be checked, and for which chunk
 
@@ -60,11 +60,18 @@ class RuleCheck:
         compared = 0 if self._task.on_result is not None else self._doubtful.get(stage)
         return chunk == compared and self._task.number > 0
 
-    def confirm(self, stage: StageRule, chunk: int, inbox: Inbox, at: At, derivative: Sequence[Tensor | None]) -> None:
+    def confirm(
+        self,
+        stage: StageRule,
+        chunk: int,
+        inbox: Inbox,
+        function_at: FunctionAt,
+        derivative: Sequence[Tensor | None],
+    ) -> None:
         """Compare a derivative with finite differences if `is_asked`. The arguments are those of `error_along`."""
         if not self.is_asked(stage.layers.index, chunk) or not derivative:  # nothing depends on a parameter
             return
-        error, bound = error_along(stage, chunk, inbox, at, derivative)
+        error, bound = error_along(stage, chunk, inbox, function_at, derivative)
         self._judge(stage.layers.index, stage.layers.name, error, bound)
 
     def check_loss(
@@ -101,7 +108,7 @@ class RuleCheck:
 
 
 def error_along(
-    stage: StageRule, chunk: int, inbox: Inbox, at: At, derivative: Sequence[Tensor | None]
+    stage: StageRule, chunk: int, inbox: Inbox, function_at: FunctionAt, derivative: Sequence[Tensor | None]
 ) -> tuple[float, float]:
     """The distance of a derivative along direction 0 from finite differences.
 
@@ -109,7 +116,7 @@ def error_along(
         stage: the stage, within its `stand_in`.
         chunk: a chunk that has run.
         inbox: the values that it read.
-        at: (graph, targets, step) -> the function that was differentiated, at `step` along the direction.
+        function_at: (graph, targets, step) -> the function that was differentiated, at `step` along the direction.
         derivative: along the direction.
 
     Returns:
@@ -131,7 +138,7 @@ def error_along(
         moved = _moved(inbox, tangents, step)
         with stage.forwards.as_at_forward(chunk), aliases.stand_back(views):
             graph = stage.computed(chunk, moved)
-            values = at(graph, [*graph.leaves, *views.values()], step)
+            values = function_at(graph, [*graph.leaves, *views.values()], step)
         return [None if value is None else value.detach() for value in values]
 
     def error_at(step: float) -> tuple[float, float]:
@@ -150,7 +157,7 @@ def _moved(inbox: Inbox, tangents: Sequence[Tensor], step: float) -> Inbox:
     return inbox._replace(values=Bundle.of(trees))
 
 
-def of_gradient(first: Grads, second: Grads) -> At:
+def of_gradient(first: Grads, second: Grads) -> FunctionAt:
     """The stage's backward of l + step l', for `error_along`."""
 
     def at(graph: ProductGraph, targets: Sequence[Tensor], step: float) -> Sequence[Tensor | None]:

@@ -28,7 +28,7 @@ class StageChecks(NamedTuple):
     forward: dict[int, bool]
 
 
-class Task(NamedTuple):
+class ProductTask(NamedTuple):
     """The task of a product.
 
     Attributes:

@@ -85,7 +85,7 @@ class Result(Shown):
             FileNotFoundError: the folder is not there.
         """
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        resultfile.write(path, resultfile.Stored(type(self).__name__, type(self).__module__, named))
+        resultfile.write(path, resultfile.StoredResult(type(self).__name__, type(self).__module__, named))
 
     @classmethod
     def load(cls, path: FilePath) -> Self:

@@ -23,7 +23,7 @@ _FORMAT, _VERSION = "penstock result", 1
 _TEXT = "result"
 
 
-class Stored(NamedTuple):
+class StoredResult(NamedTuple):
     """A class by its name, the module that it was in, and its fields."""
 
     name: str
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
     fields: dict[str, Any]
 
 
-def write(path: str | PathLike[str], stored: Stored) -> None:
+def write(path: str | PathLike[str], stored: StoredResult) -> None:
     """Writes a file. Where one of that name is, it stays whole until it is replaced.
 
     Raises:
@@ -49,7 +49,7 @@ def write(path: str | PathLike[str], stored: Stored) -> None:
         _replace(path, lambda file: _write_zip(file, arrays.named))
 
 
-def read(path: str | PathLike[str]) -> Stored:
+def read(path: str | PathLike[str]) -> StoredResult:
     """Reads what `write` wrote.
 
     Raises:
@@ -75,13 +75,13 @@ def _is_json(path: Path) -> bool:
     return path.suffix == ".json"
 
 
-def _text(stored: Stored, tensor: ToJson) -> str:
+def _text(stored: StoredResult, tensor: ToJson) -> str:
     top = {"format": _FORMAT, "version": _VERSION, "class": stored.name, "module": stored.module}
     fields = {name: encoded(value, name, tensor) for name, value in stored.fields.items()}
     return json.dumps({**top, "fields": fields}, allow_nan=False)
 
 
-def _stored(text: str, arrays: Mapping[str, Any], path: Path) -> Stored:
+def _stored(text: str, arrays: Mapping[str, Any], path: Path) -> StoredResult:
     top = json.loads(text)
     if not isinstance(top, dict) or top.get("format") != _FORMAT:
         raise ResultError(f"{path} is no saved result: it does not say {_FORMAT!r}")
@@ -90,7 +90,9 @@ def _stored(text: str, arrays: Mapping[str, Any], path: Path) -> Stored:
             f"{path} was written by a newer version: its format is {top['version']}, this version knows {_VERSION}. "
             "Update penstock-torch."
         )
-    return Stored(top["class"], top["module"], {name: decoded(value, arrays) for name, value in top["fields"].items()})
+    return StoredResult(
+        top["class"], top["module"], {name: decoded(value, arrays) for name, value in top["fields"].items()}
+    )
 
 
 def _replace(path: Path, write_to: Callable[[IO[bytes]], object]) -> None:

@@ -23,8 +23,8 @@ from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.estimates.frobenius import frobenius_squared
 from pipeline.curvature.estimates.krylov import Basis
 from pipeline.curvature.estimates.layer_traces import layer_traces
-from pipeline.curvature.estimates.resume import Resumable, ResumeError, Saves
-from pipeline.curvature.estimates.ritz import Ritz, ritz
+from pipeline.curvature.estimates.resume import Resumable, ResumeError, RunFiles
+from pipeline.curvature.estimates.ritz import RitzPairs, ritz
 from pipeline.curvature.estimates.solve import solve
 from pipeline.curvature.estimates.systems import planned, solved
 from pipeline.curvature.estimates.trace import trace
@@ -126,7 +126,7 @@ def test_interrupted_between_products_and_what_is_made_of_them_a_run_gives_the_s
 ) -> None:
     matrix, path, left = symmetric(VALUES), tmp_path / "top.pt", 0
 
-    def interrupted(projection: Tensor) -> Ritz:
+    def interrupted(projection: Tensor) -> RitzPairs:
         nonlocal left
         left -= 1
         if left == 0:
@@ -174,7 +174,7 @@ def test_a_run_that_ended_at_max_products_goes_on_with_more_of_them(tmp_path: Pa
 def test_a_process_that_is_killed_leaves_the_last_saved_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, path = symmetric(VALUES), tmp_path / "top.pt"
     with monkeypatch.context() as patch:  # killed: nothing is saved on the way out, and a save may be half done
-        patch.setattr("pipeline.curvature.estimates.resume.Saves.rescue", lambda *arguments: None)
+        patch.setattr("pipeline.curvature.estimates.resume.RunFiles.rescue", lambda *arguments: None)
         with pytest.raises(KeyboardInterrupt):
             top_eigenpairs(Interrupted(matrix, [9]), resume=path, save_every=0, **WANTED)
     path.with_name("top.pt.part").write_bytes(b"half")
@@ -247,7 +247,7 @@ def test_a_folder_that_is_not_there_is_told_before_the_first_product(tmp_path: P
 def test_saves_are_as_far_apart_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    saves = Saves(tmp_path / "run.pt", DenseSpace(3), {}, every=60)
+    saves = RunFiles(tmp_path / "run.pt", DenseSpace(3), {}, every=60)
     now += 59
     assert not saves.due()
     now += 1
@@ -465,11 +465,11 @@ def test_over_ranks_a_run_goes_on_from_a_step_that_all_have(tmp_path: Path, at: 
 
 def test_ranks_whose_last_saves_are_a_step_apart_begin_at_the_common_one(tmp_path: Path) -> None:
     def last_saves(A: RankMap) -> Any:
-        saves = Saves(tmp_path / "run.pt", A.space, {})
+        saves = RunFiles(tmp_path / "run.pt", A.space, {})
         for step in (3, 4, 5)[: 2 + A.space.rank]:
             saves.write(step, {"step": step, "rank": A.space.rank})
         A.space.exchange(A.space.rank, None)
-        return Saves(tmp_path / "run.pt", A.space, {}).latest()
+        return RunFiles(tmp_path / "run.pt", A.space, {}).latest()
 
     found = over_ranks(torch.eye(4), 2, last_saves)
     assert found == [{"step": 4, "rank": 0}, {"step": 4, "rank": 1}]
@@ -477,18 +477,18 @@ def test_ranks_whose_last_saves_are_a_step_apart_begin_at_the_common_one(tmp_pat
 
 def test_ranks_that_have_the_same_two_steps_begin_at_the_later_one(tmp_path: Path) -> None:
     def last_saves(A: RankMap) -> Any:
-        saves = Saves(tmp_path / "run.pt", A.space, {})
+        saves = RunFiles(tmp_path / "run.pt", A.space, {})
         for step in (3, 4, 5):
             saves.write(step, step)
         A.space.exchange(A.space.rank, None)
-        return Saves(tmp_path / "run.pt", A.space, {}).latest()
+        return RunFiles(tmp_path / "run.pt", A.space, {}).latest()
 
     assert over_ranks(torch.eye(4), 2, last_saves) == [5, 5]
 
 
 def test_a_rank_without_its_file_is_told_on_all_ranks(tmp_path: Path) -> None:
     def latest(A: RankMap) -> str:
-        saves = Saves(tmp_path / "run.pt", A.space, {})
+        saves = RunFiles(tmp_path / "run.pt", A.space, {})
         if A.space.rank == 1:
             saves.write(3, {})
         A.space.exchange(A.space.rank, None)
@@ -502,10 +502,10 @@ def test_a_rank_without_its_file_is_told_on_all_ranks(tmp_path: Path) -> None:
 
 def test_a_file_that_one_rank_refuses_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
     def latest(A: RankMap) -> str:
-        Saves(tmp_path / "run.pt", A.space, {"seed": 0}).write(3, {})
+        RunFiles(tmp_path / "run.pt", A.space, {"seed": 0}).write(3, {})
         A.space.exchange(A.space.rank, None)
         with pytest.raises(ResumeError) as caught:
-            Saves(tmp_path / "run.pt", A.space, {"seed": A.space.rank}).latest()
+            RunFiles(tmp_path / "run.pt", A.space, {"seed": A.space.rank}).latest()
         return str(caught.value)
 
     mine, other = over_ranks(torch.eye(4), 2, latest)
