@@ -142,7 +142,7 @@ def _compute_by_layer(
             if layer not in done:
                 file = None if resume is None else _beside(resume, "layer")
                 done[layer] = compute(A.restricted(frozenset(names)), file)
-                run.reached(len(done), dict(done).copy, layer)
+                run.record(len(done), dict(done).copy, layer)
     return done
 
 

@@ -87,8 +87,8 @@ def check(op: Operator, seed: int = 0) -> Report:
     rows: list[tuple[str, float, float]] = []
     Hu, Hv = op.products([u])[0], op.products([v])[0]
     rows.append(("the same product again", _distance(space, op.products([v])[0], Hv), 0.0))
-    (both,) = op.products([combined([u, v], [2.0, -3.0])])
-    rows.append(("linear: H (2 u - 3 v)", _distance(space, both, combined([Hu, Hv], [2.0, -3.0])), exact))
+    (combined_product,) = op.products([combined([u, v], [2.0, -3.0])])
+    rows.append(("linear: H (2 u - 3 v)", _distance(space, combined_product, combined([Hu, Hv], [2.0, -3.0])), exact))
     dots = space.dots([u, v, Hu, Hv], [Hu, Hv])
     u_Hv, v_Hu = float(dots[0, 1]), float(dots[1, 0])
     norm_Hu, norm_Hv = float(dots[2, 0]) ** 0.5, float(dots[3, 1]) ** 0.5

@@ -129,7 +129,7 @@ def twice_differentiable(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Within: modules run on what can be differentiated twice."""
     switches = [*_ALWAYS, *(_FOR_RNNS if any([isinstance(module, nn.RNNBase) for module in modules]) else ())]
     previous = [(put, get()) for get, put, _ in switches]
-    written_out = [(module, _INSTEAD[type(module)]) for module in modules if _is_as_torch_wrote_it(module)]
+    written_out = [(module, _REPLACEMENTS[type(module)]) for module in modules if _is_as_torch_wrote_it(module)]
     old_style = [hook for module in modules for hook in _old_weight_norms(module)]
     try:
         for _, put, value in switches:
@@ -161,7 +161,7 @@ _FOR_RNNS: tuple[_Switch, ...] = ((torch._C._get_cudnn_enabled, torch._C._set_cu
 
 def _is_as_torch_wrote_it(module: nn.Module) -> bool:
     """Whether it is to be written out, and nobody has put a forward of his own into it."""
-    return type(module) in _INSTEAD and "forward" not in vars(module)
+    return type(module) in _REPLACEMENTS and "forward" not in vars(module)
 
 
 def _hardsigmoid(module: nn.Module, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def _weight_norm(module: Any, magnitude: Tensor, direction: Tensor) -> Tensor:
     return _scaled(direction, magnitude, module.dim)
 
 
-_INSTEAD: dict[type[nn.Module], Callable[..., Tensor]] = {_WeightNorm: _weight_norm, nn.Hardsigmoid: _hardsigmoid}
+_REPLACEMENTS: dict[type[nn.Module], Callable[..., Tensor]] = {_WeightNorm: _weight_norm, nn.Hardsigmoid: _hardsigmoid}
 
 
 def _old_weight_norm(hook: Any, module: nn.Module) -> Tensor:
@@ -217,9 +217,9 @@ def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int, until: Sequen
 def _is_instance_norm(node: Any) -> bool:
     """Whether a batch norm's one row is a view of all rows and channels: the statistics are those of each row."""
     rows, columns, *rest = node._saved_input.shape
-    before, _ = node.next_functions[0]
-    if rows == 1 and before is not None and before.name() == "ViewBackward0":
-        first, second, *others = before._saved_self_sym_sizes
+    input_node, _ = node.next_functions[0]
+    if rows == 1 and input_node is not None and input_node.name() == "ViewBackward0":
+        first, second, *others = input_node._saved_self_sym_sizes
         return bool(first * second == columns and others == rest)
     weight, _ = node.next_functions[1]
-    return bool(rows == 1 and before is None and weight is not None and weight.name() == "RepeatBackward0")
+    return bool(rows == 1 and input_node is None and weight is not None and weight.name() == "RepeatBackward0")

@@ -56,12 +56,12 @@ def as_pipe(model: nn.Module) -> tuple[Pipe, str]:
 
 
 def chosen(
-    named: Sequence[tuple[str, nn.Parameter]], params: ParamSelection, first_names: Mapping[str, str]
+    named_parameters: Sequence[tuple[str, nn.Parameter]], params: ParamSelection, first_names: Mapping[str, str]
 ) -> list[str]:
     """The names of the parameters that are wanted, of those here.
 
     Args:
-        named: the parameters here, by their first names.
+        named_parameters: the parameters here, by their first names.
         params: see above; a name is a parameter's, or the beginning of several up to a dot. A tied parameter is wanted
             if any of its names is.
         first_names: for each name of a parameter its first one, other processes' too.
@@ -69,26 +69,26 @@ def chosen(
     Raises:
         ValueError: a name stands for no parameter, or for none that requires a gradient.
     """
-    trained = {name for name, parameter in named if parameter.requires_grad}
+    trained = {name for name, parameter in named_parameters if parameter.requires_grad}
     if params is None:
-        return [name for name, _ in named if name in trained]
+        return [name for name, _ in named_parameters if name in trained]
     if callable(params):
         is_wanted = params
-        return [name for name, parameter in named if name in trained and is_wanted(name, parameter)]
+        return [name for name, parameter in named_parameters if name in trained and is_wanted(name, parameter)]
     wanted: set[str] = set()
     for selector in [params] if isinstance(params, str) else params:
         matches = {first for name, first in first_names.items() if _stands_for(selector, name)}
         if not matches:
             names = list(dict.fromkeys(first_names.values()))
             raise ValueError(f"params has {selector!r}, which is no parameter or layer. There are {few(names)}.")
-        local_matches = [name for name, _ in named if name in matches]
+        local_matches = [name for name, _ in named_parameters if name in matches]
         if local_matches and trained.isdisjoint(local_matches):
             raise ValueError(
                 f"params has {selector!r}, but {few(local_matches)} do not require a gradient. Call requires_grad_() "
                 "first."
             )
         wanted |= matches
-    return [name for name, _ in named if name in trained and name in wanted]
+    return [name for name, _ in named_parameters if name in trained and name in wanted]
 
 
 def _stands_for(wanted: str, name: str) -> bool:
@@ -107,15 +107,15 @@ def space_of(pipe: Pipe, prefix: str, params: ParamSelection) -> ParameterSpace:
         params = list(params)
     with turn(), runtime.communicator("curvature") as communicator:  # what is refused on one rank is refused on all
         communicator.open(lambda values: {"params": _in_words(params)}, draws=False)
-        members, is_double = _members(pipe, prefix, params)
+        parameters, is_double = _space_parameters(pipe, prefix, params)
         is_double = bool(communicator.exchange.sum_over(torch.tensor([float(is_double)], **HOST)).item())
-    sum_over = _alone if runtime.topology is None else _summing(pipe)
+    sum_over = _unsummed if runtime.topology is None else _sum_over_ranks(pipe)
     dtype = torch.float64 if is_double else torch.float32
-    agree = partial(_check_ties, pipe, sum_over)
-    together: Callable[[], AbstractContextManager[object]] = nullcontext
+    check_ties = partial(_check_ties, pipe, sum_over)
+    collective: Callable[[], AbstractContextManager[object]] = nullcontext
     if runtime.topology is not None:
-        together = partial(_everyone, pipe)
-    space = ParameterSpace(members, dtype, runtime.rank, runtime.ranks, sum_over, agree, together)
+        collective = partial(_collective, pipe)
+    space = ParameterSpace(parameters, dtype, runtime.rank, runtime.ranks, sum_over, check_ties, collective)
     if space.size == 0:
         raise ValueError(
             f"there is no parameter to differentiate by (params={params!r}): none is chosen, or all are frozen. "
@@ -128,14 +128,14 @@ def _in_words(params: ParamSelection) -> str:
     return getattr(params, "__qualname__", "a function") if callable(params) else repr(params)
 
 
-def _members(pipe: Pipe, prefix: str, params: ParamSelection) -> tuple[list[SpaceParameter], bool]:
+def _space_parameters(pipe: Pipe, prefix: str, params: ParamSelection) -> tuple[list[SpaceParameter], bool]:
     """This process's parameters of the space, and whether there is a float64 one."""
-    named = [(name.removeprefix(prefix), parameter) for name, parameter in pipe.named_parameters()]
+    named_parameters = [(name.removeprefix(prefix), parameter) for name, parameter in pipe.named_parameters()]
     first_names = _first_names(pipe, prefix)
-    names = set(chosen(named, params, first_names))
-    elsewhere = _counted_elsewhere(pipe)
-    members, is_double = [], False
-    for name, parameter in named:
+    names = set(chosen(named_parameters, params, first_names))
+    counted_elsewhere = _counted_elsewhere(pipe)
+    parameters, is_double = [], False
+    for name, parameter in named_parameters:
         if name not in names:
             continue
         if not parameter.is_floating_point():
@@ -144,16 +144,16 @@ def _members(pipe: Pipe, prefix: str, params: ParamSelection) -> tuple[list[Spac
                 "imaginary parts as two parameters (torch.view_as_complex), or leave it out with params=."
             )
         is_double = is_double or parameter.dtype == torch.float64
-        counts = id(parameter) not in elsewhere
-        members.append(SpaceParameter(name, parameter.shape, parameter.device, counts))
-    return members, is_double
+        counts = id(parameter) not in counted_elsewhere
+        parameters.append(SpaceParameter(name, parameter.shape, parameter.device, counts))
+    return parameters, is_double
 
 
 def _first_names(pipe: Pipe, prefix: str) -> dict[str, str]:
     """For each name of a parameter its first one, in the order of the model; those of other ranks too."""
-    firsts = {id(parameter): name.removeprefix(prefix) for name, parameter in pipe.named_parameters()}
-    named = pipe.named_parameters(remove_duplicate=False)
-    local_names = {name.removeprefix(prefix): firsts[id(parameter)] for name, parameter in named}
+    first_name_of = {id(parameter): name.removeprefix(prefix) for name, parameter in pipe.named_parameters()}
+    named_parameters = pipe.named_parameters(remove_duplicate=False)
+    local_names = {name.removeprefix(prefix): first_name_of[id(parameter)] for name, parameter in named_parameters}
     return {**local_names, **pipe.runtime.first_names}
 
 
@@ -163,7 +163,7 @@ def _counted_elsewhere(pipe: Pipe) -> set[int]:
     return {id(copy) for tie, copy in runtime.tied() if copy is not None and tie.owner != runtime.rank}
 
 
-def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping[str, Tensor]) -> None:
+def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], entries: Mapping[str, Tensor]) -> None:
     """Raise if the entries for a tied parameter are not the same on all ranks that have it."""
     runtime = pipe.runtime
     tied = runtime.tied()
@@ -172,7 +172,7 @@ def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping
     table = torch.zeros(len(tied), runtime.ranks, **HOST)
     local_names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     for row, (_, copy) in zip(table, tied, strict=True):
-        part = named.get(local_names.get(id(copy), ""))
+        part = entries.get(local_names.get(id(copy), ""))
         if part is not None:
             row[runtime.rank] = digest(values_in_words([part])) % (1 << 48)
     for row, (tie, _) in zip(sum_over(table), tied, strict=True):
@@ -185,18 +185,18 @@ def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping
 
 
 @contextmanager
-def _everyone(pipe: Pipe) -> Iterator[None]:
+def _collective(pipe: Pipe) -> Iterator[None]:
     """Within: what fails on one rank fails on all; at the end all have come so far."""
     with turn(), pipe.runtime.communicator("curvature") as communicator:
         yield
         communicator.open(lambda values: {"the curvature": "a vector"}, draws=False)
 
 
-def _alone(numbers: Tensor) -> Tensor:
+def _unsummed(numbers: Tensor) -> Tensor:
     return numbers
 
 
-def _summing(pipe: Pipe) -> Callable[[Tensor], Tensor]:
+def _sum_over_ranks(pipe: Pipe) -> Callable[[Tensor], Tensor]:
     def sum_over(numbers: Tensor) -> Tensor:
         with turn(), pipe.runtime.communicator("curvature") as communicator:
             return communicator.exchange.sum_over(numbers)

@@ -129,8 +129,8 @@ def scale_(vec: Vec, factor: float) -> Vec:
 
 def add_(vec: Vec, other: Vec, factor: float = 1.0) -> Vec:
     """Add `factor` times another vector in place; the vector itself."""
-    for shard, more in zip(vec, other, strict=True):
-        shard.add_(more, alpha=factor)
+    for shard, other_shard in zip(vec, other, strict=True):
+        shard.add_(other_shard, alpha=factor)
     return vec
 
 

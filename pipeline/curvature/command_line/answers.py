@@ -42,10 +42,10 @@ def answer(options: SimpleNamespace) -> int:
     """
     _check_files(options)
     A = operator_of(options)
-    answers = _CommandOutput(A, options)
-    answers.say(_about(A))
-    if options.check and not answers.give("check", A.check(seed=options.seed)).ok:
-        answers.wait()
+    output = _CommandOutput(A, options)
+    output.say(_about(A))
+    if options.check and not output.give("check", A.check(seed=options.seed)).ok:
+        output.wait()
         return 1
     seed, show = options.seed, False if options.quiet else None
     if options.top is not None:
@@ -53,19 +53,19 @@ def answer(options: SimpleNamespace) -> int:
             options.top, which=options.which, tol=options.tol, max_products=options.max_products, seed=seed,
             resume=options.resume, show=show,
         )
-        answers.give("top", pairs)
+        output.give("top", pairs)
     if options.trace is not None:
-        answers.give("trace", A.trace(options.trace, rel=options.rel, seed=seed, show=show))
+        output.give("trace", A.trace(options.trace, rel=options.rel, seed=seed, show=show))
     if options.layers is not None:
-        blocks = A.per_layer(
+        spectra = A.per_layer(
             options.layers, samples=options.samples, which=options.which, tol=options.tol, seed=seed, show=show
         )
-        answers.give("layers", blocks)
+        output.give("layers", spectra)
     if options.density is not None:
         spectrum = A.density(steps=options.steps, runs=options.runs, seed=seed, show=show)
-        answers.give("density", spectrum)
-        answers.picture(spectrum, options.density)
-    answers.wait()
+        output.give("density", spectrum)
+        output.picture(spectrum, options.density)
+    output.wait()
     return 0
 
 
@@ -125,8 +125,8 @@ def _check_files(options: SimpleNamespace) -> None:
 
 def _about(A: Operator) -> str:
     ranks = f" over {A.space.ranks} ranks" if A.space.ranks > 1 else ""
-    steepness = A.space.norm(A.space.vec(A.gradient()))
+    gradient_norm = A.space.norm(A.space.vec(A.gradient()))
     return (
         f"{A!r}, {A.stages} stage{'s' if A.stages > 1 else ''}{ranks}\n"
-        f"loss {A.loss().item():.6g}, norm of the gradient {steepness:.3g}"
+        f"loss {A.loss().item():.6g}, norm of the gradient {gradient_norm:.3g}"
     )

@@ -75,7 +75,7 @@ class SampleSize:
         """Whether the run may end before all samples are spent."""
         return not self.is_exact and (self.rel is not None or self.abs is not None)
 
-    def reached(self, values: Tensor, stderrs: Tensor, draws: int) -> bool:
+    def is_reached(self, values: Tensor, stderrs: Tensor, draws: int) -> bool:
         """Whether every one of the standard errors is small enough to end."""
         if not self.has_goal or draws < self.min_samples:
             return False

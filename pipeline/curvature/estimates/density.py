@@ -217,20 +217,20 @@ def _lanczos(
     saved = lanczos.saved_state or {"ended": [], "lanes": None, "products": 0}
     ended, lanes, spent = [tuple(pair) for pair in saved["ended"]], saved["lanes"], saved["products"]
 
-    def reached(products: int, state: Callable[[], Any]) -> None:
+    def on_progress(products: int, state: Callable[[], Any]) -> None:
         nonlocal spent
         spent += products
         ended_now, spent_now = list(ended), spent
 
-        def whole() -> dict[str, Any] | None:
+        def whole_state() -> dict[str, Any] | None:
             lane_states = state()
             return None if lane_states is None else {"ended": ended_now, "lanes": lane_states, "products": spent_now}
 
-        lanczos.reached(spent, whole)
+        lanczos.record(spent, whole_state)
 
     for first in range(len(ended), runs, A.block):
         starts = [A.space.random("normal", seed, run) for run in range(first, min(first + A.block, runs))]
-        ended += tridiagonals(A, starts, steps, reached, lanes)
+        ended += tridiagonals(A, starts, steps, on_progress, lanes)
         lanes = None
     return ended, spent
 

@@ -118,11 +118,11 @@ def diagonal(
     with sampling.resumable("diagonal") as run:
         if run.saved_state is not None:
             running.go_on(run.saved_state)
-        stopped = _draw(sampling, running, run.reached)
+        stopped = _draw(sampling, running, run.record)
     return running.result(stopped)
 
 
-def _draw(sampling: SampleSize, running: _RunningMoments, reached: OnProgress) -> str:
+def _draw(sampling: SampleSize, running: _RunningMoments, on_progress: OnProgress) -> str:
     """Take all vectors, or enough; why it ended. The sum over a basis of q * A q is the diagonal of A Q Q' = A."""
     for vectors, products in sampled_products(sampling, running.count):
         running.change()
@@ -132,8 +132,8 @@ def _draw(sampling: SampleSize, running: _RunningMoments, reached: OnProgress) -
         if sampling.has_goal:
             values, errors = running.sizes()
             note = f"{float(errors / values):.2g} of rms" if values > 0 else ""
-            is_enough = sampling.reached(values, errors, running.count)
-        reached(running.count, partial(running.state, running.count), note)
+            is_enough = sampling.is_reached(values, errors, running.count)
+        on_progress(running.count, partial(running.state, running.count), note)
         if is_enough:
             return "tolerance"
     return "exact" if sampling.is_exact else "samples"

@@ -145,8 +145,8 @@ def top_eigenpairs(
     with Resumable(A, resume, save_every, {"file": "eigenpairs 2", **asdict(goal)}, bar) as resumable:
         if resumable.saved_state is not None:
             run.go_on(resumable.saved_state)
-        _advance(run, max_products, resumable.reached)
-        if not run.at.done:
+        _advance(run, max_products, resumable.record)
+        if not run.current.done:
             resumable.leave()
         return _measured(run, bar.advance)
 
@@ -191,14 +191,14 @@ def _goal(
     return EigenpairGoal(k, which, tol, seed, block, max_basis, miss)
 
 
-def _advance(run: LanczosRun, max_products: int | None, reached: Callable[..., None]) -> None:
+def _advance(run: LanczosRun, max_products: int | None, on_progress: Callable[..., None]) -> None:
     """Steps until the run is done, or the next one would leave too few products for the residuals."""
     note = ""
     while True:
-        reached(run.at.products, partial(run.state, run.at.products), note)
-        if run.at.done or max_products is not None and run.at.products + run.next + run.goal.k > max_products:
+        on_progress(run.current.products, partial(run.state, run.current.products), note)
+        if run.current.done or max_products is not None and run.current.products + run.next + run.goal.k > max_products:
             return
-        note = f"{run.converged()} of {run.goal.k}, largest {run.at.largest:.4g}"
+        note = f"{run.converged()} of {run.goal.k}, largest {run.current.largest:.4g}"
         run.step()  # and noted at once, so that an interrupt finds a state of these products
 
 
@@ -213,7 +213,7 @@ def _measured(run: LanczosRun, advance: Callable[..., None]) -> Eigenpairs:
         squares += group_squares
         advance(len(images))
     order = wanted(torch.tensor(values, **HOST), goal.k, goal.which)
-    scale = max(run.at.largest, *(abs(value) for value in values))
+    scale = max(run.current.largest, *(abs(value) for value in values))
     residuals = torch.tensor(squares, **HOST)[order].sqrt() / max(scale, torch.finfo(A.space.dtype).tiny)
     why = _why(run, residuals)
     return Eigenpairs(
@@ -223,7 +223,7 @@ def _measured(run: LanczosRun, advance: Callable[..., None]) -> Eigenpairs:
         vectors=[{name: part.cpu() for name, part in A.space.named(vecs[place]).items()} for place in order],
         residuals=residuals,
         scale=scale,
-        products=run.at.products + goal.k,
+        products=run.current.products + goal.k,
         converged=not why,
         why=why,
         tol=goal.tol,
@@ -243,9 +243,10 @@ def _residuals(A: LinearMap, vecs: Sequence[Vec], images: Sequence[Vec]) -> tupl
 def _why(run: LanczosRun, residuals: Tensor) -> str:
     """The reason why the pairs are not converged."""
     worst = float(residuals.max())
-    if not run.at.done:
+    if not run.current.done:
         state = f"the worst residual is {worst:.1e}" if worst > run.goal.tol else "that none is missing is not sure yet"
-        return f"stopped at max_products with {run.at.products + run.goal.k} products; {state}. Raise max_products."
+        products = run.current.products + run.goal.k
+        return f"stopped at max_products with {products} products; {state}. Raise max_products."
     if worst > run.goal.tol:
         return (
             f"rounding in {str(run.map.space.dtype).removeprefix('torch.')}: more products do not bring the worst "

@@ -54,11 +54,11 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
 
     spent = columns + len(basis)
 
-    def reached(draws: int, values: Callable[[], Tensor], note: str) -> None:
+    def on_progress(draws: int, values: Callable[[], Tensor], note: str) -> None:
         trace_sketch.note(spent + draws, note, values())
 
     rest_sampling = replace(sampling, samples=samples - spent)
-    drawn = draw(rest_sampling, rest, reached, trace_sketch.values, first=columns, prepare=deflated)
+    drawn = draw(rest_sampling, rest, on_progress, trace_sketch.values, first=columns, prepare=deflated)
     return drawn._replace(spent=spent + drawn.spent)
 
 
@@ -96,4 +96,4 @@ class _TraceSketch:
     def note(self, products: int, label: str, values: Tensor | None = None) -> None:
         """Tell the run how far this is. The basis only grows, and its vectors stay as they are."""
         basis, state = list(self.basis), {"drawn": self._drawn, "parts": list(self._parts), "values": values}
-        self._run.reached(products, lambda: {"basis": on_host(basis), **state}, label)
+        self._run.record(products, lambda: {"basis": on_host(basis), **state}, label)

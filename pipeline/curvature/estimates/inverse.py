@@ -60,15 +60,15 @@ class Inverse(LinearMap):
             ConvergenceError: a system was not solved to the tolerance; the result would be another matrix.
             IndefiniteError, FloatingPointError: see `solve`.
         """
-        ends = solved(self._map, self._plan, vectors)
-        worst = max((end.residual for end in ends), default=0.0)
+        results = solved(self._map, self._plan, vectors)
+        worst = max((result.residual for result in results), default=0.0)
         if not worst <= self._plan.tol:
             raise ConvergenceError(
-                f"{self.name}: relative residual {worst:.2g} after {max(end.products for end in ends)} products, "
-                f"tol {self._plan.tol:.2g}, max_products {self._plan.limit}. "
+                f"{self.name}: relative residual {worst:.2g} after {max(result.products for result in results)} "
+                f"products, tol {self._plan.tol:.2g}, max_products {self._plan.limit}. "
                 "Use more damping, more products, a preconditioner or a larger tol."
             )
-        return [end.x for end in ends]
+        return [result.x for result in results]
 
     def fingerprint(self) -> str:
         scales = self._plan.system.scales

@@ -113,8 +113,8 @@ class Basis:
             rotation = factors.T.to(shard)
             for first in range(0, len(shard), STRIP):
                 strips = [rows[:, first : first + STRIP] for rows in self._filled(index)]
-                new = rotation @ torch.cat(strips)
-                for strip, part in zip(strips, new.split(SLAB), strict=False):
+                rotated = rotation @ torch.cat(strips)
+                for strip, part in zip(strips, rotated.split(SLAB), strict=False):
                     strip[: len(part)] = part
         self.cut(factors.shape[1])
 
@@ -161,8 +161,8 @@ def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], source: str) -> 
     counts = [len(basis) for basis in bases]
     inside = [torch.zeros(count, **HOST) for count in counts]
     for _ in range(2):
-        shares = [basis.local_inside(vec) for basis, vec in zip(bases, vecs, strict=True)]
-        for lane, part in enumerate(finite(space.sum_over(torch.cat(shares)), source).split(counts)):
+        local_dots = [basis.local_inside(vec) for basis, vec in zip(bases, vecs, strict=True)]
+        for lane, part in enumerate(finite(space.sum_over(torch.cat(local_dots)), source).split(counts)):
             bases[lane].subtract_(vecs[lane], part)
             inside[lane] += part
     squares = finite(space.sum_over(space.local_pairs([(vec, vec) for vec in vecs])), source)
@@ -189,14 +189,14 @@ def append_orthonormal(space: Space, basis: list[Vec], vec: Vec) -> Tensor:
     Raises:
         FloatingPointError: `vec` has entries that are not finite.
     """
-    along, start = torch.zeros(len(basis), **HOST), 0.0
+    along, initial_norm = torch.zeros(len(basis), **HOST), 0.0
     for sweep in range(2):
         dots = finite(space.dots([*basis, vec], [vec])[:, 0], "the matrix")
-        start = start if sweep else math.sqrt(max(float(dots[-1]), 0.0))
+        initial_norm = initial_norm if sweep else math.sqrt(max(float(dots[-1]), 0.0))
         along += dots[:-1]
         subtract_(vec, basis, dots[:-1])
     length = math.sqrt(max(float(dots[-1] - dots[:-1].square().sum()), 0.0))
-    if length <= 100 * torch.finfo(space.dtype).eps * start:
+    if length <= 100 * torch.finfo(space.dtype).eps * initial_norm:
         return along
     basis.append(scale_(vec, 1.0 / length))
     return torch.cat([along, torch.tensor([length], **HOST)])

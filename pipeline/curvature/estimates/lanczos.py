@@ -68,21 +68,21 @@ class LanczosState:
 class LanczosRun:
     """Lanczos for one goal. Over ranks all processes take the same steps: what decides are sums over them.
 
-    The caller asks `at.done` and calls `step`; between two steps the run can be saved.
+    The caller asks `current.done` and calls `step`; between two steps the run can be saved.
     """
 
     def __init__(self, A: LinearMap, goal: EigenpairGoal) -> None:
         self.map, self.goal = A, goal
         self.basis = Basis(A.space)
-        self.at = LanczosState(torch.zeros(0, **HOST), torch.zeros(0, 0, **HOST), None)
-        self._ritz = ritz(self.at.projection)
-        self._turning = False
+        self.current = LanczosState(torch.zeros(0, **HOST), torch.zeros(0, 0, **HOST), None)
+        self._ritz = ritz(self.current.projection)
+        self._is_rotating = False
 
     def step(self) -> None:
         """Multiply the rows that wait; or after that lock what has converged, or cut down a full space."""
-        if not self.at.judged:
+        if not self.current.judged:
             self._judge()
-        elif self.at.waiting:
+        elif self.current.waiting:
             self._multiply()
         else:
             self._begin_round()
@@ -90,7 +90,7 @@ class LanczosRun:
     @property
     def next(self) -> int:
         """The number of products of the next step."""
-        return self.at.waiting if self.at.judged else 0
+        return self.current.waiting if self.current.judged else 0
 
     def best(self) -> list[Vec]:
         """New vectors: the k best approximations now, the most wanted first."""
@@ -100,7 +100,7 @@ class LanczosRun:
     def converged(self) -> int:
         """The number of the k best that have converged, for the progress bar."""
         pairs, picks = self._best()
-        locked_count = len(self.at.locked)
+        locked_count = len(self.current.locked)
         return sum(
             pick < locked_count or float(pairs.residuals[pick - locked_count]) <= self._enough() for pick in picks
         )
@@ -108,29 +108,29 @@ class LanczosRun:
     def state(self, products: int) -> dict[str, Any] | None:
         """All that a run needs to go on after so many products; None in the moment in which rows are being overwritten,
         or after more."""
-        if self._turning or self.at.products != products:
+        if self._is_rotating or self.current.products != products:
             return None
-        self.basis.cut(len(self.at.locked) + self.at.projection.shape[0])
-        return {"place": asdict(self.at), "slabs": self.basis.slabs(), "rows": len(self.basis)}
+        self.basis.cut(len(self.current.locked) + self.current.projection.shape[0])
+        return {"place": asdict(self.current), "slabs": self.basis.slabs(), "rows": len(self.basis)}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Take over a state."""
-        place = dict(state["place"])
-        place["chain"] = None if place["chain"] is None else EigenvectorMap(**place["chain"])
+        fields = dict(state["place"])
+        fields["chain"] = None if fields["chain"] is None else EigenvectorMap(**fields["chain"])
         self.basis = Basis(self.map.space).restored(state["slabs"], state["rows"])
-        self.at = LanczosState(**place)
-        self._ritz = ritz(self.at.projection)
+        self.current = LanczosState(**fields)
+        self._ritz = ritz(self.current.projection)
 
     # ------------------------------------------------------------------------------------------------- a round
 
     def _begin_round(self) -> None:
         """Draw a block at right angles to the locked; or be done, if nothing is left or is to be proved."""
-        locked, goal = self.at.locked, self.goal
+        locked, goal = self.current.locked, self.goal
         remaining = self.map.space.size - len(locked)
         if not remaining or (len(locked) == goal.k and goal.miss >= 1):
-            self.at = replace(self.at, done=True)
+            self.current = replace(self.current, done=True)
             return
-        starts, drawn = min(goal.block, remaining), self.at.drawn
+        starts, drawn = min(goal.block, remaining), self.current.drawn
         while len(self.basis) < len(locked) + starts:
             vec = self.map.space.random("normal", goal.seed, drawn)
             [split] = orthogonalise_([self.basis], [vec], "random start")
@@ -142,16 +142,16 @@ class LanczosRun:
         )
         empty = torch.zeros(starts, 0, **HOST)
         self._ritz = ritz(empty)
-        self.at = replace(self.at, projection=empty, chain=chain, starts=starts, drawn=drawn)
+        self.current = replace(self.current, projection=empty, chain=chain, starts=starts, drawn=drawn)
 
     def _multiply(self) -> None:
         """Multiply the rows that wait; what leads out of the span become rows that wait."""
-        at, space = self.at, self.map.space
-        locked_count = len(at.locked)
-        first, waiting = len(self.basis) - at.waiting, at.waiting
+        current, space = self.current, self.map.space
+        locked_count = len(current.locked)
+        first, waiting = len(self.basis) - current.waiting, current.waiting
         projection = torch.zeros(len(self.basis) - locked_count + waiting, first - locked_count + waiting, **HOST)
-        projection[: at.projection.shape[0], : at.projection.shape[1]] = at.projection
-        column, image = first - locked_count, at.image
+        projection[: current.projection.shape[0], : current.projection.shape[1]] = current.projection
+        column, image = first - locked_count, current.image
         for _, images in products_of(self.map, [self.basis.row(row) for row in range(first, len(self.basis))]):
             for vec in images:
                 [split] = orthogonalise_([self.basis], [vec], self.map.name)
@@ -162,58 +162,58 @@ class LanczosRun:
                     self.basis.append(scale_(vec, 1 / split.norm))
                 column += 1
         projection = projection[: len(self.basis) - locked_count]
-        products = at.products + waiting
-        self.at = replace(at, projection=projection, products=products, image=image, judged=False)
+        products = current.products + waiting
+        self.current = replace(current, projection=projection, products=products, image=image, judged=False)
 
     def _judge(self) -> None:
         """Decide what comes after products."""
-        self._ritz = pairs = ritz(self.at.projection)
-        largest = max(self.at.largest, float(pairs.values.abs().max()))
-        self.at = replace(self.at, largest=largest)
+        self._ritz = pairs = ritz(self.current.projection)
+        largest = max(self.current.largest, float(pairs.values.abs().max()))
+        self.current = replace(self.current, largest=largest)
         _, picks = self._best()
-        fresh = [pick - len(self.at.locked) for pick in picks if pick >= len(self.at.locked)]
+        fresh = [pick - len(self.current.locked) for pick in picks if pick >= len(self.current.locked)]
         enough = len(picks) == self.goal.k and bool((pairs.residuals[fresh] <= self._enough()).all())
-        if fresh and (enough or not self.at.waiting):
+        if fresh and (enough or not self.current.waiting):
             self._lock(pairs, picks)
         elif not fresh and self._proved(pairs):
-            self.at = replace(self.at, judged=True, done=True)
-        elif self.goal.most is not None and len(self.basis) + self.at.waiting > self.goal.most:
+            self.current = replace(self.current, judged=True, done=True)
+        elif self.goal.most is not None and len(self.basis) + self.current.waiting > self.goal.most:
             self._restart(pairs, len(fresh))
         else:
-            self.at = replace(self.at, judged=True)
+            self.current = replace(self.current, judged=True)
 
     def _best(self) -> tuple[RitzPairs, list[int]]:
         """The k best of the locked, which come first, and the Ritz values, which must be better by more than noise."""
-        pairs, locked_count = self._ritz, len(self.at.locked)
-        values = torch.cat([self.at.locked, pairs.values])
+        pairs, locked_count = self._ritz, len(self.current.locked)
+        values = torch.cat([self.current.locked, pairs.values])
         setbacks = torch.full((len(values),), self._slack() * (locked_count == self.goal.k), **HOST)
         setbacks[:locked_count] = 0.0
         return pairs, wanted(values, self.goal.k, self.goal.which, setbacks)
 
     def _proved(self, pairs: RitzPairs) -> bool:
         """Whether this round's start would have shown an eigenpair that is wanted more than the last of the locked."""
-        at = self.at
-        if not at.waiting:
+        current = self.current
+        if not current.waiting:
             return True
-        assert at.chain is not None  # k are locked when no Ritz pair is among the k best
-        dimensions = self.map.space.size - len(at.locked)
-        if at.chain.longest(pairs) <= shortest(dimensions, at.starts, self.goal.miss):
+        assert current.chain is not None  # k are locked when no Ritz pair is among the k best
+        dimensions = self.map.space.size - len(current.locked)
+        if current.chain.longest(pairs) <= shortest(dimensions, current.starts, self.goal.miss):
             return True
         # A space that is cut down after every few steps may never prove it: what each cycle tells is lost but for the
         # chain. Then the round ends as other restarted methods do, when its own outermost pairs have converged.
         ends = wanted(pairs.values, min(2, self.goal.k) if self.goal.which == "BE" else 1, self.goal.which)
-        return at.chain.first > 0 and bool((pairs.residuals[ends] <= self._enough()).all())
+        return current.chain.first > 0 and bool((pairs.residuals[ends] <= self._enough()).all())
 
     def _lock(self, pairs: RitzPairs, picks: list[int]) -> None:
         """Keep the k best, and forget the rest of the space."""
-        values = torch.cat([self.at.locked, pairs.values])[picks]
+        values = torch.cat([self.current.locked, pairs.values])[picks]
         empty = torch.zeros(0, 0, **HOST)
-        place = replace(self.at, locked=values, projection=empty, chain=None, starts=0, judged=True)
-        self._turn(self._factors(pairs, picks), place)
+        new_state = replace(self.current, locked=values, projection=empty, chain=None, starts=0, judged=True)
+        self._rotate(self._factors(pairs, picks), new_state)
 
     def _factors(self, pairs: RitzPairs, picks: list[int]) -> Tensor:
         """The picks in terms of the rows: [rows, picks]."""
-        whole = torch.block_diag(torch.eye(len(self.at.locked), **HOST), pairs.vectors)
+        whole = torch.block_diag(torch.eye(len(self.current.locked), **HOST), pairs.vectors)
         factors = torch.zeros(len(self.basis), len(picks), **HOST)
         factors[: len(whole)] = whole[:, picks]
         return factors
@@ -221,29 +221,29 @@ class LanczosRun:
     def _restart(self, pairs: RitzPairs, fresh: int) -> None:
         """Cut the space down to its best Ritz vectors and the rows that wait, which still lead out of it alike."""
         assert self.goal.most is not None
-        locked_count, waiting = len(self.at.locked), self.at.waiting
+        locked_count, waiting = len(self.current.locked), self.current.waiting
         room = self.goal.most - locked_count - 2 * waiting
         keep = wanted(pairs.values, min(room, max(fresh, room // 2)), self.goal.which)
         factors = torch.block_diag(
             torch.eye(locked_count, **HOST), pairs.vectors[:, keep], torch.eye(waiting, **HOST)
         )
-        chain = None if self.at.chain is None else self.at.chain.followed(pairs, len(keep))
+        chain = None if self.current.chain is None else self.current.chain.followed(pairs, len(keep))
         projection = torch.cat([torch.diag(pairs.values[keep]), pairs.rest[:, keep]])
-        self._turn(factors, replace(self.at, projection=projection, chain=chain, judged=True))
+        self._rotate(factors, replace(self.current, projection=projection, chain=chain, judged=True))
 
-    def _turn(self, factors: Tensor, place: LanczosState) -> None:
-        self._turning = True
+    def _rotate(self, factors: Tensor, new_state: LanczosState) -> None:
+        self._is_rotating = True
         self.basis.rotate_(factors)
-        self.at, self._ritz = place, ritz(place.projection)
-        self._turning = False
+        self.current, self._ritz = new_state, ritz(new_state.projection)
+        self._is_rotating = False
 
     # ------------------------------------------------------------------------------------------------- tolerances
 
     def _enough(self) -> float:
         """For a residual: so small that rows mixed of k such ones are good enough still; never under the rounding."""
         eps = torch.finfo(self.map.space.dtype).eps
-        return max(self.goal.tol / (2 * math.sqrt(self.goal.k)), 4 * eps) * self.at.largest
+        return max(self.goal.tol / (2 * math.sqrt(self.goal.k)), 4 * eps) * self.current.largest
 
     def _slack(self) -> float:
         """The margin by which another eigenvalue must be more wanted to count: tolerance and rounding hide less."""
-        return max(self.goal.tol, math.sqrt(torch.finfo(self.map.space.dtype).eps), 1e-6) * self.at.largest
+        return max(self.goal.tol, math.sqrt(torch.finfo(self.map.space.dtype).eps), 1e-6) * self.current.largest

@@ -76,13 +76,13 @@ class LinearSystem:
 
 
 def conjugate_gradients(
-    system: LinearSystem, residual: Vec, aim: float, limit: int, norm: float, recurrence: RecurrenceState
+    system: LinearSystem, residual: Vec, target_norm: float, limit: int, norm: float, recurrence: RecurrenceState
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual.
 
     Args:
         residual: is used up; not read where `recurrence` is not empty.
-        aim: the norm of the residual to end at.
+        target_norm: the norm of the residual to end at.
         limit: on steps, each one product.
         norm: of M with the preconditioner, as far as it is known, a lower bound. MINRES asks for it: a residual that M
             makes nothing of shows only beside what M makes of others.
@@ -103,7 +103,7 @@ def conjugate_gradients(
         along = copy(scaled)
         energy, square = yield DotsRequest(((residual, scaled), (residual, residual)))
         step = 0
-    while step < limit and math.sqrt(square) > aim:
+    while step < limit and math.sqrt(square) > target_norm:
         recurrence.vectors, recurrence.numbers = [x, residual, along], [energy, square, step]
         step += 1
         image = yield ProductRequest(along, math.sqrt(square))
@@ -121,7 +121,7 @@ def conjugate_gradients(
 
 
 def minimal_residual(
-    system: LinearSystem, residual: Vec, aim: float, limit: int, norm: float, recurrence: RecurrenceState
+    system: LinearSystem, residual: Vec, target_norm: float, limit: int, norm: float, recurrence: RecurrenceState
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual for any symmetric M; where there is no solution, it heads for the smallest residual.
 
@@ -140,7 +140,7 @@ def minimal_residual(
         rest, residual_norm = copy(unit_vec), math.sqrt(square)  # residual = phi_bar * rest
         cos, sin, delta_bar, epsilon = -1.0, 0.0, 0.0, 0.0
         step = 0
-    while step < limit and residual_norm > aim:
+    while step < limit and residual_norm > target_norm:
         recurrence.vectors = [x, older, old, last, unit_vec, along, rest]
         recurrence.numbers = [beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, norm, step]
         step += 1

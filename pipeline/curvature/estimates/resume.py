@@ -190,7 +190,7 @@ class Resumable:
         self._bar.__enter__()
         return self
 
-    def reached(self, step: int, state: Callable[[], SavedValue | None], note: str = "") -> None:
+    def record(self, step: int, state: Callable[[], SavedValue | None], note: str = "") -> None:
         """Note the number of products so far, and what gives the state then: None while that is being changed.
 
         Args:

@@ -132,8 +132,8 @@ class EigenvectorMap:
         passage = pairs.passage(self.points[number])
         if not passage.shape[1]:
             return 0.0
-        grown = torch.linalg.cholesky(torch.eye(passage.shape[1], **HOST) + passage.T @ passage)
-        scaled = torch.linalg.solve_triangular(grown, self._through(pairs, number).T, upper=False)
+        cholesky = torch.linalg.cholesky(torch.eye(passage.shape[1], **HOST) + passage.T @ passage)
+        scaled = torch.linalg.solve_triangular(cholesky, self._through(pairs, number).T, upper=False)
         return float(torch.linalg.matrix_norm(scaled, 2))
 
 

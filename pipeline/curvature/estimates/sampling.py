@@ -21,7 +21,7 @@ from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import Space, Vec
 
 Measure: TypeAlias = Callable[[list[Vec], list[Vec]], Tensor]  # vectors, A times each -> [vectors, numbers]
-OnProgress: TypeAlias = Callable[[int, Callable[[], Any], str], None]  # see `Resumable.reached`
+OnProgress: TypeAlias = Callable[[int, Callable[[], Any], str], None]  # see `Resumable.record`
 VectorTransform: TypeAlias = Callable[[list[Vec]], list[Vec]]  # what A is multiplied with, from random vectors
 
 
@@ -61,13 +61,13 @@ def estimate(sampling: SampleSize, measure: Measure, quantity: str, **settings: 
         settings: of the measure, for a run that goes on.
     """
     with sampling.resumable(quantity, **settings) as run:
-        return draw(sampling, measure, run.reached, [] if run.saved_state is None else [run.saved_state])
+        return draw(sampling, measure, run.record, [] if run.saved_state is None else [run.saved_state])
 
 
 def draw(
     sampling: SampleSize,
     measure: Measure,
-    reached: OnProgress,
+    on_progress: OnProgress,
     values: list[Tensor],
     first: int = 0,
     prepare: VectorTransform | None = None,
@@ -75,7 +75,7 @@ def draw(
     """The mean of a measure over random vectors `first`, `first` + 1, ... of a seed, or its sum over a basis.
 
     Args:
-        reached: told after each group of products how many draws there are, and what gives their values.
+        on_progress: told after each group of products how many draws there are, and what gives their values.
         values: those of draws before.
     """
     stopped = _stopped(sampling, values)
@@ -83,7 +83,7 @@ def draw(
     for vectors, products in groups if not stopped else ():
         values.append(finite(measure(vectors, products), sampling.A.name))
         drawn = torch.cat(values)
-        reached(len(drawn), drawn.detach, _note(sampling, drawn))
+        on_progress(len(drawn), drawn.detach, _note(sampling, drawn))
         stopped = _stopped(sampling, values)
         if stopped:
             break
@@ -97,7 +97,7 @@ def draw(
 def _stopped(sampling: SampleSize, values: Sequence[Tensor]) -> str:
     """Whether and why the draws are enough before all are spent."""
     count = sum(map(len, values))
-    return "tolerance" if count and sampling.reached(*mean_and_stderr(torch.cat(list(values))), count) else ""
+    return "tolerance" if count and sampling.is_reached(*mean_and_stderr(torch.cat(list(values))), count) else ""
 
 
 def _note(sampling: SampleSize, drawn: Tensor) -> str:

@@ -109,13 +109,13 @@ def solve(
     starts = [] if guess is None else [guess]
     settings = {} if resume is None else _settings(A, plan, [vec], starts)
     bar = Progress(None, f"solve with {A.name}", A.shows(show))
-    (end,) = solved(A, plan, [vec], starts or None, Resumable(A, resume, save_every, settings, bar))
+    (result,) = solved(A, plan, [vec], starts or None, Resumable(A, resume, save_every, settings, bar))
     return Solution(
         matrix=A.name,
-        x={name: part.detach().cpu() for name, part in A.space.named(end.x).items()},
-        residual=end.residual,
-        converged=end.residual <= plan.tol,
-        products=end.products,
+        x={name: part.detach().cpu() for name, part in A.space.named(result.x).items()},
+        residual=result.residual,
+        converged=result.residual <= plan.tol,
+        products=result.products,
         damping=plan.system.damping,
         tol=plan.tol,
         method=plan.method,

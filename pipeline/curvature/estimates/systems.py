@@ -110,25 +110,25 @@ def solved(
     run = Resumable(A, None, 0.0, {}, Progress(None, A.name, show=False)) if run is None else run
     saved = run.saved_state or {"products": 0, "places": [SystemState().plain() for _ in bs]}
     states, spent = [SystemState.of(A.space, plain) for plain in saved["places"]], saved["products"]
-    ends: list[SystemResult] = []
+    results: list[SystemResult] = []
     with run:
 
-        def products(asks: Sequence[ProductRequest]) -> list[Vec]:
+        def products(requests: Sequence[ProductRequest]) -> list[Vec]:
             nonlocal spent
             is_waiting, spent_before = True, spent
-            residual = max(ask.residual for ask in asks)
+            residual = max(request.residual for request in requests)
             note = f"residual {residual:.1e}"
-            run.reached(spent_before, lambda: _state(spent_before, states) if is_waiting else None, note)
-            images = A.products([ask.vec for ask in asks])
-            is_waiting, spent = False, spent + len(asks)
+            run.record(spent_before, lambda: _state(spent_before, states) if is_waiting else None, note)
+            images = A.products([request.vec for request in requests])
+            is_waiting, spent = False, spent + len(requests)
             return images
 
         for first in range(0, len(bs), A.block):
             indices = range(first, min(first + A.block, len(bs)))
             runs = [_refined(plan, bs[i], None if starts is None else starts[i], states[i]) for i in indices]
-            ends += _in_lockstep(A, plan.system.damping, runs, products)
-        run.reached(spent, lambda: _state(spent, states))
-    return ends
+            results += _in_lockstep(A, plan.system.damping, runs, products)
+        run.record(spent, lambda: _state(spent, states))
+    return results
 
 
 def _state(products: int, states: Sequence[SystemState]) -> dict[str, Any]:
@@ -142,30 +142,32 @@ def _in_lockstep(
     products: Callable[[Sequence[ProductRequest]], list[Vec]],
 ) -> list[SystemResult]:
     """Answers inner products, all by one all-reduce, until all wait for products; then these, by one call."""
-    ends: dict[int, SystemResult] = {}
-    asks: dict[int, ProductRequest | DotsRequest] = {}
+    results: dict[int, SystemResult] = {}
+    requests: dict[int, ProductRequest | DotsRequest] = {}
 
     def answer(index: int, value: Any) -> None:
         try:
-            asks[index] = runs[index].send(value)
+            requests[index] = runs[index].send(value)
         except StopIteration as stop:
-            ends[index] = stop.value
-            asks.pop(index, None)
+            results[index] = stop.value
+            requests.pop(index, None)
 
     for index in range(len(runs)):
         answer(index, None)
-    while asks:
-        while dots := {index: ask for index, ask in asks.items() if isinstance(ask, DotsRequest)}:
+    while requests:
+        while dots := {index: request for index, request in requests.items() if isinstance(request, DotsRequest)}:
             for index, numbers in _dots(A, dots).items():
                 answer(index, numbers)
-        waiting = {index: ask for index, ask in asks.items() if isinstance(ask, ProductRequest)}
-        for (index, ask), image in zip(waiting.items(), products([*waiting.values()]) if waiting else (), strict=True):
-            answer(index, add_(image, ask.vec, damping))
-    return [ends[index] for index in range(len(runs))]
+        waiting = {index: request for index, request in requests.items() if isinstance(request, ProductRequest)}
+        for (index, request), image in zip(
+            waiting.items(), products([*waiting.values()]) if waiting else (), strict=True
+        ):
+            answer(index, add_(image, request.vec, damping))
+    return [results[index] for index in range(len(runs))]
 
 
-def _dots(A: LinearMap, asks: Mapping[int, DotsRequest]) -> dict[int, list[float]]:
-    pairs = [pair for ask in asks.values() for pair in ask.pairs]
+def _dots(A: LinearMap, requests: Mapping[int, DotsRequest]) -> dict[int, list[float]]:
+    pairs = [pair for request in requests.values() for pair in request.pairs]
     total = A.space.sum_over(A.space.local_pairs(pairs))
     if not bool(total.isfinite().all()):
         raise FloatingPointError(
@@ -173,7 +175,7 @@ def _dots(A: LinearMap, asks: Mapping[int, DotsRequest]) -> dict[int, list[float
             "Look at b and at a product with it: the loss, its gradient or a parameter may be nan or infinite."
         )
     numbers = iter(total.tolist())
-    return {index: [next(numbers) for _ in ask.pairs] for index, ask in asks.items()}
+    return {index: [next(numbers) for _ in request.pairs] for index, request in requests.items()}
 
 
 def _refined(plan: SolveSettings, b: Vec, start: Vec | None, state: SystemState) -> Steps[SystemResult]:
@@ -205,8 +207,8 @@ def _refined(plan: SolveSettings, b: Vec, start: Vec | None, state: SystemState)
             state.enter("steps", [x], [residual, products, rounds, norm])
         if state.phase == "steps":
             # Aimed a little lower, so that rounding needs no further round.
-            aim, limit = 0.9 * plan.tol / residual, plan.limit - products - 1
-            recurrence = METHODS[plan.method](plan.system, remainder, aim, limit, norm, state.recurrence)
+            target_norm, limit = 0.9 * plan.tol / residual, plan.limit - products - 1
+            recurrence = METHODS[plan.method](plan.system, remainder, target_norm, limit, norm, state.recurrence)
             correction, steps, norm = yield from recurrence
             trial = add_(scale_(correction, residual * size), x)
             state.enter("check", [x, trial], [residual, products, rounds, norm, steps])
@@ -257,12 +259,12 @@ def planned(
 def _scales(A: LinearMap, preconditioner: VecLike, damping: float) -> Vec:
     """1 / (diagonal + damping), which must be above 0 everywhere, on all processes."""
     diagonal = [part + damping for part in fitting(A.space, preconditioner, "preconditioner")]
-    wrong = [(~((part > 0.0) & part.isfinite())).sum().item() for part in diagonal]
-    local = sum(count for count, counts in zip(wrong, A.space.counted, strict=True) if counts)
-    bad = int(A.space.sum_over(torch.tensor([local], **HOST)))
-    if bad:
+    bad_counts = [(~((part > 0.0) & part.isfinite())).sum().item() for part in diagonal]
+    local_bad = sum(count for count, counts in zip(bad_counts, A.space.counted, strict=True) if counts)
+    bad_entries = int(A.space.sum_over(torch.tensor([local_bad], **HOST)))
+    if bad_entries:
         raise ValueError(
-            f"{bad} of {A.space.size} entries of preconditioner + damping are not above 0 and finite "
+            f"{bad_entries} of {A.space.size} entries of preconditioner + damping are not above 0 and finite "
             f"(damping: {damping:g}). Take their absolute values, raise them to a floor, or use a larger damping."
         )
     return [part.reciprocal() for part in diagonal]
@@ -278,7 +280,9 @@ def fitting(space: Space, vector: VecLike, name: str) -> Vec:
         raise ValueError(f"{name} has shape {list(vector.shape)}. Give one vector, of shape [n].")
     vec = taken(space, vector)[0][0] if isinstance(vector, (Tensor, Mapping)) else vector
     targets = space.zeros()
-    shapes, wanted = [tuple(part.shape) for part in vec], [tuple(part.shape) for part in targets]
-    if shapes != wanted:
-        raise ValueError(f"{name} has shards of shapes {shapes}, the space {wanted}. Make it with space.vec(by_name).")
+    shapes, expected = [tuple(part.shape) for part in vec], [tuple(part.shape) for part in targets]
+    if shapes != expected:
+        raise ValueError(
+            f"{name} has shards of shapes {shapes}, the space {expected}. Make it with space.vec(by_name)."
+        )
     return [part.detach().to(target, copy=True) for part, target in zip(vec, targets, strict=True)]

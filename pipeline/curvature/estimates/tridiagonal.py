@@ -30,7 +30,7 @@ def tridiagonals(
     A: LinearMap,
     starts: Sequence[Vec],
     steps: int,
-    reached: Callable[[int, Callable[[], Any]], None] = lambda products, state: None,
+    on_progress: Callable[[int, Callable[[], Any]], None] = lambda products, state: None,
     saved_states: Sequence[dict[str, Any]] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Run Lanczos from each of some vectors, all in lockstep, so that their products are asked for together.
@@ -41,7 +41,7 @@ def tridiagonals(
         starts: of any length but 0; not changed.
         steps: products for each start. Fewer are spent once its Krylov space is invariant, at the latest after as
             many as vectors have entries.
-        reached: told after each group of products how many it was, and what gives the state then.
+        on_progress: told after each group of products how many it was, and what gives the state then.
         saved_states: a state of the same starts, to go on from.
 
     Returns:
@@ -75,7 +75,8 @@ def tridiagonals(
             splits = orthogonalise_([lane.basis for lane in group], images, A.name)
             for lane, image, split in zip(group, images, splits, strict=True):
                 lane.take(image, split, last=step == min(steps, A.space.size))
-            reached(len(images), partial(_states, [(lane, lane.products, lane.scale, lane.is_done) for lane in lanes]))
+            snapshots = [(lane, lane.products, lane.scale, lane.is_done) for lane in lanes]
+            on_progress(len(images), partial(_states, snapshots))
     return [lane.coefficients() for lane in lanes]
 
 

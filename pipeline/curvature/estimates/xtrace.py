@@ -42,18 +42,18 @@ def xtrace(sampling: SampleSize, run: Resumable) -> SampleStatistics:
         sampling: of at least 4 samples, two for each random vector, and fewer than the matrix has entries.
         run: the state is told to it.
     """
-    sketch, looked = _LeaveOneOutSketch(sampling.A, sampling.seed), 0
+    sketch, last_look = _LeaveOneOutSketch(sampling.A, sampling.seed), 0
     if run.saved_state is not None:
-        looked = sketch.go_on(run.saved_state)
+        last_look = sketch.go_on(run.saved_state)
     for block in blocks(range(sketch.count, sampling.samples // 2), sampling.A.block):
         sketch.grow(len(block))
         note, is_enough = "", False
-        if sampling.has_goal and sketch.count >= max(sampling.min_samples, 1.25 * looked):
-            looked = sketch.count
+        if sampling.has_goal and sketch.count >= max(sampling.min_samples, 1.25 * last_look):
+            last_look = sketch.count
             drawn = sketch.drawn()
             note = plus_minus(float(drawn.mean), float(drawn.stderr))
-            is_enough = sampling.reached(drawn.mean, drawn.stderr, sketch.count)
-        run.reached(sketch.spent, sketch.state(looked), note)
+            is_enough = sampling.is_reached(drawn.mean, drawn.stderr, sketch.count)
+        run.record(sketch.spent, sketch.state(last_look), note)
         if is_enough:
             return drawn._replace(stopped="tolerance")
     return sketch.drawn()
@@ -67,36 +67,36 @@ class _LeaveOneOutSketch:
         self.basis: list[Vec] = []  # Q
         self.columns: list[Tensor] = []  # of R
         self.within = torch.zeros(0, 0, **HOST)  # H
-        self.alone: list[Tensor] = []  # w_i . A w_i
+        self.quadratic_forms: list[Tensor] = []  # w_i . A w_i
         self.spent = 0
 
     @property
     def count(self) -> int:
         return len(self.columns)
 
-    def state(self, looked: int) -> Callable[[], dict[str, Any]]:
+    def state(self, last_look: int) -> Callable[[], dict[str, Any]]:
         """A function that gives the state of now, later too: the lists only grow, and what they hold stays as it is."""
-        basis, alone, columns = list(self.basis), torch.cat(self.alone), list(self.columns)
-        rest = {"within": self.within, "alone": alone, "columns": columns, "spent": self.spent, "looked": looked}
+        basis, alone, columns = list(self.basis), torch.cat(self.quadratic_forms), list(self.columns)
+        rest = {"within": self.within, "alone": alone, "columns": columns, "spent": self.spent, "looked": last_look}
         return lambda: {"basis": on_host(basis), **rest}
 
     def go_on(self, state: dict[str, Any]) -> int:
         """Take over a state. Returns the number of vectors at the last look."""
         self.basis = from_host(self.A.space, state["basis"])
-        self.columns, self.within, self.alone = list(state["columns"]), state["within"], [state["alone"]]
+        self.columns, self.within, self.quadratic_forms = list(state["columns"]), state["within"], [state["alone"]]
         self.spent = state["spent"]
         return int(state["looked"])
 
-    def grow(self, more: int) -> None:
+    def grow(self, count: int) -> None:
         """By random vectors."""
         old_size = len(self.basis)
-        vectors = self._random(range(self.count, self.count + more))
+        vectors = self._random(range(self.count, self.count + count))
         products = self.A.products(vectors)
-        self.alone.append(finite(paired_dots(self.A.space, vectors, products)[:, 0], self.A.name))
+        self.quadratic_forms.append(finite(paired_dots(self.A.space, vectors, products)[:, 0], self.A.name))
         del vectors
         self.columns += [append_orthonormal(self.A.space, self.basis, product) for product in products]
         self._grow_within(old_size)
-        self.spent += more + len(self.basis) - old_size
+        self.spent += count + len(self.basis) - old_size
 
     def _grow_within(self, old_size: int) -> None:
         if new := self.basis[old_size:]:
@@ -122,7 +122,7 @@ class _LeaveOneOutSketch:
             vectors = self._random(block)
             along.append(self.A.space.dots(self.basis, vectors))
             squares.append(paired_dots(self.A.space, vectors, vectors)[:, 0])
-        return _TraceParts(R, torch.cat(along, 1), self.within, torch.cat(self.alone), torch.cat(squares))
+        return _TraceParts(R, torch.cat(along, 1), self.within, torch.cat(self.quadratic_forms), torch.cat(squares))
 
     def _random(self, indices: Sequence[int]) -> list[Vec]:
         return [self.A.space.random("normal", self.seed, index) for index in indices]
@@ -134,29 +134,31 @@ class _TraceParts(NamedTuple):
     R: Tensor  # [r, k], Y = Q R
     W: Tensor  # [r, k], Q' times the random vectors
     H: Tensor  # [r, r], Q' A Q
-    alone: Tensor  # [k], the w_i . A w_i
+    quadratic_forms: Tensor  # [k], the w_i . A w_i
     squares: Tensor  # [k], the w_i . w_i
 
     def without(self, left_out: int) -> _TraceParts:
         """As if w_i had never been drawn."""
-        others = [index for index in range(len(self.alone)) if index != left_out]
+        others = [index for index in range(len(self.quadratic_forms)) if index != left_out]
         Q, R = torch.linalg.qr(self.R[:, others])
-        return _TraceParts(R, Q.T @ self.W[:, others], Q.T @ self.H @ Q, self.alone[others], self.squares[others])
+        W, H = Q.T @ self.W[:, others], Q.T @ self.H @ Q
+        return _TraceParts(R, W, H, self.quadratic_forms[others], self.squares[others])
 
 
 def leave_one_out(size: int, parts: _TraceParts) -> Tensor:
     """The t_i of a matrix of `size` rows: [k]."""
-    R, W, H, alone, squares = parts
+    R, W, H, quadratic_forms, squares = parts
     r, k = R.shape
     S = torch.zeros(k, r, **HOST)  # rows s_i; zero where leaving one out changes no span
     if r == k:
         inverse = torch.linalg.solve_triangular(R, torch.eye(k, **HOST), upper=True)
         S = inverse / inverse.norm(dim=1, keepdim=True)
     inside = W.T - S * (S * W.T).sum(1, keepdim=True)  # rows: the coordinates in Q of Q_i Q_i' w_i
-    caught = H.trace() - ((S @ H) * S).sum(1)
-    rest = alone - 2.0 * (inside * R.T).sum(1) + ((inside @ H) * inside).sum(1)  # u . A u; Q' A w_i is R's column
+    exact_parts = H.trace() - ((S @ H) * S).sum(1)
+    # u . A u; Q' A w_i is R's column
+    rest = quadratic_forms - 2.0 * (inside * R.T).sum(1) + ((inside @ H) * inside).sum(1)
     dimension = size - r + (1 if r == k else 0)
-    return caught + dimension * rest / (squares - inside.square().sum(1))
+    return exact_parts + dimension * rest / (squares - inside.square().sum(1))
 
 
 def jackknife(size: int, parts: _TraceParts) -> Tensor:

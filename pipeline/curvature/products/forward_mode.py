@@ -13,7 +13,7 @@ A chunk takes the adjoint all the same where forward mode could be another funct
     no_grad in a layer            reverse mode sees constants; here `ConstantsWithoutGrad` makes them some
     a gradient within a layer     forward over reverse: seen by the same mode, and in the graph
     autograd.Functions, scripts   in the graph
-    _OTHERWISE                    in the graph: operations of torch whose two modes take a kink, or a row, differently
+    _MODES_DIFFER                 in the graph: operations of torch whose two modes take a kink, or a row, differently
     no forward derivative         an error of torch's: the chunk runs again
     hooks of tensors              seen by the same mode
     captured parameters           carry no tangent
@@ -40,7 +40,7 @@ from pipeline.data.tangents import Inbox
 from pipeline.recompute.policy import checkpointing
 from pipeline.stage.stage_rule import ProductGraph, Pushed, StageRule, adjoint
 
-_OTHERWISE = {  # node -> where its two modes differ
+_MODES_DIFFER = {  # node -> where its two modes differ
     "FmaxBackward0": "equal arguments",
     "XlogyBackward0": "0 log 0",
     "Atan2Backward0": "0 and 0",
@@ -209,8 +209,8 @@ def is_sound(roots: Sequence[Tensor]) -> bool:
     """Whether a graph has no operation whose forward derivative could be another one than its reverse's."""
     for node in nodes_of(roots):
         name = node.name()
-        is_otherwise = name in _OTHERWISE and not (name in _UNLESS and _UNLESS[name](node))
-        if is_otherwise or "BackwardBackward" in name or OF_SCRIPTS in name or is_foreign(node):
+        differs = name in _MODES_DIFFER and not (name in _UNLESS and _UNLESS[name](node))
+        if differs or "BackwardBackward" in name or OF_SCRIPTS in name or is_foreign(node):
             return False
         if name == "EmbeddingBackward0" and _has_padding(node):  # reverse mode takes that row for a constant
             return False

@@ -60,19 +60,19 @@ class LossProduct(ChunkLosses):
         Raises:
             RuntimeError: it computes with something else that requires a gradient.
         """
-        return self._begun(self.loss, chunk, tree, tensors)
+        return self._evaluate(self.loss, chunk, tree, tensors)
 
     def aside(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The same at another point, which does not count."""
-        return self._begun(Loss(self._loss_fn, self._reduction, self._target.rows, True), chunk, tree, tensors)
+        return self._evaluate(Loss(self._loss_fn, self._reduction, self._target.rows, True), chunk, tree, tensors)
 
     def gradient_at(self, chunk: int, tree: Tree, tensors: Sequence[Tensor], create_graph: bool) -> Grads:
         """The gradient of a chunk's loss at `tensors` that require one. It does not count."""
-        loss, begin = self.aside(chunk, tree, tensors)
+        loss, initial_grad = self.aside(chunk, tree, tensors)
         live = [tensor for tensor in tensors if tensor.requires_grad]
-        return gradients_of([loss], live, [begin.requires_grad_(create_graph)], create_graph)
+        return gradients_of([loss], live, [initial_grad.requires_grad_(create_graph)], create_graph)
 
-    def _begun(self, loss_sum: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, loss_sum: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self._seed(chunk)
         ends = [tensor for tensor in tensors if tensor.requires_grad]
         loss, weight, external = self.computed(loss_sum, chunk, tree, tensors, ends)
@@ -130,12 +130,14 @@ class LossProduct(ChunkLosses):
         ]
         for half, tensors in enumerate(zip(*split, strict=True)):
             pairs = zip(tensors, tree.tensors, strict=True)
-            cut = [tensor.detach().requires_grad_(whole.requires_grad) for tensor, whole in pairs]
-            loss, weight, _ = halves.computed(halves.loss, half, tree, cut, cut)
-            wanted = [tensor for tensor in cut if tensor.requires_grad]
+            leaves = [tensor.detach().requires_grad_(whole.requires_grad) for tensor, whole in pairs]
+            loss, weight, _ = halves.computed(halves.loss, half, tree, leaves, leaves)
+            wanted = [tensor for tensor in leaves if tensor.requires_grad]
             grads = iter(gradients_of([loss], wanted, [torch.full_like(loss, weight)], False))
             halves.compare(
-                half, Tree(tuple(cut), tree.skeleton), tuple([next(grads) if t.requires_grad else None for t in cut])
+                half,
+                Tree(tuple(leaves), tree.skeleton),
+                tuple([next(grads) if leaf.requires_grad else None for leaf in leaves]),
             )
         halves.check_all()
 
@@ -162,11 +164,11 @@ class LossProduct(ChunkLosses):
             self._check_row(chunk, tree, grads, row, slice(row * per_row, (row + 1) * per_row))
 
     def _check_row(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], row: int, part: slice) -> None:
-        cut = [tensor.detach()[part].requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
+        leaves = [tensor.detach()[part].requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
         row_loss = Loss(self._loss_fn, self._reduction, [1], True)
         self._seed(chunk)
-        loss, _ = row_loss.chunk(0, tree.build(cut), self._row(chunk, tree, row))  # of its part: their mean, or sum
-        wanted = [tensor for tensor in cut if tensor.requires_grad]
+        loss, _ = row_loss.chunk(0, tree.build(leaves), self._row(chunk, tree, row))  # of its part: their mean, or sum
+        wanted = [tensor for tensor in leaves if tensor.requires_grad]
         with without_autocast():
             row_grads = torch.autograd.grad(loss, wanted, allow_unused=True)
         share = self.share(1)
@@ -187,5 +189,5 @@ class LossProduct(ChunkLosses):
 
     def _row(self, chunk: int, tree: Tree, row: int) -> Any:
         pieces = zip(self._target.pieces, self._target.cut, strict=True)
-        cut = [piece[chunk][row : row + 1] if is_cut else piece[chunk] for piece, is_cut in pieces]
-        return self.beside(self._target.tree.build(cut), tree)
+        row_pieces = [piece[chunk][row : row + 1] if is_cut else piece[chunk] for piece, is_cut in pieces]
+        return self.beside(self._target.tree.build(row_pieces), tree)

@@ -37,17 +37,17 @@ class HessianProduct(ProductCall):
         (tree,) = graph.made.trees
         # Through views, so that the gradient at an output from which another is made is its own part.
         ends = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tree.tensors]
-        loss, begin = self.loss_end(chunk, tree, ends)
+        loss, initial_grad = self.loss_end(chunk, tree, ends)
         if not loss.requires_grad:
-            nothing: Grads = (None,) * len(graph.leaves)
-            return Back(nothing, [nothing] * self._task.number)
+            no_grads: Grads = (None,) * len(graph.leaves)
+            return Back(no_grads, [no_grads] * self._task.number)
         self._reached = True
         self._rule_check.check_loss(chunk, loss, ends, tree.tensors, partial(self.loss_end.gradient_at, chunk, tree))
         compared_ends = [end for end in ends if end.requires_grad] if self.loss_end.compares else []
         targets = [*run.targets(graph), *compared_ends]
-        begin.requires_grad_(self._task.number > 0)
+        initial_grad.requires_grad_(self._task.number > 0)
         with run.parameters.hooks_asleep():
-            grads = gradients_of([loss], targets, [begin], self._task.number > 0)
+            grads = gradients_of([loss], targets, [initial_grad], self._task.number > 0)
         target_count = len(targets) - len(compared_ends)
         self.loss_end.note_output(chunk, tree, _detached(grads[target_count:]))
         back = run.differentiated(graph, inbox.tangents, grads[:target_count], (), self._task.gradient)
@@ -66,8 +66,8 @@ class HessianProduct(ProductCall):
     ) -> Sequence[Tensor | None]:
         """The last stage's gradient of the loss, for `error_along`."""
         (tree,) = graph.made.trees
-        loss, begin = self.loss_end.aside(chunk, tree, tree.tensors)
-        return gradients_of([loss], targets, [begin], False)
+        loss, initial_grad = self.loss_end.aside(chunk, tree, tree.tensors)
+        return gradients_of([loss], targets, [initial_grad], False)
 
 
 class FirstOrderProduct(ProductCall):
@@ -77,19 +77,19 @@ class FirstOrderProduct(ProductCall):
 
     def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
         (tree,) = graph.made.trees
-        cut = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
-        leaves = [leaf for leaf in cut if leaf.requires_grad]
-        loss, begin = self.loss_end(chunk, tree, cut)
+        outputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
+        leaves = [leaf for leaf in outputs if leaf.requires_grad]
+        loss, initial_grad = self.loss_end(chunk, tree, outputs)
         if not loss.requires_grad:
-            nothing: Grads = (None,) * len(graph.leaves)
-            return Back(nothing if self._task.gradient else None, [nothing] * self._task.number)
+            no_grads: Grads = (None,) * len(graph.leaves)
+            return Back(no_grads if self._task.gradient else None, [no_grads] * self._task.number)
         self._reached = True
         if not self.is_linear:
             self._rule_check.check_loss(
-                chunk, loss, cut, tree.tensors, partial(self.loss_end.gradient_at, chunk, tree)
+                chunk, loss, outputs, tree.tensors, partial(self.loss_end.gradient_at, chunk, tree)
             )
-        begin.requires_grad_(not self.is_linear)
-        grads = gradients_of([loss], leaves, [begin], not self.is_linear)
+        initial_grad.requires_grad_(not self.is_linear)
+        grads = gradients_of([loss], leaves, [initial_grad], not self.is_linear)
         first = _detached(grads)
         self.loss_end.note_output(chunk, tree, first)
         tangents = run.push(graph, inbox.tangents) if graph.roots else []

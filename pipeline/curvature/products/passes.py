@@ -122,8 +122,8 @@ class Passes:
             slots = self._slots()
             shared = self._shared()
             sums = Sums(self.space, slots, len(vectors), gradient, shared)
-            wanted = {id(parameter): parameter for parameter in self.parameters().values()}
-            task = ProductTask(vectors, slots, gradient, wanted, self.checks, on_result, shift)
+            parameters = {id(parameter): parameter for parameter in self.parameters().values()}
+            task = ProductTask(vectors, slots, gradient, parameters, self.checks, on_result, shift)
             total, loss, reached = self._all(task, sums, first)
             if not reached:
                 raise RuntimeError(
@@ -138,8 +138,8 @@ class Passes:
                 sums.join(LocalCommunicator())
             if total:
                 sums.divide_(total)
-            whole = torch.tensor(loss / (total or 1.0), **HOST)
-            return PassResult(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, whole)
+            mean_loss = torch.tensor(loss / (total or 1.0), **HOST)
+            return PassResult(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, mean_loss)
 
     def _all(self, task: ProductTask, sums: Sums, vector: int) -> list[float]:
         """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""
@@ -158,8 +158,8 @@ class Passes:
                     x, target = tree_map_only(Tensor, _no_inference, item[:2])
                     batch = scatter(x, self.pipe.chunks, "x", self.pipe.batch_dim)
                     target_batch = scatter_like(target, batch, "the target")
-                    where = {"mini-batch": number, "its values": item.digest, "first vector": vector}
-                    added, loss = self._minibatch(task, sums, batch, target_batch, first, number, where, communicator)
+                    labels = {"mini-batch": number, "its values": item.digest, "first vector": vector}
+                    added, loss = self._minibatch(task, sums, batch, target_batch, first, number, labels, communicator)
                     totals, first, is_proven = totals + added, first or loss, is_proven and loss.is_proven
             number += 1
 
@@ -171,10 +171,10 @@ class Passes:
         target_batch: Batch,
         first: Loss | None,
         number: int,
-        where: Mapping[str, object],
+        labels: Mapping[str, object],
         communicator: Communicator,
     ) -> tuple[Tensor, Loss]:
-        """Run one; return what it adds to the totals, and its loss. `where` is the same on all ranks."""
+        """Run one; return what it adds to the totals, and its loss. `labels` is the same on all ranks."""
         if self.product is FisherProduct and batch.batch_dim:
             raise ValueError(
                 f"EmpiricalFisher is a sum over rows, which it counts along dim 0; the Pipe's batch_dim is "
@@ -182,7 +182,7 @@ class Passes:
             )
         refuse_modules(self.pipe.named_modules(), batch.chunks)
         options = {
-            "matrix": self.product.name, "vectors": task.number, "gradient": task.gradient, **where,
+            "matrix": self.product.name, "vectors": task.number, "gradient": task.gradient, **labels,
             "loss_reduction": self.reduction,
         }  # fmt: skip
         setup = replace(self.pipe.runtime.setup(batch, target_batch, communicator, options), seed=self.seed + number)
@@ -230,10 +230,12 @@ class Passes:
         """The ids of parameters that several stages read, here or on other ranks."""
         runtime = self.pipe.runtime
         counts = Counter(
-            key for layers in runtime.stages() for key in {id(p) for layer in layers for p in layer.parameters()}
+            key
+            for layers in runtime.stages()
+            for key in {id(parameter) for layer in layers for parameter in layer.parameters()}
         )
-        several = {key for key, count in counts.items() if count > 1}
-        return several | {id(copy) for _, copy in runtime.tied() if copy is not None}
+        shared = {key for key, count in counts.items() if count > 1}
+        return shared | {id(copy) for _, copy in runtime.tied() if copy is not None}
 
     # ------------------------------------------------------------------------------------------------- surroundings
 
@@ -244,17 +246,17 @@ class Passes:
         So every product begins with the same attributes of layers, and the same attributes and buffers of the loss.
         """
         self.pipe.runtime.follow_model()
-        of_loss = list(self.loss_fn.modules()) if isinstance(self.loss_fn, nn.Module) else []
-        modules = [*[module for layer in self.pipe.children() for module in layer.modules()], *of_loss]
-        private = private_generators(modules).values()
+        loss_modules = list(self.loss_fn.modules()) if isinstance(self.loss_fn, nn.Module) else []
+        modules = [*[module for layer in self.pipe.children() for module in layer.modules()], *loss_modules]
+        generators = private_generators(modules).values()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(in_mode(modules, self.training))
             stack.callback(_put_back, Attributes(modules))  # within: what `train` does to them is undone by `train`
-            stack.callback(Buffers(of_loss).roll_back)
+            stack.callback(Buffers(loss_modules).roll_back)
             stack.enter_context(twice_differentiable(modules))
-            stack.enter_context(generators_at([(generator, generator.get_state()) for generator in private]))
-            for number, generator in enumerate(private):
+            stack.enter_context(generators_at([(generator, generator.get_state()) for generator in generators]))
+            for number, generator in enumerate(generators):
                 generator.manual_seed(seed + number)
             yield
 

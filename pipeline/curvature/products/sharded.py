@@ -52,37 +52,37 @@ class ParameterSpace(Space):
     """Vectors with an entry for each entry of some parameters.
 
     Args:
-        members: this process's parameters, in the order of the model.
+        parameters: this process's parameters, in the order of the model.
         dtype: of the entries.
         rank: of this process.
         ranks: how many there are.
         sum_over: adds numbers up over the processes.
-        agree: raises where a vector that a user gave has other entries for a tied parameter on another process.
-        together: within, what fails on one process fails on all.
+        check_ties: raises where a vector that a user gave has other entries for a tied parameter on another process.
+        collective: within, what fails on one process fails on all.
     """
 
     def __init__(
         self,
-        members: Sequence[SpaceParameter],
+        parameters: Sequence[SpaceParameter],
         dtype: torch.dtype,
         rank: int,
         ranks: int,
         sum_over: Callable[[Tensor], Tensor],
-        agree: Callable[[Mapping[str, Tensor]], None] = lambda named: None,
-        together: Callable[[], AbstractContextManager[object]] = nullcontext,
+        check_ties: Callable[[Mapping[str, Tensor]], None] = lambda named: None,
+        collective: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._together = together
-        self._agree = agree
+        self._collective = collective
+        self._check_ties = check_ties
         self.dtype, self.rank, self.ranks, self._sum_over = dtype, rank, ranks, sum_over
-        self.members = tuple(members)
+        self.parameters = tuple(parameters)
         sizes: dict[tuple[torch.device, bool], int] = {}
         shards: dict[tuple[torch.device, bool], int] = {}
         self.slots: dict[str, VectorSlice] = {}
-        for member in members:
-            key = (member.device, member.counts)
+        for parameter in parameters:
+            key = (parameter.device, parameter.counts)
             shard = shards.setdefault(key, len(shards))
-            self.slots[member.name] = VectorSlice(shard, sizes.get(key, 0), member.shape)
-            sizes[key] = sizes.get(key, 0) + member.shape.numel()
+            self.slots[parameter.name] = VectorSlice(shard, sizes.get(key, 0), parameter.shape)
+            sizes[key] = sizes.get(key, 0) + parameter.shape.numel()
         self._shards = [(device, counts, sizes[device, counts]) for device, counts in shards]
         local_size = sum(size for _, counts, size in self._shards if counts)
         self.counted = [counts for _, counts, _ in self._shards]
@@ -95,8 +95,8 @@ class ParameterSpace(Space):
         if kind not in ("rademacher", "normal"):
             raise ValueError(f"kind is {kind!r}. Use 'rademacher' (+1 or -1) or 'normal'.")
         vec = self.zeros()
-        for member in self.members:
-            self.slots[member.name].view(vec).copy_(_drawn(kind, seed, index, member))
+        for parameter in self.parameters:
+            self.slots[parameter.name].view(vec).copy_(_drawn(kind, seed, index, parameter))
         return vec
 
     def sum_over(self, numbers: Tensor) -> Tensor:
@@ -106,9 +106,9 @@ class ParameterSpace(Space):
         return {name: slot.view(vec) for name, slot in self.slots.items()}
 
     def vec(self, named: Mapping[str, Tensor]) -> Vec:
-        with self._together():
+        with self._collective():
             vec = self._taken(named)
-        self._agree(self.named(vec))
+        self._check_ties(self.named(vec))
         return vec
 
     def _taken(self, named: Mapping[str, Tensor]) -> Vec:
@@ -131,13 +131,13 @@ class ParameterSpace(Space):
         return vec
 
 
-def _drawn(kind: str, seed: int, index: int, member: SpaceParameter) -> Tensor:
+def _drawn(kind: str, seed: int, index: int, parameter: SpaceParameter) -> Tensor:
     """By name, so that it does not matter who else is there, and on the CPU, so that it does not matter where."""
-    digest = hashlib.sha256(f"{seed} {index} {member.name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {index} {parameter.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     if kind == "normal":
-        return torch.randn(member.shape, generator=generator, **HOST)
-    return torch.randint(2, member.shape, generator=generator, device="cpu", dtype=torch.int8) * 2 - 1
+        return torch.randn(parameter.shape, generator=generator, **HOST)
+    return torch.randint(2, parameter.shape, generator=generator, device="cpu", dtype=torch.int8) * 2 - 1
 
 
 def few(names: list[str]) -> str:

@@ -54,9 +54,9 @@ class Sums:
 
     def _keep(self, number: int, stage: int, owner: Tensor, grad: Tensor) -> None:
         parts = self._parts[number]
-        for place, (part_stage, part_owner, sum_) in enumerate(parts):
+        for index, (part_stage, part_owner, total) in enumerate(parts):
             if part_stage == stage and part_owner is owner:
-                parts[place] = (stage, owner, sum_ + grad)
+                parts[index] = (stage, owner, total + grad)
                 return
         parts.append((stage, owner, grad))
 

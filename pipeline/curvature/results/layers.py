@@ -80,11 +80,11 @@ class LayerSpectra(Result):
     def draw(self, ax: Any) -> None:
         """Bars for each layer's eigenvalues, a diamond for its trace; logarithmic in both directions."""
         layers, k = self.values.shape
-        thick = 0.8 / max(1, k)
+        bar_height = 0.8 / max(1, k)
         for place, (values, errors) in enumerate(zip(self.values.T, self.value_errors.T, strict=True)):
-            heights = [layer + (place - (k - 1) / 2.0) * thick for layer in range(layers)]
+            heights = [layer + (place - (k - 1) / 2.0) * bar_height for layer in range(layers)]
             label = f"eigenvalue {place + 1}"
-            ax.barh(heights, finite(values).tolist(), height=thick, xerr=errors.tolist(), label=label)
+            ax.barh(heights, finite(values).tolist(), height=bar_height, xerr=errors.tolist(), label=label)
         drawn = [self.values]
         if self.traces is not None and self.trace_errors is not None:
             errors = finite(self.trace_errors).tolist()

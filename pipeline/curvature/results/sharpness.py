@@ -28,7 +28,7 @@ from pipeline.curvature.results.tables import table
 from pipeline.curvature.space import HOST
 
 
-def _none() -> Tensor:
+def _empty() -> Tensor:
     return torch.zeros(0, **HOST)
 
 
@@ -63,10 +63,10 @@ class SharpnessHistory(Result):
     steps: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
     values: Tensor = field(default_factory=lambda: torch.zeros(0, 0, **HOST))
     value_errors: Tensor = field(default_factory=lambda: torch.zeros(0, 0, **HOST))
-    traces: Tensor = field(default_factory=_none)
-    trace_errors: Tensor = field(default_factory=_none)
-    losses: Tensor = field(default_factory=_none)
-    lrs: Tensor = field(default_factory=_none)
+    traces: Tensor = field(default_factory=_empty)
+    trace_errors: Tensor = field(default_factory=_empty)
+    losses: Tensor = field(default_factory=_empty)
+    lrs: Tensor = field(default_factory=_empty)
 
     def with_entry(
         self,
@@ -94,17 +94,17 @@ class SharpnessHistory(Result):
                 f"step {step} is not after the last one, {int(self.steps[-1])}. If the training went back to an "
                 f"earlier step, go on from history.before({step})."
             )
-        values = _none() if eigenpairs is None else eigenpairs.values
-        errors = _none() if eigenpairs is None else error_bounds(eigenpairs)
+        values = _empty() if eigenpairs is None else eigenpairs.values
+        errors = _empty() if eigenpairs is None else error_bounds(eigenpairs)
         return SharpnessHistory(
             matrix=self.matrix,
             steps=torch.cat([self.steps, torch.tensor([step], device="cpu")]),
             values=rows([*self.values, values]),
             value_errors=rows([*self.value_errors, errors]),
-            traces=_more(self.traces, None if trace is None else trace.value),
-            trace_errors=_more(self.trace_errors, None if trace is None else trace.stderr),
-            losses=_more(self.losses, loss),
-            lrs=_more(self.lrs, lr),
+            traces=_extended(self.traces, None if trace is None else trace.value),
+            trace_errors=_extended(self.trace_errors, None if trace is None else trace.stderr),
+            losses=_extended(self.losses, loss),
+            lrs=_extended(self.lrs, lr),
         )
 
     def before(self, step: int) -> SharpnessHistory:
@@ -148,5 +148,5 @@ class SharpnessHistory(Result):
 _EDGE = "2 / lr"
 
 
-def _more(column: Tensor, value: float | None) -> Tensor:
+def _extended(column: Tensor, value: float | None) -> Tensor:
     return torch.cat([column, torch.tensor([math.nan if value is None else value], **HOST)])

@@ -217,10 +217,10 @@ def test_the_looser_of_two_tolerances_ends_a_run_and_not_before_enough_draws() -
     assert trace(A, 100, method="xtrace", abs=1e9, min_samples=7).samples == 14
     assert trace(A, 100, method="hutch++", abs=1e9, min_samples=7, sketch=3).samples == 13
     without, relative = (SampleSize(A, 100, rel, None, 2, 0, False, None, 0.0) for rel in (None, 0.1))
-    assert not without.reached(torch.ones(1), torch.zeros(1), 50)
-    assert not relative.reached(torch.ones(2), torch.tensor([0.0, 0.2]), 50)
-    assert relative.reached(torch.tensor([200.0]), torch.tensor([15.0]), 2)
-    assert not relative.reached(torch.tensor([200.0]), torch.tensor([15.0]), 1)
+    assert not without.is_reached(torch.ones(1), torch.zeros(1), 50)
+    assert not relative.is_reached(torch.ones(2), torch.tensor([0.0, 0.2]), 50)
+    assert relative.is_reached(torch.tensor([200.0]), torch.tensor([15.0]), 2)
+    assert not relative.is_reached(torch.tensor([200.0]), torch.tensor([15.0]), 1)
 
 
 @given(st.integers(1, 12), st.integers(0, 14), st.sampled_from([torch.float32, torch.float64]))
