@@ -65,7 +65,7 @@ def per_layer(
 
     settings = {"file": "eigenvalues by layers 2", "k": k, "which": which, "tol": tol, "seed": seed}
     by_layer = _compute_by_layer(A, "layers", layers, pairs, settings, resume, show)
-    file = None if resume is None else _beside(resume, "traces")
+    file = None if resume is None else _sibling_path(resume, "traces")
     traces = None
     if samples is not None:
         traces = A.layer_traces(layers, samples, seed=seed, show=show, resume=file, save_every=save_every)
@@ -140,13 +140,13 @@ def _compute_by_layer(
         done: dict[str, dict[str, Any]] = dict(run.saved_state or {})
         for layer, names in layers.items():
             if layer not in done:
-                file = None if resume is None else _beside(resume, "layer")
+                file = None if resume is None else _sibling_path(resume, "layer")
                 done[layer] = compute(A.restricted(frozenset(names)), file)
                 run.record(len(done), dict(done).copy, layer)
     return done
 
 
-def _beside(path: str | os.PathLike[str], label: str) -> Path:
+def _sibling_path(path: str | os.PathLike[str], label: str) -> Path:
     """A file beside another: `run.layer.pt` beside `run.pt`."""
     path = Path(path)
     return path.with_name(f"{path.stem}.{label}{path.suffix}")

@@ -44,8 +44,8 @@ class MiniBatches:
                 "DataLoader of them."
             )
         self._data = list(data) if iter(data) is data else data
-        self._seen: list[str] = []
-        self._is_known = False
+        self._digests: list[str] = []
+        self._is_complete = False
 
     def __iter__(self) -> Iterator[MiniBatch]:
         """
@@ -55,15 +55,15 @@ class MiniBatches:
         count = 0
         for item in self._data:
             pair = _pair(item, count)
-            yield MiniBatch(*pair, self._compared(count, pair))
+            yield MiniBatch(*pair, self._checked_digest(count, pair))
             count += 1
         if count == 0:
             raise ValueError("the data hold no mini-batch. Give at least one (x, target).")
-        if self._is_known and count != len(self._seen):
-            raise ValueError(f"the data gave {count} mini-batches, and {len(self._seen)} the first time. " + _REMEDY)
-        self._is_known = True
+        if self._is_complete and count != len(self._digests):
+            raise ValueError(f"the data gave {count} mini-batches, and {len(self._digests)} the first time. " + _REMEDY)
+        self._is_complete = True
 
-    def _compared(self, number: int, pair: tuple[Any, Any]) -> str:
+    def _checked_digest(self, number: int, pair: tuple[Any, Any]) -> str:
         """A digest of a mini-batch.
 
         Raises:
@@ -71,18 +71,18 @@ class MiniBatches:
         """
         tensors = [leaf for leaf in pytree.tree_leaves(bare(pair)) if isinstance(leaf, Tensor)]
         checksum = str(digest(values_in_words(tensors)))
-        if not self._is_known:
-            self._seen[number:] = [checksum]
-        elif number >= len(self._seen) or self._seen[number] != checksum:
+        if not self._is_complete:
+            self._digests[number:] = [checksum]
+        elif number >= len(self._digests) or self._digests[number] != checksum:
             raise ValueError(f"mini-batch {number} of the data is not what it was in the first product. " + _REMEDY)
         return checksum
 
     def fingerprint(self) -> str:
         """A digest of the mini-batches."""
-        if not self._is_known:
+        if not self._is_complete:
             for _ in self:
                 pass
-        return " ".join(self._seen)
+        return " ".join(self._digests)
 
 
 _REMEDY = (

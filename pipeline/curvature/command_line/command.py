@@ -40,7 +40,7 @@ def _products(value: Any) -> int | str:
     return _AS_SAMPLES if value == _AS_SAMPLES else int(_COUNT.convert(value, None, None))
 
 
-def _question(
+def _query(
     name: str, metavar: str, alone: object, **settings: Any
 ) -> Callable[[CurvatureCommand], CurvatureCommand]:
     """An option that may stand without a value, and means `alone` then."""
@@ -55,10 +55,10 @@ def _question(
 @click.option("--train-mode", is_flag=True, help="With dropout and the like; default: eval mode.")
 @click.option("--check", is_flag=True, help="Try the laws of second derivatives first; if one is broken, compute "
               "nothing else and end with status 1.")
-@_question("--top", "K", 1, type=_COUNT, help="K outermost eigenvalues; alone: 1.")
-@_question("--trace", "N", _AS_SAMPLES, type=_products, help="The trace, by N products; alone: --samples.")
-@_question("--layers", "K", 1, type=_COUNT, help="K eigenvalues (alone: 1) and the trace of each layer's own block.")
-@_question("--density", "FILE", "", help="How the eigenvalues are spread; FILE (.png, .svg, .pdf) gets the picture.")
+@_query("--top", "K", 1, type=_COUNT, help="K outermost eigenvalues; alone: 1.")
+@_query("--trace", "N", _AS_SAMPLES, type=_products, help="The trace, by N products; alone: --samples.")
+@_query("--layers", "K", 1, type=_COUNT, help="K eigenvalues (alone: 1) and the trace of each layer's own block.")
+@_query("--density", "FILE", "", help="How the eigenvalues are spread; FILE (.png, .svg, .pdf) gets the picture.")
 @click.option("--which", type=click.Choice(("LM", "LA", "SA", "BE")), default="LM", show_default=True,
               help="--top, --layers: largest magnitude, largest, smallest, both ends.")
 @click.option("--tol", type=_SHARE, default=1e-4, show_default=True, metavar="X",

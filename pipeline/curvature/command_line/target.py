@@ -33,14 +33,14 @@ def operator_of(options: SimpleNamespace) -> Operator:
     """
     value = value_at(options.target, (Operator,))
     if isinstance(value, Operator):
-        return _as_it_is(options, value)
+        return _unchanged(options, value)
     arguments: dict[str, Any] = _arguments_of(options.target, value)
     if options.params is not None:
         arguments["params"] = options.params
     if options.train_mode:
         arguments["training"] = True
     arguments.setdefault("seed", options.seed)
-    _refuse_whole_on_each(options.target, arguments.get("model"))
+    _refuse_unsharded(options.target, arguments.get("model"))
     try:
         return MATRICES[options.matrix or "hessian"](**arguments)
     except TypeError as error:
@@ -50,7 +50,7 @@ def operator_of(options: SimpleNamespace) -> Operator:
                            "pipeline.curvature.Hessian: model, data, loss_fn, params, training, ...") from error
 
 
-def _as_it_is(options: SimpleNamespace, operator: Operator) -> Operator:
+def _unchanged(options: SimpleNamespace, operator: Operator) -> Operator:
     settings = {"--matrix": options.matrix, "--params": options.params, "--train-mode": options.train_mode or None}
     conflicts = [option for option, setting in settings.items() if setting is not None]
     if conflicts:
@@ -58,7 +58,7 @@ def _as_it_is(options: SimpleNamespace, operator: Operator) -> Operator:
             f"{options.target} gives an operator, {operator!r}, which leaves nothing to say for "
             f"{', '.join(conflicts)}. Drop them, or return (model, data, loss_fn)."
         )
-    _refuse_whole_on_each(options.target, operator.pipe)
+    _refuse_unsharded(options.target, operator.pipe)
     return operator
 
 
@@ -75,7 +75,7 @@ def _arguments_of(target: str, value: Any) -> dict[str, Any]:
     )
 
 
-def _refuse_whole_on_each(target: str, model: Any) -> None:
+def _refuse_unsharded(target: str, model: Any) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     is_cut = isinstance(model, Pipe) and model.runtime.topology is not None
     if ranks > 1 and isinstance(model, nn.Module) and not is_cut:

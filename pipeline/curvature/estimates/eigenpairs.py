@@ -215,7 +215,7 @@ def _measured(run: LanczosRun, advance: Callable[..., None]) -> Eigenpairs:
     order = wanted(torch.tensor(values, **HOST), goal.k, goal.which)
     scale = max(run.current.largest, *(abs(value) for value in values))
     residuals = torch.tensor(squares, **HOST)[order].sqrt() / max(scale, torch.finfo(A.space.dtype).tiny)
-    why = _why(run, residuals)
+    why = _failure_reason(run, residuals)
     return Eigenpairs(
         matrix=A.name,
         which=goal.which,
@@ -240,7 +240,7 @@ def _residuals(A: LinearMap, vecs: Sequence[Vec], images: Sequence[Vec]) -> tupl
     return values, squares.clamp(min=0.0).tolist()
 
 
-def _why(run: LanczosRun, residuals: Tensor) -> str:
+def _failure_reason(run: LanczosRun, residuals: Tensor) -> str:
     """The reason why the pairs are not converged."""
     worst = float(residuals.max())
     if not run.current.done:

@@ -102,7 +102,7 @@ class LanczosRun:
         pairs, picks = self._best()
         locked_count = len(self.current.locked)
         return sum(
-            pick < locked_count or float(pairs.residuals[pick - locked_count]) <= self._enough() for pick in picks
+            pick < locked_count or float(pairs.residuals[pick - locked_count]) <= self._tolerance() for pick in picks
         )
 
     def state(self, products: int) -> dict[str, Any] | None:
@@ -138,7 +138,7 @@ class LanczosRun:
             if not is_noise(split.norm, split.whole, self.map.space):
                 self.basis.append(scale_(vec, 1 / split.norm))
         chain = (
-            EigenvectorMap.begin(limits(locked, goal.which, self._slack()), starts) if len(locked) == goal.k else None
+            EigenvectorMap.begin(limits(locked, goal.which, self._margin()), starts) if len(locked) == goal.k else None
         )
         empty = torch.zeros(starts, 0, **HOST)
         self._ritz = ritz(empty)
@@ -172,10 +172,10 @@ class LanczosRun:
         self.current = replace(self.current, largest=largest)
         _, picks = self._best()
         fresh = [pick - len(self.current.locked) for pick in picks if pick >= len(self.current.locked)]
-        enough = len(picks) == self.goal.k and bool((pairs.residuals[fresh] <= self._enough()).all())
+        enough = len(picks) == self.goal.k and bool((pairs.residuals[fresh] <= self._tolerance()).all())
         if fresh and (enough or not self.current.waiting):
             self._lock(pairs, picks)
-        elif not fresh and self._proved(pairs):
+        elif not fresh and self._is_complete(pairs):
             self.current = replace(self.current, judged=True, done=True)
         elif self.goal.most is not None and len(self.basis) + self.current.waiting > self.goal.most:
             self._restart(pairs, len(fresh))
@@ -186,11 +186,11 @@ class LanczosRun:
         """The k best of the locked, which come first, and the Ritz values, which must be better by more than noise."""
         pairs, locked_count = self._ritz, len(self.current.locked)
         values = torch.cat([self.current.locked, pairs.values])
-        setbacks = torch.full((len(values),), self._slack() * (locked_count == self.goal.k), **HOST)
+        setbacks = torch.full((len(values),), self._margin() * (locked_count == self.goal.k), **HOST)
         setbacks[:locked_count] = 0.0
         return pairs, wanted(values, self.goal.k, self.goal.which, setbacks)
 
-    def _proved(self, pairs: RitzPairs) -> bool:
+    def _is_complete(self, pairs: RitzPairs) -> bool:
         """Whether this round's start would have shown an eigenpair that is wanted more than the last of the locked."""
         current = self.current
         if not current.waiting:
@@ -202,7 +202,7 @@ class LanczosRun:
         # A space that is cut down after every few steps may never prove it: what each cycle tells is lost but for the
         # chain. Then the round ends as other restarted methods do, when its own outermost pairs have converged.
         ends = wanted(pairs.values, min(2, self.goal.k) if self.goal.which == "BE" else 1, self.goal.which)
-        return current.chain.first > 0 and bool((pairs.residuals[ends] <= self._enough()).all())
+        return current.chain.first > 0 and bool((pairs.residuals[ends] <= self._tolerance()).all())
 
     def _lock(self, pairs: RitzPairs, picks: list[int]) -> None:
         """Keep the k best, and forget the rest of the space."""
@@ -239,11 +239,11 @@ class LanczosRun:
 
     # ------------------------------------------------------------------------------------------------- tolerances
 
-    def _enough(self) -> float:
+    def _tolerance(self) -> float:
         """For a residual: so small that rows mixed of k such ones are good enough still; never under the rounding."""
         eps = torch.finfo(self.map.space.dtype).eps
         return max(self.goal.tol / (2 * math.sqrt(self.goal.k)), 4 * eps) * self.current.largest
 
-    def _slack(self) -> float:
+    def _margin(self) -> float:
         """The margin by which another eigenvalue must be more wanted to count: tolerance and rounding hide less."""
         return max(self.goal.tol, math.sqrt(torch.finfo(self.map.space.dtype).eps), 1e-6) * self.current.largest

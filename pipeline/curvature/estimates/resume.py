@@ -75,7 +75,7 @@ class RunFiles:
             states = {saved["step"]: saved["state"] for saved in files if saved}
         except ResumeError as error:
             refusal = error
-        steps = self._agreed(sorted(states), refusal)
+        steps = self._common_steps(sorted(states), refusal)
         return states[max(steps)] if steps else None
 
     def due(self) -> bool:
@@ -139,7 +139,7 @@ class RunFiles:
     def _step_of(self, path: Path) -> int:
         return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"])
 
-    def _agreed(self, own_steps: list[int], refusal: ResumeError | None) -> set[int]:
+    def _common_steps(self, own_steps: list[int], refusal: ResumeError | None) -> set[int]:
         """The steps that all processes have; all raise if one has to."""
         table = self._space.gathered([refusal is not None, *(step + 1 for step in own_steps), 0, 0][:3])
         if refusal is not None:

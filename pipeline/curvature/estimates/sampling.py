@@ -78,13 +78,13 @@ def draw(
         on_progress: told after each group of products how many draws there are, and what gives their values.
         values: those of draws before.
     """
-    stopped = _stopped(sampling, values)
+    stopped = _stop_reason(sampling, values)
     groups = sampled_products(sampling, sum(map(len, values)), first, prepare)
     for vectors, products in groups if not stopped else ():
         values.append(finite(measure(vectors, products), sampling.A.name))
         drawn = torch.cat(values)
         on_progress(len(drawn), drawn.detach, _note(sampling, drawn))
-        stopped = _stopped(sampling, values)
+        stopped = _stop_reason(sampling, values)
         if stopped:
             break
     drawn = torch.cat(values)
@@ -94,7 +94,7 @@ def draw(
     return SampleStatistics(drawn, *mean_and_stderr(drawn), len(drawn), stopped or "samples")
 
 
-def _stopped(sampling: SampleSize, values: Sequence[Tensor]) -> str:
+def _stop_reason(sampling: SampleSize, values: Sequence[Tensor]) -> str:
     """Whether and why the draws are enough before all are spent."""
     count = sum(map(len, values))
     return "tolerance" if count and sampling.is_reached(*mean_and_stderr(torch.cat(list(values))), count) else ""

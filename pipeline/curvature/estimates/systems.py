@@ -125,8 +125,8 @@ def solved(
 
         for first in range(0, len(bs), A.block):
             indices = range(first, min(first + A.block, len(bs)))
-            runs = [_refined(plan, bs[i], None if starts is None else starts[i], states[i]) for i in indices]
-            results += _in_lockstep(A, plan.system.damping, runs, products)
+            runs = [_solve_one(plan, bs[i], None if starts is None else starts[i], states[i]) for i in indices]
+            results += _run_in_lockstep(A, plan.system.damping, runs, products)
         run.record(spent, lambda: _state(spent, states))
     return results
 
@@ -135,7 +135,7 @@ def _state(products: int, states: Sequence[SystemState]) -> dict[str, Any]:
     return {"products": products, "places": [state.plain() for state in states]}
 
 
-def _in_lockstep(
+def _run_in_lockstep(
     A: LinearMap,
     damping: float,
     runs: Sequence[Steps[SystemResult]],
@@ -178,7 +178,7 @@ def _dots(A: LinearMap, requests: Mapping[int, DotsRequest]) -> dict[int, list[f
     return {index: [next(numbers) for _ in request.pairs] for index, request in requests.items()}
 
 
-def _refined(plan: SolveSettings, b: Vec, start: Vec | None, state: SystemState) -> Steps[SystemResult]:
+def _solve_one(plan: SolveSettings, b: Vec, start: Vec | None, state: SystemState) -> Steps[SystemResult]:
     """Runs the recurrence on what is left of b, until the true residual is small enough or falls no more.
 
     Args:
@@ -191,7 +191,7 @@ def _refined(plan: SolveSettings, b: Vec, start: Vec | None, state: SystemState)
     (square,) = yield DotsRequest(((b, b),))
     size = math.sqrt(square)
     if size == 0.0:
-        return _ended(state, [torch.zeros_like(part) for part in b], 0.0, 0)
+        return _finish(state, [torch.zeros_like(part) for part in b], 0.0, 0)
     remainder: Vec = []
     if state.phase == "start":
         x, products = ([torch.zeros_like(part) for part in b], 0) if start is None else (start, 1)
@@ -223,10 +223,10 @@ def _refined(plan: SolveSettings, b: Vec, start: Vec | None, state: SystemState)
         x, residual, state.phase = trial, new_residual, "start"
         if residual > old_residual / 2.0:
             break
-    return _ended(state, x, residual, products)
+    return _finish(state, x, residual, products)
 
 
-def _ended(state: SystemState, x: Vec, residual: float, products: int) -> SystemResult:
+def _finish(state: SystemState, x: Vec, residual: float, products: int) -> SystemResult:
     state.enter("end", [x], [residual, products])
     return SystemResult(x, residual, products)
 

@@ -101,8 +101,8 @@ class ForwardMode:
                 graph, tangents = self._run(stage, chunk, inbox)
             if graph is not None and not graph.roots:
                 return graph, [[]]
-            if graph is not None and self._is_believed(stage, chunk, inbox, graph, tangents):
-                return graph if drops else _once_more(stage, chunk, inbox), [tangents]
+            if graph is not None and self._is_trusted(stage, chunk, inbox, graph, tangents):
+                return graph if drops else _recomputed(stage, chunk, inbox), [tangents]
             self._is_on = False
             if chunk == 0:  # nor will it be so in other products
                 self._agrees[index] = False
@@ -114,7 +114,7 @@ class ForwardMode:
         parameters, (tangents,) = stage.parameters, inbox.tangents
         constants = ConstantsWithoutGrad()
         try:
-            with forward_ad.dual_level(), _saving_shapes():
+            with forward_ad.dual_level(), _shape_hooks():
                 owners = parameters.aliases.trained
                 parts = [(owner, alias, parameters.parts(owner, alias)[0]) for owner, alias in owners]
                 duals = {id(owner): _dual(alias, part) for owner, alias, part in parts if part is not None}
@@ -124,7 +124,7 @@ class ForwardMode:
         except (RuntimeError, NotImplementedError):  # if it is no matter of forward mode, it comes again
             return None, []
 
-    def _is_believed(
+    def _is_trusted(
         self, stage: StageRule, chunk: int, inbox: Inbox, graph: ProductGraph, tangents: Sequence[Tensor]
     ) -> bool:
         if self._is_sound is None or not stage.layers.is_quiet:
@@ -132,13 +132,13 @@ class ForwardMode:
         index = stage.layers.index
         if self._is_sound and (self._compares or index not in self._agrees):
             self._compares = False
-            adjoint_graph = _once_more(stage, chunk, inbox)
+            adjoint_graph = _recomputed(stage, chunk, inbox)
             (adjoints,) = stage.push(adjoint_graph, inbox.tangents)
             self._agrees[index] = _are_equal(graph.roots, adjoint_graph.roots) and _are_near(tangents, adjoints)
         return self._is_sound and self._agrees[index]
 
 
-def _once_more(stage: StageRule, chunk: int, inbox: Inbox) -> ProductGraph:
+def _recomputed(stage: StageRule, chunk: int, inbox: Inbox) -> ProductGraph:
     """The graph of a chunk that has run, with what its backward needs."""
     with stage.forwards.as_at_forward(chunk):
         return stage.computed(chunk, inbox)
@@ -169,19 +169,19 @@ def _is_with_number(args: tuple[Any, ...]) -> bool:
     return len(args) == 2 and type(args[0]) in _PLAIN and type(args[1]) in (int, float)
 
 
-def _saving_shapes() -> AbstractContextManager[Any]:
+def _shape_hooks() -> AbstractContextManager[Any]:
     """Within: autograd's graph holds shapes and no values. It can be looked at, but not differentiated.
 
     Else it would hold what a backward through the tangents needs, which nobody asks for.
     """
-    return torch.autograd.graph.saved_tensors_hooks(_shape, _of_shape)
+    return torch.autograd.graph.saved_tensors_hooks(_pack_shape, _unpack_shape)
 
 
-def _shape(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+def _pack_shape(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _of_shape(packed: tuple[torch.Size, torch.dtype]) -> Tensor:
+def _unpack_shape(packed: tuple[torch.Size, torch.dtype]) -> Tensor:
     shape, dtype = packed
     return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -124,7 +124,7 @@ class Passes:
             sums = Sums(self.space, slots, len(vectors), gradient, shared)
             parameters = {id(parameter): parameter for parameter in self.parameters().values()}
             task = ProductTask(vectors, slots, gradient, parameters, self.checks, on_result, shift)
-            total, loss, reached = self._all(task, sums, first)
+            total, loss, reached = self._sum_minibatches(task, sums, first)
             if not reached:
                 raise RuntimeError(
                     "the loss does not depend on any of the parameters: the output is detached, or params= leaves out "
@@ -141,7 +141,7 @@ class Passes:
             mean_loss = torch.tensor(loss / (total or 1.0), **HOST)
             return PassResult(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, mean_loss)
 
-    def _all(self, task: ProductTask, sums: Sums, vector: int) -> list[float]:
+    def _sum_minibatches(self, task: ProductTask, sums: Sums, vector: int) -> list[float]:
         """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""
         totals = torch.zeros(3, **HOST)
         batches = iter(self.data)

@@ -60,7 +60,7 @@ class ProductCall(Product):
         task, setup, index = self._task, execution.setup, layers.index
         device, bring = setup.layout.places[index].device, execution.bring(index)
         if task.shift is not None:
-            bring = partial(_shifted, bring, task, device)
+            bring = partial(_shifted_values, bring, task, device)
         aliases = Aliases(
             layers.modules, layers.numbered, layers.name, StrayGradientGuard(layers.name), setup.compares, bring, True,
             task.parameters,
@@ -132,7 +132,7 @@ class ProductCall(Product):
         return self._task.gradient
 
 
-def _shifted(
+def _shifted_values(
     bring: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     task: ProductTask,
     device: torch.device,

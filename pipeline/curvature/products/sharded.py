@@ -107,11 +107,11 @@ class ParameterSpace(Space):
 
     def vec(self, named: Mapping[str, Tensor]) -> Vec:
         with self._collective():
-            vec = self._taken(named)
+            vec = self._checked_vec(named)
         self._check_ties(self.named(vec))
         return vec
 
-    def _taken(self, named: Mapping[str, Tensor]) -> Vec:
+    def _checked_vec(self, named: Mapping[str, Tensor]) -> Vec:
         unknown = [name for name in named if name not in self.slots]
         missing = [name for name in self.slots if name not in named]
         if unknown or missing:
