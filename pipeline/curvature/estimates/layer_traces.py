@@ -119,7 +119,8 @@ def layer_traces(
         return A.space.sum_over(torch.stack(local))
 
     drawn = estimate(sampling, by_layer, "traces of layers", groups=names_of)
-    sizes = A.space.sum_over(torch.tensor([_size(group, entries) for group in names_of.values()], **HOST))
+    local_sizes = [sum(entries.get(name, 0) for name in group) for group in names_of.values()]
+    sizes = A.space.sum_over(torch.tensor(local_sizes, **HOST))
     return LayerTraces(
         dict(zip(names_of, drawn.mean.tolist(), strict=True)),
         dict(zip(names_of, drawn.stderr.tolist(), strict=True)),
@@ -145,10 +146,6 @@ def _counted_entries(space: Space) -> dict[str, int]:
     for shard, counts in zip(marked, space.counted, strict=True):
         shard.fill_(float(counts))
     return {name: part.numel() for name, part in space.named(marked).items() if part.numel() and part.any()}
-
-
-def _size(group: Sequence[str], entries: Mapping[str, int]) -> int:
-    return sum(entries.get(name, 0) for name in group)
 
 
 def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
