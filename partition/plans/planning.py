@@ -21,7 +21,7 @@ from partition.plans.memory import DevicePeak
 from partition.plans.plan import ExpectedStep, Plan
 from partition.plans.trials import Base, Machine, PlanLinks, Trial, costs_of, polished, recomputed, stages_of, tried
 from partition.profiles.amounts import spelt_bytes, spelt_work
-from partition.profiles.optimizer_state import StateOf
+from partition.profiles.optimizer_state import OptimizerLike
 from partition.profiles.profile import Profile
 from partition.profiles.profiling import profile, rows_of, with_rows
 from partition.profiles.sandbox import DeviceLike
@@ -42,7 +42,7 @@ def plan(
     rows: int | None = None,
     chunks: Iterable[int] | None = None,
     schedules: Iterable[str] | None = None,
-    optimizer: StateOf = 2.0,
+    optimizer: OptimizerLike = 2.0,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     target: Any = None,
     speed: float | Sequence[float] = 1.0,

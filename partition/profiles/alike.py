@@ -37,33 +37,33 @@ class Likeness(NamedTuple):
     Attributes:
         layer: what ran: the layer, or the block of a part of a model.
         around: of what surrounds a block: its outline and its chain.
-        given: the forms of the input, and of the arguments of a block.
+        input_forms: the forms of the input, and of the arguments of a block.
         unread: attributes that differ from those of another layer, and that its run did not read.
         result: of the visit.
-        made: how its output follows from its input.
+        output_form: how its output follows from its input.
     """
 
     layer: nn.Module
     around: tuple[Hashable, ...]
-    given: list[Form | None]
+    input_forms: list[Form | None]
     unread: frozenset[Attribute]
     result: Any
-    made: Form
+    output_form: Form
 
     def output(self, x: Any) -> Any:
         """An output like that of the layer that ran, for an input like its own."""
-        return self.made.build(pytree.tree_leaves(x))
+        return self.output_form.build(pytree.tree_leaves(x))
 
 
 class LikenessCache:
     """The layers that have run without numbers, in one pass over all."""
 
     def __init__(self) -> None:
-        self._ran: list[Likeness] = []
+        self._entries: list[Likeness] = []
         self._layer: nn.Module = nn.Identity()
         self._around: tuple[Hashable, ...] = ()
-        self._given: list[Form | None] = [None]
-        self._differs: frozenset[Attribute] = frozenset()
+        self._input_forms: list[Form | None] = [None]
+        self._differing: frozenset[Attribute] = frozenset()
 
     def find(self, layer: nn.Module, copy: nn.Module, x: Any) -> Likeness | None:
         """An earlier layer that this one is like. None: it must run, within `watched`, and then `add` remembers it.
@@ -73,22 +73,22 @@ class LikenessCache:
             copy: of it, that would run.
             x: its input, of fakes.
         """
-        self._layer, self._around, self._given = layer, (), [Form.of(x)]
+        self._layer, self._around, self._input_forms = layer, (), [Form.of(x)]
         if isinstance(layer, Block) and isinstance(copy, Block):
-            called = copy.called(x)
-            self._given.append(None if called is None else Form.of(called, x))
-            if called is not None:
+            arguments = copy.called(x)
+            self._input_forms.append(None if arguments is None else Form.of(arguments, x))
+            if arguments is not None:
                 self._layer, self._around = layer.block, layer.around
-        self._differs = frozenset()
-        if None in self._given:
+        self._differing = frozenset()
+        if None in self._input_forms:
             return None
-        before: Likeness
-        for before in reversed(self._ran):
-            if (before.given, before.around) == (self._given, self._around):
-                differs = _differences(before.layer, self._layer)
-                if differs is not None and differs <= before.unread:
-                    return before
-                self._differs = self._differs or differs or frozenset()
+        earlier: Likeness
+        for earlier in reversed(self._entries):
+            if (earlier.input_forms, earlier.around) == (self._input_forms, self._around):
+                differences = _differences(earlier.layer, self._layer)
+                if differences is not None and differences <= earlier.unread:
+                    return earlier
+                self._differing = self._differing or differences or frozenset()
         return None
 
     @contextmanager
@@ -97,24 +97,24 @@ class LikenessCache:
         inner = copy.block if isinstance(copy, Block) and self._around else copy
         read: set[Attribute] = set()
         by_path: dict[str, set[str]] = {}
-        for path, name in self._differs:
+        for path, name in self._differing:
             by_path.setdefault(path, set()).add(name)
-        watched = [(inner.get_submodule(path), path, names) for path, names in by_path.items()]
+        modules = [(inner.get_submodule(path), path, names) for path, names in by_path.items()]
         try:
-            for module, path, names in watched:
+            for module, path, names in modules:
                 module.__class__ = _watching(type(module), path, frozenset(names), read)
             yield read
         finally:
-            for module, *_ in watched:
+            for module, *_ in modules:
                 if len(type(module).__mro__) > 1 and "_watches" in vars(type(module)):
                     module.__class__ = type(module).__mro__[1]
 
     def add(self, x: Any, y: Any, result: Any, read: set[Attribute]) -> None:
         """Remember the layer that was not found, once it has run."""
-        made = Form.of(y, x)
-        if None not in self._given and made is not None:
-            unread = self._differs - read
-            self._ran.append(Likeness(self._layer, self._around, self._given, unread, result, made))
+        output_form = Form.of(y, x)
+        if None not in self._input_forms and output_form is not None:
+            unread = self._differing - read
+            self._entries.append(Likeness(self._layer, self._around, self._input_forms, unread, result, output_form))
 
 
 def _watching(kind: Any, path: str, names: frozenset[str], read: set[Attribute]) -> Any:
@@ -122,7 +122,7 @@ def _watching(kind: Any, path: str, names: frozenset[str], read: set[Attribute])
         if name in names:
             read.add((path, name))
         elif name == "__dict__" and sys._getframe(1).f_globals is not vars(nn.modules.module):  # that looks up others
-            read.update((path, each) for each in names)
+            read.update((path, attribute) for attribute in names)
         return kind.__getattribute__(module, name)
 
     space = {"__getattribute__": watch, "__module__": kind.__module__, "_watches": names}
@@ -137,26 +137,28 @@ def _differences(one: nn.Module, other: nn.Module) -> frozenset[Attribute] | Non
     pairs = list(zip(one.named_modules(remove_duplicate=False), other.named_modules(remove_duplicate=False)))
     if len(pairs) != sum(1 for _ in one.modules()) or len(pairs) != sum(1 for _ in other.modules()):
         return None  # a module stands in two places, or one has more
-    differs = set()
+    attributes = set()
     tensors: list[tuple[Any, Any]] = []
-    for (path, module), (other_path, its) in pairs:
-        same = path == other_path and type(module) is type(its) and vars(module).keys() == vars(its).keys()
+    for (path, module), (other_path, other_module) in pairs:
+        same = path == other_path and type(module) is type(other_module) and (
+            vars(module).keys() == vars(other_module).keys()
+        )
         if not same or isinstance(module, torch.jit.ScriptModule):
             return None
         for name, value in vars(module).items():
-            other_value = vars(its)[name]
+            other_value = vars(other_module)[name]
             if name in ("_parameters", "_buffers"):
                 if value.keys() != other_value.keys():
                     return None
                 tensors += zip(value.values(), other_value.values())
             elif name == "_modules":
-                if value.keys() != other_value.keys() or [each is None for each in value.values()] != [
-                    each is None for each in other_value.values()
+                if value.keys() != other_value.keys() or [child is None for child in value.values()] != [
+                    child is None for child in other_value.values()
                 ]:
                     return None
             elif not _is_same(value, other_value):
-                differs.add((path, name))
-    return frozenset(differs) if _have_same_form(tensors) else None
+                attributes.add((path, name))
+    return frozenset(attributes) if _have_same_form(tensors) else None
 
 
 def _have_same_form(pairs: Sequence[tuple[Any, Any]]) -> bool:
@@ -226,33 +228,33 @@ class Form(NamedTuple):
     tree: pytree.TreeSpec
 
     @classmethod
-    def of(cls, value: Any, beside: Any = ()) -> Form | None:
+    def of(cls, value: Any, base: Any = ()) -> Form | None:
         """None: there are leaves that cannot be made anew, or told apart."""
-        known = pytree.tree_leaves(beside)
-        given = {storage_of(leaf): number for number, leaf in reversed(list(enumerate(known)))
-                 if isinstance(leaf, Tensor)}  # fmt: skip
+        base_leaves = pytree.tree_leaves(base)
+        number_of = {storage_of(leaf): number for number, leaf in reversed(list(enumerate(base_leaves)))
+                     if isinstance(leaf, Tensor)}  # fmt: skip
         leaves, tree = pytree.tree_flatten(value)
         new: dict[int, tuple[int, torch.dtype]] = {}
-        made: list[_TensorForm | _PlainForm] = []
+        forms: list[_TensorForm | _PlainForm] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                source = given.get(storage_of(leaf))
+                source = number_of.get(storage_of(leaf))
                 if source is None:
                     source, dtype = new.setdefault(storage_of(leaf), (-1 - len(new), leaf.dtype))
                 else:
-                    dtype = known[source].dtype
+                    dtype = base_leaves[source].dtype
                 if dtype is not leaf.dtype:
                     return None
-                made.append(_TensorForm(type(leaf), source, leaf.untyped_storage().nbytes(), leaf.size(), leaf.stride(),
-                                        leaf.storage_offset(), leaf.dtype, leaf.device,
-                                        leaf.requires_grad))  # fmt: skip
+                forms.append(_TensorForm(type(leaf), source, leaf.untyped_storage().nbytes(), leaf.size(),
+                                         leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device,
+                                         leaf.requires_grad))  # fmt: skip
             elif leaf is None or isinstance(leaf, _PLAIN):
-                made.append(_PlainForm(type(leaf), leaf))
+                forms.append(_PlainForm(type(leaf), leaf))
             else:
                 return None
-        return cls(tuple(made), tree)
+        return cls(tuple(forms), tree)
 
-    def build(self, beside: Sequence[Any]) -> Any:
+    def build(self, base_leaves: Sequence[Any]) -> Any:
         """A value of this form, beside another with these leaves."""
         new: dict[int, Tensor] = {}
         leaves = []
@@ -261,12 +263,12 @@ class Form(NamedTuple):
                 leaves.append(leaf.value)
                 continue
             if leaf.source >= 0:
-                base = beside[leaf.source].detach()
+                base = base_leaves[leaf.source].detach()
             else:
                 if leaf.source not in new:
                     count = leaf.nbytes // leaf.dtype.itemsize
                     new[leaf.source] = torch.empty(count, dtype=leaf.dtype, device=leaf.device)
                 base = new[leaf.source]
-            made = base.as_strided(leaf.size, leaf.stride, leaf.offset).detach()
-            leaves.append(made.requires_grad_(leaf.needs_grad))
+            view = base.as_strided(leaf.size, leaf.stride, leaf.offset).detach()
+            leaves.append(view.requires_grad_(leaf.needs_grad))
         return pytree.tree_unflatten(leaves, self.tree)

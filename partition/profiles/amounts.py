@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Bytes", "Measured", "joined", "spelt_bytes", "spelt_count", "spelt_seconds", "spelt_work"]
+__all__ = ["Bytes", "MedianSpread", "joined", "spelt_bytes", "spelt_count", "spelt_seconds", "spelt_work"]
 
 
 class Bytes(NamedTuple):
@@ -45,7 +45,7 @@ def joined(amounts: Iterable[Bytes]) -> int:
     return own + sum(shared.values())
 
 
-class Measured(NamedTuple):
+class MedianSpread(NamedTuple):
     """A number that was measured several times.
 
     Attributes:
@@ -57,7 +57,7 @@ class Measured(NamedTuple):
     spread: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Measured":
+    def of(cls, values: Sequence[float]) -> "MedianSpread":
         """The median and the spread of some values."""
         if len(values) == 1:
             return cls(values[0])
@@ -87,7 +87,7 @@ def spelt_seconds(seconds: float) -> str:
     return f"{seconds * 1000**unit:.{_digits(seconds * 1000**unit)}f} {('s', 'ms', 'us')[unit]}"
 
 
-def spelt_count(count: float, what: str) -> str:
+def spelt_count(count: float, unit_name: str) -> str:
     """
     >>> spelt_count(1.5e9, "FLOP"), spelt_count(12, "FLOP")
     ('1.50 GFLOP', '12 FLOP')
@@ -95,7 +95,7 @@ def spelt_count(count: float, what: str) -> str:
     unit = 0
     while count >= 1000 and unit < len(_DECIMAL) - 1:
         count, unit = count / 1000, unit + 1
-    return f"{count:.0f} {what}" if unit == 0 else f"{count:.{_digits(count)}f} {_DECIMAL[unit]}{what}"
+    return f"{count:.0f} {unit_name}" if unit == 0 else f"{count:.{_digits(count)}f} {_DECIMAL[unit]}{unit_name}"
 
 
 def spelt_work(work: float, unit: str) -> str:

@@ -31,28 +31,28 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Se
 
 
 def first_half(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Sequence[Tensor], own: Collection[Tensor],
-    waits: Callable[[Tensor], None] = lambda gradient: None,
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Sequence[Tensor], parameters: Collection[Tensor],
+    on_wait: Callable[[Tensor], None] = lambda gradient: None,
 ) -> list[LateGrads]:  # fmt: skip
     """I, and what it leaves to W.
 
     Args:
         outputs, gradients, targets: as of `backward`.
-        own: parameters whose gradients can wait.
-        waits: called with each gradient that waits from now on.
+        parameters: those whose gradients can wait.
+        on_wait: called with each gradient that waits from now on.
     """
-    weights = {id(parameter) for parameter in own}
+    weights = {id(parameter) for parameter in parameters}
     sites = survey(outputs, _nodes(outputs), lambda leaf: id(leaf) in weights)
     with waiting(sites) as parts, ExitStack() as hooks:
         for site in sites:
-            hooks.callback(site.node.register_prehook(partial(_tell, waits)).remove)
+            hooks.callback(site.node.register_prehook(partial(_tell, on_wait)).remove)
         backward(outputs, gradients, ends_without(sites, targets))
     return parts
 
 
-def _tell(waits: Callable[[Tensor], None], gradients: Sequence[Tensor | None]) -> None:
+def _tell(on_wait: Callable[[Tensor], None], gradients: Sequence[Tensor | None]) -> None:
     if gradients[0] is not None:
-        waits(gradients[0])
+        on_wait(gradients[0])
 
 
 def second_half(parts: Sequence[LateGrads]) -> None:
@@ -67,8 +67,8 @@ def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
     nodes: list[Any] = list(dict.fromkeys(get_gradient_edge(tensor).node for tensor in outputs))
     seen = {None, *nodes}
     for node in nodes:  # which grow
-        for nearer, _ in node.next_functions:
-            if nearer not in seen:
-                seen.add(nearer)
-                nodes.append(nearer)
+        for producer, _ in node.next_functions:
+            if producer not in seen:
+                seen.add(producer)
+                nodes.append(producer)
     return nodes

@@ -25,7 +25,7 @@ __all__ = ["RunInput", "VisitedLayer", "VisitedLoss", "each_layer", "outputs_of"
 
 T = TypeVar("T")
 Visit = Callable[[nn.Module, Any, "VisitedLayer"], tuple[T, Any]]
-Again = Callable[[T, Any, Any], T]
+Reuse = Callable[[T, Any, Any], T]
 
 
 class VisitedLayer(NamedTuple):
@@ -54,7 +54,7 @@ class VisitedLoss(NamedTuple):
 
 def each_layer(
     module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: VisitedLoss | None = None,
-    again: Again[T] = lambda result, x, y: result,
+    reuse: Reuse[T] = lambda result, x, y: result,
 ) -> list[T]:
     """visit(copy of the layer, its input, VisitedLayer) -> (result, output), layer after layer; the results.
 
@@ -66,61 +66,60 @@ def each_layer(
         sandbox: where they run.
         visit: what to do with each.
         loss: of the output, visited like a layer behind the last; None: there is none.
-        again: (result of a layer, input and output of one that is like it) -> its result.
+        reuse: (result of a layer, input and output of one that is like it) -> its result.
     """
-    return copy_context().run(_each_layer, module, sample, sandbox, visit, loss, again)
+    return copy_context().run(_each_layer, module, sample, sandbox, visit, loss, reuse)
 
 
 def _each_layer(
-    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: VisitedLoss | None, again: Again[T]
+    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: VisitedLoss | None, reuse: Reuse[T]
 ) -> list[T]:
     results = []
-    memory = LikenessCache()
+    cache = LikenessCache()
     with sandbox.within():
         x = sandbox.moved(sample)
         # Not named_children(), which leaves out the second place of a layer that stands in two.
         for index, (name, layer) in enumerate(module._modules.items()):
             assert layer is not None  # a Sequential that runs has no None
             with _noted(name, layer, sandbox):
-                here = VisitedLayer(index, sandbox, *skips_of(layer), [])
-                made = sandbox.copy(layer)
+                visited = VisitedLayer(index, sandbox, *skips_of(layer), [])
+                layer_copy = sandbox.copy(layer)
                 with sandbox.running():
-                    if sandbox.fake and not here.stashes and not here.pops:
-                        result, y = _remembered(memory, layer, made, x, here, visit, again)
+                    if sandbox.fake and not visited.stashes and not visited.pops:
+                        result, y = _remembered(cache, layer, layer_copy, x, visited, visit, reuse)
                     else:
-                        result, y = visit(made, x, here)
-                del made
+                        result, y = visit(layer_copy, x, visited)
+                del layer_copy
             x = _cut(y)
             del y
-            renew(here.stashes, _cut)
+            renew(visited.stashes, _cut)
             results.append(result)
         if loss is not None:
             with _noted("loss", loss.function, sandbox):
-                behind = _LossLayer(loss, sandbox)
+                loss_layer = _LossLayer(loss, sandbox)
                 with sandbox.running():
-                    results.append(
-                        visit(behind, x, VisitedLayer(len(module), sandbox, [], [], tensors_of(behind.target)))[0]
-                    )
+                    visited = VisitedLayer(len(module), sandbox, [], [], tensors_of(loss_layer.target))
+                    results.append(visit(loss_layer, x, visited)[0])
     return results
 
 
 def _remembered(
-    memory: LikenessCache,
+    cache: LikenessCache,
     layer: nn.Module,
-    made: nn.Module,
+    layer_copy: nn.Module,
     x: Any,
-    here: VisitedLayer,
+    visited: VisitedLayer,
     visit: Visit[T],
-    again: Again[T],
+    reuse: Reuse[T],
 ) -> tuple[T, Any]:
     """The result and the output of a layer that runs, or that is like one that ran."""
-    before = memory.find(layer, made, x)
-    if before is not None:
-        y = before.output(x)
-        return again(before.result, x, y), y
-    with memory.watched(made) as read:
-        result, y = visit(made, x, here)
-    memory.add(x, y, result, read)
+    earlier = cache.find(layer, layer_copy, x)
+    if earlier is not None:
+        y = earlier.output(x)
+        return reuse(earlier.result, x, y), y
+    with cache.watched(layer_copy) as read:
+        result, y = visit(layer_copy, x, visited)
+    cache.add(x, y, result, read)
     return result, y
 
 
@@ -159,13 +158,13 @@ def outputs_of(y: Any, stashes: list[Hashable]) -> list[Tensor]:
     return [tensor for tensor in tensors_of([y, values_of(stashes)]) if tensor.requires_grad]
 
 
-class _Enter(torch.autograd.Function):
+class _InputsFromLeaf(torch.autograd.Function):
     """The identity from a leaf to the inputs of a layer, which are no views and no leaves: it may write into them."""
 
     @staticmethod
-    def forward(ctx: Any, given: Sequence[Tensor], leaf: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, tensors: Sequence[Tensor], leaf: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple([tensor.detach() for tensor in given])
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # pragma: no cover  # called from C++
@@ -182,17 +181,18 @@ class RunInput:
 
     def __init__(self, x: Any, pops: list[Hashable]) -> None:
         values, tree = pytree.tree_flatten([x, *values_of(pops)])
-        places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
-        wanted = [place for place in places if values[place].requires_grad]
+        indices = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
+        differentiable = [index for index in indices if values[index].requires_grad]
         self.leaves: list[Tensor] = []
-        for place in places:
-            values[place] = values[place].detach()
-        if wanted:
-            leaf = torch.empty((), device=values[wanted[0]].device, requires_grad=True)
+        for index in indices:
+            values[index] = values[index].detach()
+        if differentiable:
+            leaf = torch.empty((), device=values[differentiable[0]].device, requires_grad=True)
             self.leaves.append(leaf)
-            entered = _Enter.apply([values[place] for place in wanted], leaf)  # type: ignore[no-untyped-call]
-            for place, value in zip(wanted, entered, strict=True):
-                values[place] = value
+            detached = [values[index] for index in differentiable]
+            inputs = _InputsFromLeaf.apply(detached, leaf)  # type: ignore[no-untyped-call]
+            for index, value in zip(differentiable, inputs, strict=True):
+                values[index] = value
         self.value, *popped = pytree.tree_unflatten(values, tree)
         for key, value in zip(pops, popped, strict=True):
             renew([key], lambda _, value=value: value)  # type: ignore[misc]  # bound now
@@ -203,4 +203,4 @@ class RunInput:
 
 
 def _cut(x: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), x)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), x)

@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from partition.errors import PartitionError
 from partition.profiles.measuring import tensors_of
 
-__all__ = ["StateOf", "state_bytes"]
+__all__ = ["OptimizerLike", "state_bytes"]
 
-StateOf: TypeAlias = float | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OptimizerLike: TypeAlias = float | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def state_bytes(optimizer: StateOf, parameters: Sequence[Tensor]) -> list[int]:
+def state_bytes(optimizer: OptimizerLike, parameters: Sequence[Tensor]) -> list[int]:
     """The bytes of state for each parameter.
 
     Args:
@@ -47,7 +47,7 @@ def state_bytes(optimizer: StateOf, parameters: Sequence[Tensor]) -> list[int]:
                 "of parameter. Use 0 for SGD, 1 with momentum, 2 for Adam, or give the optimizer's class."
             )
         return [math.ceil(parameter.nbytes * optimizer) for parameter in parameters]
-    kinds = [(each.shape, each.dtype) for each in parameters]
+    kinds = [(parameter.shape, parameter.dtype) for parameter in parameters]
     sizes = dict(zip(dict.fromkeys(kinds), _stepped(optimizer, list(dict.fromkeys(kinds)))))
     return [sizes[kind] for kind in kinds]
 
@@ -60,30 +60,30 @@ def _stepped(optimizer: Any, kinds: Sequence[tuple[torch.Size, torch.dtype]]) ->
             fake.grad = torch.empty_like(fake)
         if not fakes:
             return []
-        made = _made(optimizer, fakes)
+        instance = _instance(optimizer, fakes)
         try:
             with torch.enable_grad():
-                made.step()
+                instance.step()
         except Exception as error:
             raise PartitionError(
-                f"{type(made).__name__} cannot step without numbers ({type(error).__name__}: {error}), so its state is "
-                "not known. Give a factor: bytes of state for a byte of parameter, such as 2 for two moments."
+                f"{type(instance).__name__} cannot step without numbers ({type(error).__name__}: {error}), so its "
+                "state is not known. Give a factor: bytes of state for a byte of parameter, such as 2 for two moments."
             ) from error
-        return [sum(tensor.nbytes for tensor in tensors_of(made.state.get(fake, {}))) for fake in fakes]
+        return [sum(tensor.nbytes for tensor in tensors_of(instance.state.get(fake, {}))) for fake in fakes]
 
 
-def _made(optimizer: Any, fakes: list[nn.Parameter]) -> torch.optim.Optimizer:
-    made = optimizer
+def _instance(optimizer: Any, fakes: list[nn.Parameter]) -> torch.optim.Optimizer:
+    instance = optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        known = inspect.signature(type(optimizer)).parameters
+        names = inspect.signature(type(optimizer)).parameters
         settings: Mapping[str, Any] = {**optimizer.defaults, **optimizer.param_groups[0]}
-        taken = {name: settings[name] for name in known if name in settings and name != "params"}
-        made = type(optimizer)(fakes, **taken)
+        arguments = {name: settings[name] for name in names if name in settings and name != "params"}
+        instance = type(optimizer)(fakes, **arguments)
     elif callable(optimizer):
-        made = optimizer(fakes)
-    if not isinstance(made, torch.optim.Optimizer):
+        instance = optimizer(fakes)
+    if not isinstance(instance, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a factor, a torch.optim.Optimizer, its class or a function from parameters to one; got "
-            f"{optimizer!r}, which makes {type(made).__name__}."
+            f"{optimizer!r}, which makes {type(instance).__name__}."
         )
-    return made
+    return instance

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
-from partition.profiles.amounts import Bytes, Measured, joined, spelt_bytes, spelt_work
+from partition.profiles.amounts import Bytes, MedianSpread, joined, spelt_bytes, spelt_work
 from scheduler.aligning import aligned
 from scheduler.notebook import Shown
 
-__all__ = ["LayerProfile", "Profile", "SkipTraffic", "StageProfile", "Waits", "Work", "frozen"]
+__all__ = ["LayerProfile", "Profile", "SkipTraffic", "SplitBackwardBytes", "StageProfile", "Work", "frozen"]
 
 
 class Work(NamedTuple):
@@ -31,10 +31,10 @@ class Work(NamedTuple):
         backward: of B, both in one run of autograd, which takes less time than the two do.
     """
 
-    forward: Measured
-    input: Measured
-    weight: Measured
-    backward: Measured
+    forward: MedianSpread
+    input: MedianSpread
+    weight: MedianSpread
+    backward: MedianSpread
 
     @property
     def total(self) -> float:
@@ -53,7 +53,7 @@ class SkipTraffic(NamedTuple):
     pops: tuple[tuple[int, int], ...] = ()
 
 
-class Waits(NamedTuple):
+class SplitBackwardBytes(NamedTuple):
     """The bytes that the backward of a layer in halves, I and W, holds for one chunk.
 
     Attributes:
@@ -102,7 +102,7 @@ class LayerProfile:
     constants: int
     output: int
     skips: SkipTraffic = SkipTraffic()
-    waits: Waits = Waits()
+    waits: SplitBackwardBytes = SplitBackwardBytes()
 
     @property
     def states(self) -> tuple[Bytes, Bytes, Bytes]:
@@ -168,26 +168,26 @@ class Profile(Shown):
             (32, 32, 32)
         """
         inside = self.layers[start:stop]
-        own = {number for number, _ in self.entry} if not start else set()
-        made = {number for layer in inside for number, _ in layer.skips.stashes}
-        popped = dict(skip for layer in inside for skip in layer.skips.pops if skip[0] not in made)
+        entry = {number for number, _ in self.entry} if not start else set()
+        stashed = {number for layer in inside for number, _ in layer.skips.stashes}
+        popped = dict(skip for layer in inside for skip in layer.skips.pops if skip[0] not in stashed)
         forward, first, second, backward = (
             sum(getattr(layer.work, action).median for layer in inside) for action in Work._fields
         )
         return StageProfile(
             forward, first, second, backward,
             sum(_states(inside)) + sum(layer.buffers + layer.constants for layer in inside),
-            joined(layer.saved.without(own) for layer in inside),
+            joined(layer.saved.without(entry) for layer in inside),
             (self.layers[start - 1].output if start else 0) + sum(popped.values()),
-            *_split(inside, own),
+            *_split(inside, entry),
         )  # fmt: skip
 
     def loss_bytes(self, start: int) -> int:
         """Bytes that the loss saves on top of a last stage that begins at a layer, while its backward runs."""
         if self.loss is None:
             return 0
-        known = {number for layer in self.layers[start:] for number, _ in layer.saved.shared}
-        return self.loss.saved.without(known).total + self.loss.constants
+        counted = {number for layer in self.layers[start:] for number, _ in layer.saved.shared}
+        return self.loss.saved.without(counted).total + self.loss.constants
 
     def message(self, cut: int) -> int:
         """Bytes of a chunk that pass a cut before layer `cut`: what the layer before returns, and skips."""
@@ -207,9 +207,9 @@ class Profile(Shown):
             PartitionError: the text is something else.
         """
         try:
-            given = frozen(json.loads(text))
-            layers, loss = tuple(map(_layer, given.pop("layers"))), given.pop("loss")
-            return cls(**given, layers=layers, loss=None if loss is None else _layer(loss))
+            fields = frozen(json.loads(text))
+            layers, loss = tuple(map(_layer, fields.pop("layers"))), fields.pop("loss")
+            return cls(**fields, layers=layers, loss=None if loss is None else _layer(loss))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PartitionError(
                 f"this is no profile ({type(error).__name__}: {error}). Give what Profile.save or to_json has written."
@@ -244,11 +244,11 @@ class Profile(Shown):
         return "\n".join([head, *aligned(rows, left=2)])
 
     def _row(self, layer: LayerProfile) -> tuple[str, ...]:
-        works = [self._measured(each) for each in layer.work]
+        works = [self._measured(measured) for measured in layer.work]
         sizes = (*(amount.total for amount in (*layer.states, layer.saved)), layer.output)
         return layer.name, layer.kind, *works, *map(spelt_bytes, sizes)
 
-    def _measured(self, measured: Measured) -> str:
+    def _measured(self, measured: MedianSpread) -> str:
         share = f" ±{measured.spread / measured.median / 2:.0%}" if measured.spread and measured.median else ""
         return self.spelt(measured.median) + share
 
@@ -266,17 +266,17 @@ def _split(layers: Sequence[LayerProfile], aside: Container[int]) -> tuple[int, 
         aside: numbers of storages that do not count.
     """
     saved = [layer.saved.without(aside) for layer in layers]
-    times = Counter(number for amount in saved for number, _ in amount.shared)
-    held, most = joined(saved), 0
+    uses = Counter(number for amount in saved for number, _ in amount.shared)
+    current, peak = joined(saved), 0
     for layer, amount in zip(reversed(layers), reversed(saved)):
-        most = max(most, held + layer.waits.rise)
-        held += layer.waits.gradients + layer.waits.inputs.own - amount.own
+        peak = max(peak, current + layer.waits.rise)
+        current += layer.waits.gradients + layer.waits.inputs.own - amount.own
         stays = dict(layer.waits.inputs.shared)
         for number, size in amount.shared:
             if number not in stays:
-                times[number] -= 1
-                held -= size * (not times[number])
-    return most, held
+                uses[number] -= 1
+                current -= size * (not uses[number])
+    return peak, current
 
 
 _COLUMNS = ("layer", "kind", "F", "I", "W", "B", "parameters", "gradients", "optimizer", "saved", "output")
@@ -285,16 +285,17 @@ _COLUMNS = ("layer", "kind", "F", "I", "W", "B", "parameters", "gradients", "opt
 def frozen(value: Any) -> Any:
     """A value that JSON gave, with tuples for its lists."""
     if isinstance(value, dict):
-        return {name: frozen(each) for name, each in value.items()}
+        return {name: frozen(item) for name, item in value.items()}
     return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
 _AMOUNTS = ("parameters", "gradients", "optimizer", "saved")
 
 
-def _layer(given: dict[str, Any]) -> LayerProfile:
-    work = Work(*[Measured(*each) for each in given["work"]])
-    amounts = {name: Bytes(*given[name]) for name in _AMOUNTS}
-    inputs, *waits = given["waits"]
-    skips = SkipTraffic(*given["skips"])
-    return LayerProfile(**{**given, **amounts, "work": work, "skips": skips, "waits": Waits(Bytes(*inputs), *waits)})
+def _layer(fields: dict[str, Any]) -> LayerProfile:
+    work = Work(*[MedianSpread(*numbers) for numbers in fields["work"]])
+    amounts = {name: Bytes(*fields[name]) for name in _AMOUNTS}
+    inputs, *counts = fields["waits"]
+    waits = SplitBackwardBytes(Bytes(*inputs), *counts)
+    skips = SkipTraffic(*fields["skips"])
+    return LayerProfile(**{**fields, **amounts, "work": work, "skips": skips, "waits": waits})

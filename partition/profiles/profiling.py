@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from partition.contiguous import whole
 from partition.errors import PartitionError
-from partition.profiles.amounts import Bytes, Measured
+from partition.profiles.amounts import Bytes, MedianSpread
 from partition.profiles.measuring import VisitedLoss, each_layer
-from partition.profiles.optimizer_state import StateOf, state_bytes
+from partition.profiles.optimizer_state import OptimizerLike, state_bytes
 from partition.profiles.profile import LayerProfile, Profile, Work
 from partition.profiles.sandbox import DeviceLike, Sandbox, device_of
 from partition.profiles.storages import SavedBytes, Storages
@@ -34,7 +34,7 @@ def profile(
     *,
     chunks: int = 1,
     device: DeviceLike = None,
-    optimizer: StateOf = 0,
+    optimizer: OptimizerLike = 0,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     target: Any = None,
     timeout: float = 1.0,
@@ -92,16 +92,16 @@ def profile(
     works, unit = layer_work(module, chunk, where, timeout, loss)
     states = _states(module, saved, optimizer)
     layers = [
-        LayerProfile(name, type(layer).__name__, work, *state, each.buffers, each.saved, each.constants, each.output,
-                     each.skips, each.waits)
-        for (name, layer), work, state, each in zip(module._modules.items(), works, states, saved)
+        LayerProfile(name, type(layer).__name__, work, *state, sizes.buffers, sizes.saved, sizes.constants,
+                     sizes.output, sizes.skips, sizes.waits)
+        for (name, layer), work, state, sizes in zip(module._modules.items(), works, states, saved)
     ]  # fmt: skip
-    behind = None
+    loss_profile = None
     if loss_fn is not None:
-        each, none = saved[-1], Bytes(0)
-        behind = LayerProfile("loss", _kind(loss_fn), works[-1], none, none, none, each.buffers, each.saved,
-                              each.constants, each.output)  # fmt: skip
-    return Profile(tuple(layers), count, unit, "meta" if where.type == "meta" else str(where), entry, behind)
+        sizes, none = saved[-1], Bytes(0)
+        loss_profile = LayerProfile("loss", _kind(loss_fn), works[-1], none, none, none, sizes.buffers, sizes.saved,
+                                    sizes.constants, sizes.output)  # fmt: skip
+    return Profile(tuple(layers), count, unit, "meta" if where.type == "meta" else str(where), entry, loss_profile)
 
 
 def layer_bytes(
@@ -109,7 +109,7 @@ def layer_bytes(
 ) -> tuple[list[SavedBytes], tuple[tuple[int, int], ...]]:
     """The bytes that each layer saves, has and returns, the loss behind them; and the storages of the chunk."""
     storages = Storages([*module.parameters(), *module.buffers()])
-    return each_layer(module, chunk, Sandbox(device), storages, loss, storages.again), storages.entry
+    return each_layer(module, chunk, Sandbox(device), storages, loss, storages.reuse), storages.entry
 
 
 def layer_work(
@@ -127,7 +127,7 @@ def layer_work(
 
 
 def _work(passes: Sequence[Pass]) -> Work:
-    return Work(*map(Measured.of, zip(*passes)))
+    return Work(*map(MedianSpread.of, zip(*passes)))
 
 
 def check_timeout(timeout: float) -> None:
@@ -169,22 +169,24 @@ def with_rows(sample: Any, rows: int, have: int | None = None) -> Any:
     return pytree.tree_map_only(Tensor, cut, sample)
 
 
-def _states(module: nn.Sequential, saved: Sequence[SavedBytes], optimizer: StateOf) -> list[tuple[Bytes, Bytes, Bytes]]:
+def _states(
+    module: nn.Sequential, saved: Sequence[SavedBytes], optimizer: OptimizerLike
+) -> list[tuple[Bytes, Bytes, Bytes]]:
     """For each layer bytes of parameters, of gradients and of optimizer state."""
     owners = [[id(p) for _, p in layer.named_parameters(remove_duplicate=False)] for layer in module._modules.values()
               if layer is not None]  # fmt: skip
     layers_with = Counter(owner for ids in owners for owner in set(ids))
     tied = {owner: number for number, owner in enumerate(o for o, count in layers_with.items() if count > 1)}
-    known = {owner: tensor for ids, each in zip(owners, saved) for owner, tensor in zip(ids, each.parameters)}
+    tensor_of = {owner: tensor for ids, amounts in zip(owners, saved) for owner, tensor in zip(ids, amounts.parameters)}
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    states = dict(zip(trained, state_bytes(optimizer, [known[owner] for owner in trained])))
-    found = []
+    state_of = dict(zip(trained, state_bytes(optimizer, [tensor_of[owner] for owner in trained])))
+    states = []
     for ids in map(dict.fromkeys, owners):
-        sizes = [(owner, known[owner].nbytes) for owner in ids]
+        sizes = [(owner, tensor_of[owner].nbytes) for owner in ids]
         grads = [(owner, size) for owner, size in sizes if owner in trained]
-        kept = [(owner, states[owner]) for owner, _ in grads]
-        found.append((_bytes(sizes, tied), _bytes(grads, tied), _bytes(kept, tied)))
-    return found
+        optimizer_sizes = [(owner, state_of[owner]) for owner, _ in grads]
+        states.append((_bytes(sizes, tied), _bytes(grads, tied), _bytes(optimizer_sizes, tied)))
+    return states
 
 
 def _bytes(sizes: Sequence[tuple[int, int]], tied: dict[int, int]) -> Bytes:

@@ -105,14 +105,14 @@ class Sandbox:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         # Always a copy: a tensor that was made under inference_mode can be a leaf of no graph.
-        made = self._fake(tensor) if self.fake else tensor.detach().to(self.device, copy=True)
-        return made.requires_grad_(tensor.requires_grad)
+        moved = self._fake(tensor) if self.fake else tensor.detach().to(self.device, copy=True)
+        return moved.requires_grad_(tensor.requires_grad)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         size, stride = tensor.size(), tensor.stride()
         with self._mode:
-            made = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            fake = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def _default() -> torch.device:

@@ -12,11 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-__all__ = ["Skipping", "renew", "skips_of", "values_of"]
+__all__ = ["SkipModule", "renew", "skips_of", "values_of"]
 
 
 @runtime_checkable
-class Skipping(Protocol):
+class SkipModule(Protocol):
     """A module with skips."""
 
     def stashable(self) -> Iterable[Hashable]:
@@ -31,7 +31,7 @@ def skips_of(layer: nn.Module) -> tuple[list[Hashable], list[Hashable]]:
     stashed: list[Hashable] = []
     popped: list[Hashable] = []
     for module in layer.modules():
-        if isinstance(module, Skipping):
+        if isinstance(module, SkipModule):
             popped += module.poppable()
             stashed += module.stashable()
     within = set(stashed) & set(popped)

@@ -22,7 +22,7 @@ from partition.halves import held_by
 from partition.profiles.amounts import Bytes
 from partition.profiles.backwards import first_half
 from partition.profiles.measuring import RunInput, VisitedLayer, outputs_of, tensors_of
-from partition.profiles.profile import SkipTraffic, Waits
+from partition.profiles.profile import SkipTraffic, SplitBackwardBytes
 from partition.profiles.skips import values_of
 
 __all__ = ["SavedBytes", "Storages"]
@@ -49,7 +49,7 @@ class SavedBytes(NamedTuple):
     parameters: list[Tensor]
     buffers: int
     leaves: tuple[int, ...] = ()
-    waits: Waits = Waits()
+    waits: SplitBackwardBytes = SplitBackwardBytes()
 
     @property
     def activations(self) -> int:
@@ -80,30 +80,31 @@ class Storages:
         self._alive: list[Tensor] = []  # a tensor of each: its address stays its own
         self._count = itertools.count()
 
-    def __call__(self, layer: nn.Module, x: Any, here: VisitedLayer) -> tuple[SavedBytes, Any]:
+    def __call__(self, layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[SavedBytes, Any]:
         """Run F of a layer twice, on a clone and on its input: what both save is no activation. Then its I."""
         self._number(x)
-        if not here.number:
+        if not visited.number:
             self.entry = tuple([(self._numbers[storage_of(tensor)], tensor.nbytes) for tensor in tensors_of(x)])
-        first = copy_context().run(_WatchedForward, layer, pytree.tree_map_only(Tensor, _cloned, x), here).saved
-        popped = tuple([self._skips.pop(key) for key in here.pops])
-        run = _WatchedForward(layer, x, here)
+        first = copy_context().run(_WatchedForward, layer, pytree.tree_map_only(Tensor, _cloned, x), visited).saved
+        popped = tuple([self._skips.pop(key) for key in visited.pops])
+        run = _WatchedForward(layer, x, visited)
         y = run.output
-        self._leave(y, here)
-        own = {storage_of(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *here.aside)} | self._aside
-        constants = (run.saved.keys() & first.keys()) - own - self._numbers.keys()
-        own |= constants
-        saved = self._bytes({key: size for key, size in run.saved.items() if key not in own})
-        waits = {key: size for key, size in run.first_half(layer, here).items() if key not in own}
+        self._leave(y, visited)
+        excluded = {storage_of(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *visited.aside)}
+        excluded |= self._aside
+        constants = (run.saved.keys() & first.keys()) - excluded - self._numbers.keys()
+        excluded |= constants
+        saved = self._bytes({key: size for key, size in run.saved.items() if key not in excluded})
+        waits = {key: size for key, size in run.first_half(layer, visited).items() if key not in excluded}
         inputs = self._bytes({key: waits[key] for key in waits.keys() & run.saved.keys()})
         gradients = sum(waits[key] for key in waits.keys() - run.saved.keys())
         parameters = layer.named_parameters(remove_duplicate=False)
         result = SavedBytes(
             saved, sum(run.saved[key] for key in constants), _message(y),
-            SkipTraffic(tuple([self._skips[key] for key in here.stashes]), popped),
+            SkipTraffic(tuple([self._skips[key] for key in visited.stashes]), popped),
             [torch.empty_like(parameter, device="meta") for _, parameter in parameters],
             sum(buffer.nbytes for buffer in layer.buffers()), self._leaves(x, y),
-            Waits(inputs, gradients, run.rise(own | self._numbers.keys() | waits.keys())),
+            SplitBackwardBytes(inputs, gradients, run.rise(excluded | self._numbers.keys() | waits.keys())),
         )  # fmt: skip
         self._forget(y)
         return result, y
@@ -114,25 +115,25 @@ class Storages:
         outer = [(self._numbers[storage], size) for storage, size in saved.items() if storage in self._numbers]
         return Bytes(inner, tuple(sorted(outer)))
 
-    def again(self, before: SavedBytes, x: Any, y: Any) -> SavedBytes:
+    def reuse(self, earlier: SavedBytes, x: Any, y: Any) -> SavedBytes:
         """The bytes of a layer that is like one that ran: the same, in storages of its own."""
         self._number([x, y])
         leaves = self._leaves(x, y)
-        number = dict(zip(before.leaves, leaves, strict=True))
+        number = dict(zip(earlier.leaves, leaves, strict=True))
         self._forget(y)
 
         def renumbered(amount: Bytes) -> Bytes:
             return amount._replace(shared=tuple(sorted((number[old], size) for old, size in amount.shared)))
 
-        waits = before.waits._replace(inputs=renumbered(before.waits.inputs))
-        return before._replace(saved=renumbered(before.saved), waits=waits, leaves=leaves)
+        waits = earlier.waits._replace(inputs=renumbered(earlier.waits.inputs))
+        return earlier._replace(saved=renumbered(earlier.saved), waits=waits, leaves=leaves)
 
     def _leaves(self, x: Any, y: Any) -> tuple[int, ...]:
         return tuple([self._numbers[storage_of(tensor)] for tensor in tensors_of([x, y])])
 
-    def _leave(self, y: Any, here: VisitedLayer) -> None:
+    def _leave(self, y: Any, visited: VisitedLayer) -> None:
         self._number(y)
-        for key, value in zip(here.stashes, values_of(here.stashes), strict=True):
+        for key, value in zip(visited.stashes, values_of(visited.stashes), strict=True):
             self._number(value)
             tensors = tensors_of(value)
             number = self._numbers[storage_of(tensors[0])] if tensors else next(self._count)
@@ -159,33 +160,33 @@ class _WatchedForward:
         saved: the bytes of the storages that it saves.
     """
 
-    def __init__(self, layer: nn.Module, x: Any, here: VisitedLayer) -> None:
+    def __init__(self, layer: nn.Module, x: Any, visited: VisitedLayer) -> None:
         self.saved: dict[int, int] = {}
         self._alive: list[Tensor] = []  # a tensor of each: its address stays its own
         self._tokens: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
         self._changes: list[tuple[int, int]] = []  # during I: storages that the graph frees, or that wait
-        self._given = RunInput(x, here.pops)
-        with torch.autograd.graph.saved_tensors_hooks(self._hold, lambda held: held[1]):
-            self.output = layer(self._given.value)
+        self._run_input = RunInput(x, visited.pops)
+        with torch.autograd.graph.saved_tensors_hooks(self._hold, lambda packed: packed[1]):
+            self.output = layer(self._run_input.value)
 
     def _hold(self, tensor: Tensor) -> tuple["_Token", Tensor]:
-        kept = tensor.detach()  # the graph holds this; an output that its own graph holds would never be freed
-        storage, size = storage_of(kept), _nbytes(kept)
+        detached = tensor.detach()  # the graph holds this; an output that its own graph holds would never be freed
+        storage, size = storage_of(detached), _nbytes(detached)
         token = self._tokens.get(storage)
         if token is None:
             token = self._tokens[storage] = _Token()
             weakref.finalize(token, self._changes.append, (storage, -size))
         if storage not in self.saved:
             self.saved[storage] = size
-            self._alive.append(kept)
-        return token, kept
+            self._alive.append(detached)
+        return token, detached
 
-    def first_half(self, layer: nn.Module, here: VisitedLayer) -> dict[int, int]:
+    def first_half(self, layer: nn.Module, visited: VisitedLayer) -> dict[int, int]:
         """Run I: the bytes of the storages that are held from then to W."""
         self._changes.clear()
-        outputs = outputs_of(self.output, here.stashes)
+        outputs = outputs_of(self.output, visited.stashes)
         gradients = [tensor.detach().clone() for tensor in outputs]
-        parts = first_half(outputs, gradients, self._given.targets(layer), list(layer.parameters()), self._wait)
+        parts = first_half(outputs, gradients, self._run_input.targets(layer), list(layer.parameters()), self._wait)
         self._alive += held_by(parts)
         return {storage_of(tensor): _nbytes(tensor) for tensor in held_by(parts)}
 
@@ -198,13 +199,13 @@ class _WatchedForward:
         Args:
             stays: storages that are not freed in I.
         """
-        known = set(self.saved)
-        held = most = 0
+        counted = set(self.saved)
+        current = peak = 0
         for storage, change in self._changes:
-            if (change > 0 and storage not in known) or (change < 0 and storage not in stays):
-                held, most = held + change, max(most, held + change)
-                known.add(storage)
-        return most
+            if (change > 0 and storage not in counted) or (change < 0 and storage not in stays):
+                current, peak = current + change, max(peak, current + change)
+                counted.add(storage)
+        return peak
 
 
 class _Token:

@@ -31,18 +31,18 @@ class Pass(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ seconds
 
 
-def timed(layer: nn.Module, x: Any, here: VisitedLayer) -> tuple[Pass, Any]:
+def timed(layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[Pass, Any]:
     """Seconds of the actions.
 
     What is done once (lazy parameters, choice of kernels) is done in runs that do not count, one of each kind.
     """
-    then = copy_context()  # what was stashed before is there for each run
-    then.copy().run(_clocked, layer, x, here)
+    context = copy_context()  # what was stashed before is there for each run
+    context.copy().run(_clocked, layer, x, visited)
     halves = None
     if _is_trained(layer):
-        then.copy().run(_clocked_halves, layer, x, here)
-        halves, _ = then.copy().run(_clocked_halves, layer, x, here)
-    (forward, backward), y = _clocked(layer, x, here)
+        context.copy().run(_clocked_halves, layer, x, visited)
+        halves, _ = context.copy().run(_clocked_halves, layer, x, visited)
+    (forward, backward), y = _clocked(layer, x, visited)
     return Pass(forward, *(halves or (backward, 0.0)), backward), y
 
 
@@ -50,31 +50,31 @@ def _is_trained(layer: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in layer.parameters())
 
 
-def _clocked(layer: nn.Module, x: Any, here: VisitedLayer) -> tuple[tuple[float, float], Any]:
+def _clocked(layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[tuple[float, float], Any]:
     """Seconds of F and B."""
-    given = RunInput(x, here.pops)
-    begun = here.sandbox.now()
-    y = layer(given.value)
-    made = here.sandbox.now()
-    outputs = outputs_of(y, here.stashes)
-    backward(outputs, _like(outputs), given.targets(layer))
-    return (made - begun, here.sandbox.now() - made), y
+    run_input = RunInput(x, visited.pops)
+    start = visited.sandbox.now()
+    y = layer(run_input.value)
+    forward_end = visited.sandbox.now()
+    outputs = outputs_of(y, visited.stashes)
+    backward(outputs, _like(outputs), run_input.targets(layer))
+    return (forward_end - start, visited.sandbox.now() - forward_end), y
 
 
-def _clocked_halves(layer: nn.Module, x: Any, here: VisitedLayer) -> tuple[tuple[float, float], Any]:
+def _clocked_halves(layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[tuple[float, float], Any]:
     """Seconds of I and W."""
-    given = RunInput(x, here.pops)
-    y = layer(given.value)
-    made = here.sandbox.now()
-    parts = _first_half(y, here, given, layer)
-    halfway = here.sandbox.now()
+    run_input = RunInput(x, visited.pops)
+    y = layer(run_input.value)
+    forward_end = visited.sandbox.now()
+    parts = _first_half(y, visited, run_input, layer)
+    input_end = visited.sandbox.now()
     second_half(parts)
-    return (halfway - made, here.sandbox.now() - halfway if parts else 0.0), y
+    return (input_end - forward_end, visited.sandbox.now() - input_end if parts else 0.0), y
 
 
-def _first_half(y: Any, here: VisitedLayer, given: RunInput, layer: nn.Module) -> list[LateGrads]:
-    outputs = outputs_of(y, here.stashes)
-    return first_half(outputs, _like(outputs), given.targets(layer), list(layer.parameters()))
+def _first_half(y: Any, visited: VisitedLayer, run_input: RunInput, layer: nn.Module) -> list[LateGrads]:
+    outputs = outputs_of(y, visited.stashes)
+    return first_half(outputs, _like(outputs), run_input.targets(layer), list(layer.parameters()))
 
 
 def _like(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -85,13 +85,13 @@ def _like(outputs: Sequence[Tensor]) -> list[Tensor]:
 # -------------------------------------------------------------------------------------------------------------- FLOPs
 
 
-def counted(layer: nn.Module, x: Any, here: VisitedLayer) -> tuple[Pass, Any]:
+def counted(layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[Pass, Any]:
     """FLOPs of the actions."""
-    given = RunInput(x, here.pops)
+    run_input = RunInput(x, visited.pops)
     with counter() as forward:
-        y = layer(given.value)
+        y = layer(run_input.value)
     with counter() as inputs:
-        parts = _first_half(y, here, given, layer)
+        parts = _first_half(y, visited, run_input, layer)
     with counter() as weights:
         second_half(parts)
     first, second = inputs.get_total_flops(), weights.get_total_flops()

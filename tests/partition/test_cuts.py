@@ -19,7 +19,7 @@ from partition.cuts import bottleneck, evenness, windows
 from partition.cuts.cutting import cut_layers, slowest
 from partition.cuts.layers import Layers, amounts_of, layers_of
 from partition.cuts.windows import DeviceStages, HeldChunks
-from partition.profiles.amounts import Bytes, Measured, joined
+from partition.profiles.amounts import Bytes, MedianSpread, joined
 from partition.profiles.profile import Work
 
 
@@ -115,9 +115,9 @@ def cases(draw: Any, is_shared: bool = False, most: int = 7) -> Case:
 @pytest.mark.parametrize(("bandwidth", "found"), [(10.0, [1, 2]), (5.0, [2, 1])])
 def test_a_message_is_paid_for_there_and_back_at_both_ends(bandwidth: float, found: list[int]) -> None:
     """Layers of 10, 4 and 4; behind the first 16 bytes: 10 + 2 * 16 / bandwidth beside 14 for the first two."""
-    work = Work(*[Measured(amount) for amount in (0.0, 0.0, 0.0, 0.0)])
+    work = Work(*[MedianSpread(amount) for amount in (0.0, 0.0, 0.0, 0.0)])
     layers = [
-        LayerProfile(f"{number}", "Layer", work._replace(forward=Measured(cost)), Bytes(0), Bytes(0), Bytes(0), 0,
+        LayerProfile(f"{number}", "Layer", work._replace(forward=MedianSpread(cost)), Bytes(0), Bytes(0), Bytes(0), 0,
                      Bytes(0), 0, size)
         for number, (cost, size) in enumerate([(10.0, 16), (4.0, 0), (4.0, 0)])
     ]  # fmt: skip

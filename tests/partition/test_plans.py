@@ -22,8 +22,8 @@ from partition.plans.device_orders import fitting, reordered, tried_in_orders
 from partition.plans.memory import StageValue, moments_of, peaks
 from partition.plans.plan import RecomputedStages
 from partition.plans.trials import Base, Machine, Trial, polished, recomputed, replayed, stages_of, tried
-from partition.profiles.amounts import Bytes, Measured
-from partition.profiles.profile import Waits, Work
+from partition.profiles.amounts import Bytes, MedianSpread
+from partition.profiles.profile import SplitBackwardBytes, Work
 from partition.profiles.profiling import with_rows
 from pipeline import Pipe, Place
 from pipeline.stage.split_backward import SplitBackward
@@ -150,14 +150,14 @@ def random_profile(source: random.Random, layers: int, most_gradients: int = 20)
         most_gradients: bytes that wait from I to W in a layer.
     """
 
-    def work() -> Measured:
-        return Measured(float(source.randint(1, 20)))
+    def work() -> MedianSpread:
+        return MedianSpread(float(source.randint(1, 20)))
 
     return Profile(tuple([
         LayerProfile(
             f"{number}", "Layer", Work(work(), work(), work(), work()), Bytes(source.randint(0, 20)),
             Bytes(source.randint(0, 10)), Bytes(source.randint(0, 20)), 0, saved, 0, source.randint(1, 8),
-            waits=Waits(source.choice([saved, Bytes(saved.own // 2)]), gradients, gradients),
+            waits=SplitBackwardBytes(source.choice([saved, Bytes(saved.own // 2)]), gradients, gradients),
         )
         for number in range(layers)
         for gradients in [source.randint(0, most_gradients)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partition import PartitionError, Profile, halves, profile, to_sequential
-from partition.profiles.amounts import Measured, joined
+from partition.profiles.amounts import MedianSpread, joined
 from partition.profiles.profiling import with_rows
 from partition.profiles.working import counter
 from pipeline import Pipe
@@ -281,7 +281,7 @@ def test_a_profile_reads_back_what_it_wrote(tmp_path: Any) -> None:
 
 
 def test_the_spread_is_from_quartile_to_quartile() -> None:
-    assert Measured.of([5.0]) == (5, 0) and Measured.of([1.0, 2, 3, 4, 100]) == (3, 2)
+    assert MedianSpread.of([5.0]) == (5, 0) and MedianSpread.of([1.0, 2, 3, 4, 100]) == (3, 2)
 
 
 def test_rows_are_repeated_or_left_out_and_what_has_no_rows_stays() -> None:
