@@ -26,7 +26,7 @@ from scheduler.links import Link
 
 __all__ = ["plan", "profile"]
 
-_GIVEN = "TARGET"
+_TARGET = "TARGET"
 _OPTIMIZERS: dict[str, Any] = {"sgd": 0, "momentum": 1, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -59,7 +59,7 @@ def _optimizer(value: str) -> Any:
 
 
 _of_layers = with_all(  # what both commands take
-    click.argument("target", metavar=_GIVEN),
+    click.argument("target", metavar=_TARGET),
     click.option("--device", help="Where to measure; meta: count bytes and FLOPs, run nothing."),
     click.option("--optimizer", type=_optimizer, default="adam", show_default=True, metavar="NAME|FACTOR",
                  help="sgd, momentum, adam, adamw, or bytes of state for a byte of parameter."),
@@ -72,7 +72,7 @@ _of_layers = with_all(  # what both commands take
 @click.command(context_settings={"max_content_width": 120}, short_help="What each layer of a model takes and holds.")
 @_of_layers
 @click.option("--chunks", type=int, default=1, show_default=True, metavar="N", help="Of the mini-batch.")
-def profile(target: str, as_json: bool, path: str | None, **given: Any) -> int:
+def profile(target: str, as_json: bool, path: str | None, **options: Any) -> int:
     """Measures a copy of each layer: F, I, W and B, parameters, gradients, optimizer state, saved activations, output.
 
     TARGETS
@@ -82,7 +82,7 @@ def profile(target: str, as_json: bool, path: str | None, **given: Any) -> int:
       penstock profile train.py:build --chunks 8
       penstock profile train.py:build --device meta --optimizer sgd --json
     """
-    return _answered(profiling.profile, target, given, as_json, path)
+    return _answered(profiling.profile, target, options, as_json, path)
 
 
 @click.command(context_settings={"max_content_width": 120}, short_help="Where to cut, with which schedule.")
@@ -100,7 +100,7 @@ def profile(target: str, as_json: bool, path: str | None, **given: Any) -> int:
 @click.option("--effort", type=number, default=0.0, metavar="X", help="Search for a better order than the named ones.")
 def plan(
     target: str, as_json: bool, path: str | None, devices: str, chunks: str | None, schedules: str | None,
-    speed: str | None, latency: float, bandwidth: float | None, keep_order: bool, **given: Any,
+    speed: str | None, latency: float, bandwidth: float | None, keep_order: bool, **options: Any,
 ) -> int:  # fmt: skip
     """Chooses balance, chunks, schedule and what to recompute, by simulating what there is to choose from.
 
@@ -112,19 +112,19 @@ def plan(
       penstock plan train.py:build --devices cuda:0,cuda:1 --memory 24GiB,16GiB --rows 512 --schedules 1f1b,zb-h1
       penstock plan train.py:build --devices 8 --memory 80GB --device meta --flops 4e14 --save plan.json
     """
-    given["devices"] = int(devices) if devices.isdecimal() else devices.split(",")
+    options["devices"] = int(devices) if devices.isdecimal() else devices.split(",")
     if keep_order:
-        given["reorder"] = False
+        options["reorder"] = False
     if chunks is not None:
-        given["chunks"] = [_number(text, int, "--chunks") for text in chunks.split(",")]
+        options["chunks"] = [_number(text, int, "--chunks") for text in chunks.split(",")]
     if schedules is not None:
-        given["schedules"] = schedules.split(",")
+        options["schedules"] = schedules.split(",")
     if speed is not None:
         speeds = [_number(text, float, "--speed") for text in speed.split(",")]
-        given["speed"] = speeds[0] if len(speeds) == 1 else speeds
+        options["speed"] = speeds[0] if len(speeds) == 1 else speeds
     if latency or bandwidth is not None:
-        given["link"] = Link(latency, inf if bandwidth is None else bandwidth)
-    return _answered(planning.plan, target, given, as_json, path)
+        options["link"] = Link(latency, inf if bandwidth is None else bandwidth)
+    return _answered(planning.plan, target, options, as_json, path)
 
 
 for _command in (profile, plan):
@@ -139,7 +139,7 @@ def _number(text: str, kind: Callable[[str], Any], option: str) -> Any:
         raise CommandError(f"{option} has {text!r}, which is no number. Give numbers with commas between.") from None
 
 
-def _answered(ask: Callable[..., Any], target: str, given: dict[str, Any], as_json: bool, path: str | None) -> int:
+def _answered(ask: Callable[..., Any], target: str, options: dict[str, Any], as_json: bool, path: str | None) -> int:
     """Ask of the model that a target names, and print the answer; what is None is as `ask` has it by default."""
     value = value_at(target)
     if not isinstance(value, tuple) or len(value) not in (2, 4) or not isinstance(value[0], nn.Module):
@@ -148,10 +148,10 @@ def _answered(ask: Callable[..., Any], target: str, given: dict[str, Any], as_js
         )
     model, sample, *loss = value
     if loss:
-        given["loss_fn"], given["target"] = loss
+        options["loss_fn"], options["target"] = loss
     try:
         layers = model if isinstance(model, nn.Sequential) else to_sequential(model, sample)
-        answer = ask(layers, sample, **{name: value for name, value in given.items() if value is not None})
+        answer = ask(layers, sample, **{name: value for name, value in options.items() if value is not None})
     except PartitionError as error:
         raise CommandError("\n".join([str(error), *getattr(error, "__notes__", [])])) from None
     if path is not None:

@@ -29,21 +29,22 @@ def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> tuple[list[Tria
         All trials, the orders in which devices were taken, and whether no other order was left out that may be taken.
     """
     machine = bases[0].machine
-    orders = _all_orders(machine, max(_TRIALS // len(bases), 1)) if may_reorder else [_given(machine)]
+    orders = _all_orders(machine, max(_TRIALS // len(bases), 1)) if may_reorder else [_given_order(machine)]
     if orders:
-        found = [trial for base in bases for order in orders for trial in tried(_placed(base, order))]
-        return found, orders, True
+        trials = [trial for base in bases for order in orders for trial in tried(_placed(base, order))]
+        return trials, orders, True
     orders = _likely_orders(machine)
-    trials = [(trial, base, order) for base in bases for order in orders for trial in tried(_placed(base, order))]
-    best, base, order = min(trials, key=lambda each: each[0].rank)
-    found = [trial for trial, _, _ in trials]
+    candidates = [(trial, base, order) for base in bases for order in orders for trial in tried(_placed(base, order))]
+    best, base, order = min(candidates, key=lambda candidate: candidate[0].rank)
+    trials = [trial for trial, _, _ in candidates]
     while True:
-        changed = [(trial, other) for other in _exchanges(order, machine) for trial in tried(_placed(base, other))]
-        found += [trial for trial, _ in changed]
-        better, other = min(changed, key=lambda each: each[0].rank)
-        if better.rank >= best.rank:
-            return found, list(dict.fromkeys([*orders, order])), False
-        best, order = better, other
+        exchanged = [(trial, next_order) for next_order in _exchanges(order, machine)
+                     for trial in tried(_placed(base, next_order))]  # fmt: skip
+        trials += [trial for trial, _ in exchanged]
+        next_best, next_order = min(exchanged, key=lambda candidate: candidate[0].rank)
+        if next_best.rank >= best.rank:
+            return trials, list(dict.fromkeys([*orders, order])), False
+        best, order = next_best, next_order
 
 
 def fitting(best: Trial, bases: Sequence[Base], orders: Sequence[DeviceOrder]) -> tuple[Trial, bool]:
@@ -76,13 +77,13 @@ def reordered(schedule: Schedule, order: Sequence[int]) -> Schedule:
 
 
 def _placed(base: Base, order: DeviceOrder) -> Base:
-    if order == _given(base.machine):
+    if order == _given_order(base.machine):
         return base
     schedule = reordered(base.schedule, order)
-    return base._replace(given=schedule, schedule=schedule)
+    return base._replace(pipe_schedule=schedule, schedule=schedule)
 
 
-def _given(machine: Machine) -> DeviceOrder:
+def _given_order(machine: Machine) -> DeviceOrder:
     return tuple(range(len(machine.speeds)))
 
 
@@ -90,23 +91,26 @@ def _all_orders(machine: Machine, most: int) -> list[DeviceOrder]:
     """All orders of the devices that differ, the given one first; none, where there are more than so many."""
     kinds = _kinds(machine)
     count = factorial(len(kinds)) // prod(map(factorial, Counter(kinds).values()))
-    return list(dict.fromkeys([_given(machine), *_distinct(list(_given(machine)), kinds)])) if count <= most else []
+    if count > most:
+        return []
+    given_order = _given_order(machine)
+    return list(dict.fromkeys([given_order, *_distinct(list(given_order), kinds)]))
 
 
 def _likely_orders(machine: Machine) -> list[DeviceOrder]:
-    given = _given(machine)
+    given_order = _given_order(machine)
     keys = [machine.caps, machine.speeds]
-    by_key = [tuple(sorted(given, key=key.__getitem__, reverse=down)) for key in keys for down in (True, False)]
-    return list(dict.fromkeys([given, *by_key]))
+    by_key = [tuple(sorted(given_order, key=key.__getitem__, reverse=down)) for key in keys for down in (True, False)]
+    return list(dict.fromkeys([given_order, *by_key]))
 
 
 def _exchanges(order: DeviceOrder, machine: Machine) -> Iterator[DeviceOrder]:
     """The orders with two unequal devices in each other's place."""
     kinds = _kinds(machine)
-    for one, other in combinations(range(len(order)), 2):
-        if kinds[order[one]] != kinds[order[other]]:
+    for first, second in combinations(range(len(order)), 2):
+        if kinds[order[first]] != kinds[order[second]]:
             changed = list(order)
-            changed[one], changed[other] = order[other], order[one]
+            changed[first], changed[second] = order[second], order[first]
             yield tuple(changed)
 
 
@@ -116,12 +120,12 @@ def _kinds(machine: Machine) -> list[tuple[float, ...]]:
     return list(zip(machine.speeds, machine.caps, numbers))
 
 
-def _distinct(left: list[int], kinds: Sequence[tuple[float, ...]]) -> Iterator[DeviceOrder]:
+def _distinct(devices: list[int], kinds: Sequence[tuple[float, ...]]) -> Iterator[DeviceOrder]:
     """The orders of some devices of which no two have the same kinds, equal devices by number."""
-    if not left:
+    if not devices:
         yield ()
-    for first in {kinds[device]: device for device in reversed(left)}.values():
-        for rest in _distinct([device for device in left if device != first], kinds):
+    for first in {kinds[device]: device for device in reversed(devices)}.values():
+        for rest in _distinct([device for device in devices if device != first], kinds):
             yield first, *rest
 
 

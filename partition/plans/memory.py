@@ -68,7 +68,7 @@ def values_of(profile: Profile, balance: Sequence[int]) -> list[StageValue]:
 
 
 def moments_of(
-    order: Sequence[Action], stages: Sequence[int], again: Collection[tuple[int, int]], last: int
+    order: Sequence[Action], stages: Sequence[int], recomputes: Collection[tuple[int, int]], last: int
 ) -> tuple[tuple[HeldChunks, ...], ...]:
     """The moments at which a device may hold the most, each with what its stages hold then.
 
@@ -78,33 +78,33 @@ def moments_of(
     Args:
         order: of the device's actions.
         stages: of the device.
-        again: the (stage, chunk) pairs that are recomputed.
+        recomputes: the (stage, chunk) pairs that are recomputed.
         last: the stage that the loss is behind.
 
     Example:
         >>> moments_of([Action.parse(text) for text in "0F0 0F1 0B0 0B1".split()], [0], [(0, 1)], last=3)
         ((HeldChunks(kept=1, inputs=1, loss=0, late=0),),)
     """
-    place_of = {stage: place for place, stage in enumerate(stages)}
-    held = [HeldChunks(0)] * len(stages)
-    most: dict[tuple[HeldChunks, ...], None] = {}
+    index_of = {stage: index for index, stage in enumerate(stages)}
+    current = [HeldChunks(0)] * len(stages)
+    moments: dict[tuple[HeldChunks, ...], None] = {}
     for stage, kind, chunk in order:
-        place, is_again = place_of[stage], (stage, chunk) in again
-        for held[place] in _course(held[place], kind, is_again, stage == last):
-            most[tuple(held)] = None
-    return tuple([one for one in most if not any(one != other and _is_within(one, other) for other in most)])
+        index, is_recomputed = index_of[stage], (stage, chunk) in recomputes
+        for current[index] in _course(current[index], kind, is_recomputed, stage == last):
+            moments[tuple(current)] = None
+    return tuple([one for one in moments if not any(one != other and _is_within(one, other) for other in moments)])
 
 
-def _course(held: HeldChunks, kind: Kind, is_again: bool, is_last: bool) -> Iterator[HeldChunks]:
+def _course(held: HeldChunks, kind: Kind, is_recomputed: bool, is_last: bool) -> Iterator[HeldChunks]:
     """The chunks of which a stage holds something, while an action runs and after it."""
     kept, inputs, _, late = held
     if kind is Kind.F:
-        yield HeldChunks(kept, inputs + 1, 0, late) if is_again else HeldChunks(kept + 1, inputs, 0, late)
+        yield HeldChunks(kept, inputs + 1, 0, late) if is_recomputed else HeldChunks(kept + 1, inputs, 0, late)
     elif kind is Kind.W:
         yield HeldChunks(kept, inputs, 0, late - 1)
     else:
-        yield HeldChunks(kept + is_again, inputs, int(is_last), late)  # while it runs
-        yield HeldChunks(kept + is_again - 1, inputs - is_again, 0, late + (kind is Kind.I))
+        yield HeldChunks(kept + is_recomputed, inputs, int(is_last), late)  # while it runs
+        yield HeldChunks(kept + is_recomputed - 1, inputs - is_recomputed, 0, late + (kind is Kind.I))
 
 
 def _is_within(one: Sequence[HeldChunks], other: Sequence[HeldChunks]) -> bool:
@@ -116,7 +116,7 @@ def peaks(
     placement: Placement,
     stages: Sequence[StageProfile],
     values: Sequence[StageValue],
-    again: Collection[tuple[int, int]],
+    recomputes: Collection[tuple[int, int]],
     loss: int = 0,
 ) -> tuple[DevicePeak, ...]:
     """The most that each device holds.
@@ -126,44 +126,44 @@ def peaks(
         placement: of the stages on devices.
         stages: what each takes and holds.
         values: that pass between them.
-        again: the (stage, chunk) pairs that are recomputed.
+        recomputes: the (stage, chunk) pairs that are recomputed.
         loss: bytes that the loss saves while the last stage's backward runs.
     """
     waiting = _waiting(timeline, placement, values)
-    found = []
+    device_peaks = []
     for lane, row in enumerate(timeline.by_lane):
         state = sum(stages[stage].state for stage in placement.stages_of(lane))
-        own = list(chain.from_iterable(_changes(event.action, event.start, event.end, stages, again, loss)
-                                       for event in row))  # fmt: skip
-        saved = inputs = held = most_saved = most_inputs = most = 0
+        changes = list(chain.from_iterable(_changes(event.action, event.start, event.end, stages, recomputes, loss)
+                                           for event in row))  # fmt: skip
+        saved = inputs = waiting_bytes = most_saved = most_inputs = most = 0
         # Sorting is stable: actions of a lane stay in their order, also those that take no time.
-        for _, of_saved, of_inputs, of_waiting in sorted([*own, *waiting[lane]], key=itemgetter(0)):
-            saved, inputs, held = saved + of_saved, inputs + of_inputs, held + of_waiting
+        for _, of_saved, of_inputs, of_waiting in sorted([*changes, *waiting[lane]], key=itemgetter(0)):
+            saved, inputs, waiting_bytes = saved + of_saved, inputs + of_inputs, waiting_bytes + of_waiting
             most_saved, most_inputs = max(most_saved, saved), max(most_inputs, inputs)
-            most = max(most, saved + inputs + held)
-        found.append(DevicePeak(state, most_saved, most_inputs, state + most))
-    return tuple(found)
+            most = max(most, saved + inputs + waiting_bytes)
+        device_peaks.append(DevicePeak(state, most_saved, most_inputs, state + most))
+    return tuple(device_peaks)
 
 
 MemoryChange = tuple[float, int, int, int]  # time, and the change of saved, inputs and waiting bytes
 
 
 def _changes(
-    action: Action, start: float, end: float, stages: Sequence[StageProfile], again: Collection[tuple[int, int]],
+    action: Action, start: float, end: float, stages: Sequence[StageProfile], recomputes: Collection[tuple[int, int]],
     loss: int,
 ) -> Iterator[MemoryChange]:  # fmt: skip
     """The changes that one action makes on its device."""
     stage, kind, chunk = action
-    of = stages[stage]
-    is_again, of_loss = (stage, chunk) in again, loss if stage == len(stages) - 1 else 0
+    profile = stages[stage]
+    is_recomputed, of_loss = (stage, chunk) in recomputes, loss if stage == len(stages) - 1 else 0
     if kind is Kind.F:
-        yield (start, 0, of.read, 0) if is_again else (start, of.saved, 0, 0)
+        yield (start, 0, profile.read, 0) if is_recomputed else (start, profile.saved, 0, 0)
     elif kind is Kind.W:
-        yield end, -of.late, 0, 0
+        yield end, -profile.late, 0, 0
     else:
-        more, left = (max(of_loss, of.split - of.saved), of.late) if kind is Kind.I else (of_loss, 0)
-        yield start, of.saved * is_again + more, 0, 0
-        yield end, left - of.saved - more, -of.read * is_again, 0
+        extra, late = (max(of_loss, profile.split - profile.saved), profile.late) if kind is Kind.I else (of_loss, 0)
+        yield start, profile.saved * is_recomputed + extra, 0, 0
+        yield end, late - profile.saved - extra, -profile.read * is_recomputed, 0
 
 
 def _waiting(timeline: Timeline, placement: Placement, values: Sequence[StageValue]) -> list[list[MemoryChange]]:
@@ -173,12 +173,12 @@ def _waiting(timeline: Timeline, placement: Placement, values: Sequence[StageVal
     changes: list[list[MemoryChange]] = [[] for _ in range(timeline.lanes)]
     for chunk in {chunk for _, chunk in forward}:
         for producer, reader, size in values:
-            there, back = placement.lane_of[reader], placement.lane_of[producer]
-            made, used = forward[producer, chunk].end, forward[reader, chunk].start
+            reader_lane, producer_lane = placement.lane_of[reader], placement.lane_of[producer]
+            start, end = forward[producer, chunk].end, forward[reader, chunk].start
             if producer == reader:  # the output of the last stage, until its loss
-                used = backward[reader, chunk].start
-            changes[there] += [(made, 0, 0, size), (used, 0, 0, -size)]
+                end = backward[reader, chunk].start
+            changes[reader_lane] += [(start, 0, 0, size), (end, 0, 0, -size)]
             if producer != reader and backward:
-                came, read = backward[reader, chunk].end, backward[producer, chunk].start
-                changes[back] += [(came, 0, 0, size), (read, 0, 0, -size)]
+                start, end = backward[reader, chunk].end, backward[producer, chunk].start
+                changes[producer_lane] += [(start, 0, 0, size), (end, 0, 0, -size)]
     return changes

@@ -102,12 +102,12 @@ class Plan(Shown):
 
     def to_json(self) -> str:
         """The plan as text, for `from_json`."""
-        given = dict(vars(self))
-        given["costs"] = {name: value for name, value in vars(self.costs).items() if value is not None}
+        fields = dict(vars(self))
+        fields["costs"] = {name: value for name, value in vars(self.costs).items() if value is not None}
         if isinstance(self.costs.link, Mapping):  # by pairs of lanes, which are no keys in JSON
-            given["costs"]["link"] = {"lanes": [[*lanes, way] for lanes, way in self.costs.link.items()]}
-        given["expected"] = {**self.expected._asdict(), "peaks": [peak._asdict() for peak in self.expected.peaks]}
-        return json.dumps(given, indent=1, default=_plain)
+            fields["costs"]["link"] = {"lanes": [[*lanes, way] for lanes, way in self.costs.link.items()]}
+        fields["expected"] = {**self.expected._asdict(), "peaks": [peak._asdict() for peak in self.expected.peaks]}
+        return json.dumps(fields, indent=1, default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -117,12 +117,12 @@ class Plan(Shown):
             PartitionError: the text is something else.
         """
         try:
-            given = frozen(json.loads(text))
-            schedule, checkpoint = given.pop("schedule"), given.pop("checkpoint")
-            expected, costs = given.pop("expected"), given.pop("costs")
+            fields = frozen(json.loads(text))
+            schedule, checkpoint = fields.pop("schedule"), fields.pop("checkpoint")
+            expected, costs = fields.pop("expected"), fields.pop("costs")
             peaks = tuple([DevicePeak(**peak) for peak in expected.pop("peaks")])
             return cls(
-                **given,
+                **fields,
                 schedule=Schedule.parse(schedule["text"]) if isinstance(schedule, Mapping) else schedule,
                 checkpoint=RecomputedStages(**checkpoint) if isinstance(checkpoint, Mapping) else checkpoint,
                 expected=ExpectedStep(**expected, peaks=peaks),
@@ -136,9 +136,9 @@ class Plan(Shown):
     def __str__(self) -> str:
         expected, count = self.expected, max(self.lane_of) + 1
         name = self.schedule if isinstance(self.schedule, str) else self.schedule.name
-        again = {"never": "nothing", "except_last": "what another backward interrupts"}
+        descriptions = {"never": "nothing", "except_last": "what another backward interrupts"}
         recomputed = (
-            again[self.checkpoint] if isinstance(self.checkpoint, str)
+            descriptions[self.checkpoint] if isinstance(self.checkpoint, str)
             else f"stage{'s' * (len(self.checkpoint.stages) > 1)} " + ", ".join(map(str, self.checkpoint.stages))
         )  # fmt: skip
         gap = f", {expected.step / expected.bound - 1:.1%} above" if expected.bound else ""
@@ -170,5 +170,5 @@ def _plain(part: Any) -> dict[str, Any]:
 
 def _link_of(text: Any) -> Any:
     if isinstance(text, Mapping) and "lanes" in text:
-        return {(one, other): _link_of(way) for one, other, way in text["lanes"]}
+        return {(source, target): _link_of(link) for source, target, link in text["lanes"]}
     return Link(**text) if isinstance(text, Mapping) else text

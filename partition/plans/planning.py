@@ -88,8 +88,8 @@ def plan(
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
-        >>> found = plan(model, torch.rand(64, 512), devices=3, memory=17e6, device="meta", schedules=["gpipe", "1f1b"])
-        >>> found.balance, found.schedule, found.chunks, found.checkpoint
+        >>> best = plan(model, torch.rand(64, 512), devices=3, memory=17e6, device="meta", schedules=["gpipe", "1f1b"])
+        >>> best.balance, best.schedule, best.chunks, best.checkpoint
         ((4, 4, 4), '1f1b', 16, 'never')
     """
     check_module(module)
@@ -97,19 +97,20 @@ def plan(
     count = rows_of(sample) if rows is None else rows
     if (whole(count) or 0) < 1:
         raise PartitionError(f"rows must be a whole number, 1 or more; got {rows!r}.")
-    wanted = _chunks(chunks, count, len(machine.speeds))
-    known = names() if schedules is None else tuple(schedules)
-    for name in set(known) - set(names()):
+    chunk_counts = _chunks(chunks, count, len(machine.speeds))
+    schedule_names = names() if schedules is None else tuple(schedules)
+    for name in set(schedule_names) - set(names()):
         by_name(name, len(machine.speeds), 1)  # says which there are
-    have = rows_of(sample)
+    sample_rows = rows_of(sample)
     profiles: dict[int, Profile] = {}
     failed: dict[int, Exception] = {}
-    for number in wanted:
+    for number in chunk_counts:
         size = math.ceil(count / number)
         try:
             profiles[number] = profile(
                 module, with_rows(sample, size), device=device, optimizer=optimizer, loss_fn=loss_fn,
-                target=None if target is None else with_rows(target, size, have), timeout=timeout / len(wanted),
+                target=None if target is None else with_rows(target, size, sample_rows),
+                timeout=timeout / len(chunk_counts),
             )  # fmt: skip
         except Exception as error:
             failed[number] = error
@@ -121,19 +122,20 @@ def plan(
     machine = _with_unit(machine, unit, flops, overhead)
     bases = [
         Base(profiles[number], machine, *named)
-        for number in profiles for named in _schedules(known, len(machine.speeds), number, len(module))
+        for number in profiles for named in _schedules(schedule_names, len(machine.speeds), number, len(module))
     ]  # fmt: skip
     if not bases:
         raise PartitionError(
-            f"none of {', '.join(known)} is defined for {len(machine.speeds)} devices, {len(module)} layers and "
-            f"{', '.join(map(str, profiles))} chunks. Ask for fewer devices, or other schedules or chunks."
+            f"none of {', '.join(schedule_names)} is defined for {len(machine.speeds)} devices, {len(module)} layers "
+            f"and {', '.join(map(str, profiles))} chunks. Ask for fewer devices, or other schedules or chunks."
         )
-    may = not isinstance(devices, Choice) and not isinstance(machine.link, Mapping) if reorder is None else reorder
-    trials, orders, is_all = tried_in_orders(bases, may)
+    if reorder is None:
+        reorder = not isinstance(devices, Choice) and not isinstance(machine.link, Mapping)
+    trials, orders, is_all = tried_in_orders(bases, reorder)
     best = polished(min(trials, key=lambda trial: trial.rank))
     if not best.fits:
-        best, is_each = fitting(best, bases, orders)
-        is_all = is_all and is_each
+        best, is_complete = fitting(best, bases, orders)
+        is_all = is_all and is_complete
     if best.fits and effort > 0:
         best = _searched(best, effort)
     if not best.fits:
@@ -142,8 +144,8 @@ def plan(
     notes = [*_notes(best, trials), *free, *(_failure(number, error) for number, error in failed.items())]
     schedule = best.base.schedule
     return Plan(
-        best.balance, schedule.chunks, best.base.given, schedule.placement.lane_of, best.checkpoint, count, labels,
-        machine.caps if max(machine.caps) < math.inf else (), _expected(best), _costs(best),
+        best.balance, schedule.chunks, best.base.pipe_schedule, schedule.placement.lane_of, best.checkpoint, count,
+        labels, machine.caps if max(machine.caps) < math.inf else (), _expected(best), _costs(best),
         tuple(notes),
     )  # fmt: skip
 
@@ -163,7 +165,7 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
     elif whole(devices) is not None:
         count = int(devices)
     else:
-        labels = tuple([str(torch.device(each)) for each in devices])
+        labels = tuple([str(torch.device(device)) for device in devices])
         count = len(labels)
     if count < 1:
         raise PartitionError(f"devices is {devices!r}, but there must be one or more. Give a number, or their names.")
@@ -171,13 +173,13 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
     return labels, Machine(_each("speed", speed, count), caps, link or 0.0, 1.0, 0.0, "s")
 
 
-def _each(what: str, given: Any, count: int) -> tuple[float, ...]:
-    values = tuple(given) if isinstance(given, Iterable) else (given,) * count
+def _each(name: str, setting: Any, count: int) -> tuple[float, ...]:
+    values = tuple(setting) if isinstance(setting, Iterable) else (setting,) * count
     if len(values) != count:
-        raise PartitionError(f"{what} lists {len(values)} numbers for {count} devices ({given}). List one for each.")
+        raise PartitionError(f"{name} lists {len(values)} numbers for {count} devices ({setting}). List one for each.")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise PartitionError(f"{what} is {given!r}, but must be a number above 0, or one for each device.")
+            raise PartitionError(f"{name} is {setting!r}, but must be a number above 0, or one for each device.")
     return values
 
 
@@ -196,25 +198,25 @@ def _with_unit(machine: Machine, unit: str, flops: float | None, overhead: float
 def _chunks(chunks: Iterable[int] | None, rows: int, lanes: int) -> list[int]:
     """The numbers of chunks to try: those given, or divisors of the rows, each at least 1.4 times the one before."""
     if chunks is not None:
-        given = sorted(set(chunks))
-        if not given or any((whole(number) or 0) < 1 or number > rows for number in given):
-            raise PartitionError(f"chunks is {given}, but must list whole numbers from 1 to {rows}, the rows.")
-        return given
-    found = [1]
+        chunk_counts = sorted(set(chunks))
+        if not chunk_counts or any((whole(number) or 0) < 1 or number > rows for number in chunk_counts):
+            raise PartitionError(f"chunks is {chunk_counts}, but must list whole numbers from 1 to {rows}, the rows.")
+        return chunk_counts
+    divisors = [1]
     for number in range(2, min(rows, _MOST * lanes) + 1):
-        if rows % number == 0 and number >= _APART * found[-1]:
-            found.append(number)
-    return found
+        if rows % number == 0 and number >= _APART * divisors[-1]:
+            divisors.append(number)
+    return divisors
 
 
 def _schedules(
-    known: Sequence[str], lanes: int, chunks: int, layers: int
+    schedule_names: Sequence[str], lanes: int, chunks: int, layers: int
 ) -> Iterator[tuple[str, str | Schedule, Schedule]]:
     """(words, what Pipe takes, the schedule) of each that is defined for these, with its options."""
-    for name in known:
+    for name in schedule_names:
         options: list[dict[str, Any]] = [{}]
         if name == "eager-1f1b":
-            depths = [[max(1, lanes - lane + more) for lane in range(lanes)] for more in (-1, 1, 2)]
+            depths = [[max(1, lanes - lane + extra) for lane in range(lanes)] for extra in (-1, 1, 2)]
             options += [{"warmup": depth} for depth in depths]
         elif name in ("interleaved", "interleaved-zb", "looped-bfs"):
             options += [{"stages_per_lane": several} for several in (3, 4)]
@@ -224,7 +226,7 @@ def _schedules(
             except ScheduleError:  # not for so few chunks
                 continue
             if schedule.stages <= layers:
-                words = ", ".join(f"{what}={value}" for what, value in option.items())
+                words = ", ".join(f"{option_name}={value}" for option_name, value in option.items())
                 yield f"{name} ({words})" if words else name, schedule if option else name, schedule
 
 
@@ -238,9 +240,9 @@ _APART = 1.4
 def _costs(best: Trial) -> Costs:
     """The costs of a trial in numbers for each stage, also what a chunk holds."""
     stages = stages_of(best.base.profile, best.balance)
-    again = recomputed(best.checkpoint, best.base.schedule)
+    recomputes = recomputed(best.checkpoint, best.base.schedule)
     costs = costs_of(best.base, stages, best.balance, frozenset())
-    shares = [sum(s == stage for s, _ in again) / best.base.schedule.chunks for stage in range(len(stages))]
+    shares = [sum(s == stage for s, _ in recomputes) / best.base.schedule.chunks for stage in range(len(stages))]
     assert isinstance(costs.forward, tuple)  # a number for each stage
     return replace(
         costs,
@@ -272,13 +274,13 @@ def _searched(best: Trial, effort: float) -> Trial:
         for lane, cap in enumerate(best.base.machine.caps)
     ]  # fmt: skip
     try:
-        found = search(
+        result = search(
             _costs(best), best.base.schedule.lanes, best.base.schedule.chunks,
             None if math.inf in room else room, placement=best.base.schedule.placement, effort=effort,
         )  # fmt: skip
     except ScheduleError:  # none fits the room, as the search counts it
         return best
-    trials = tried(best.base._replace(label="searched", given=found.schedule, schedule=found.schedule))
+    trials = tried(best.base._replace(label="searched", pipe_schedule=result.schedule, schedule=result.schedule))
     return min([best, *trials], key=lambda trial: trial.rank)
 
 

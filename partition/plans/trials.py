@@ -60,14 +60,14 @@ class Base(NamedTuple):
         profile: of one chunk.
         machine: the devices, as given.
         label: the schedule, in words.
-        given: what `Pipe` takes as its schedule.
+        pipe_schedule: what `Pipe` takes as its schedule.
         schedule: of all chunks.
     """
 
     profile: Profile
     machine: Machine
     label: str
-    given: str | Schedule
+    pipe_schedule: str | Schedule
     schedule: Schedule
 
 
@@ -104,9 +104,9 @@ class Trial:
     @property
     def words(self) -> str:
         """The choice, in words."""
-        again = {"never": "", "except_last": ", recomputed"}
-        more = again[self.checkpoint] if isinstance(self.checkpoint, str) else ", partly recomputed"
-        return f"{self.base.label} with {self.base.schedule.chunks} chunks{more}"
+        suffixes = {"never": "", "except_last": ", recomputed"}
+        suffix = suffixes[self.checkpoint] if isinstance(self.checkpoint, str) else ", partly recomputed"
+        return f"{self.base.label} with {self.base.schedule.chunks} chunks{suffix}"
 
 
 def tried(base: Base) -> list[Trial]:
@@ -144,7 +144,7 @@ def polished(trial: Trial) -> Trial:
     out as well, so an uneven balance may be a little better.
     """
     while True:
-        best = min([trial, *_neighbours(trial)], key=lambda each: each.rank)
+        best = min([trial, *_neighbours(trial)], key=lambda neighbour: neighbour.rank)
         if best is trial:
             return trial
         trial = best
@@ -171,11 +171,11 @@ def _moved(balance: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _toggled(trial: Trial) -> Iterator[Checkpoint]:
     """Choices with one stage more or fewer that recomputes; all of them recompute as "except_last" does."""
     stages = trial.base.schedule.stages
-    now = set(trial.checkpoint.stages) if isinstance(trial.checkpoint, RecomputedStages) else set[int]()
+    recomputing = set(trial.checkpoint.stages) if isinstance(trial.checkpoint, RecomputedStages) else set[int]()
     if trial.checkpoint == "except_last":
-        now = set(range(stages))
+        recomputing = set(range(stages))
     for stage in range(stages if isfinite(max(trial.over)) else 0):
-        chosen = tuple(sorted(now ^ {stage}))
+        chosen = tuple(sorted(recomputing ^ {stage}))
         yield "never" if not chosen else "except_last" if len(chosen) == stages else RecomputedStages(chosen)
 
 
@@ -216,7 +216,7 @@ def _trial(base: Base, checkpoint: Checkpoint, caps: Sequence[float] | None = No
 def _windows(base: Base, checkpoint: Checkpoint, caps: Sequence[float] | None) -> Windows:
     """The stages of a schedule on its devices, for the cut; without caps they hold what they like."""
     profile, machine, _, _, schedule = base
-    again = recomputed(checkpoint, schedule)
+    recomputes = recomputed(checkpoint, schedule)
     lane_of, last = schedule.placement.lane_of, schedule.stages - 1
     check_stages(schedule.stages, len(profile.layers))
     loss = profile.loss
@@ -224,20 +224,20 @@ def _windows(base: Base, checkpoint: Checkpoint, caps: Sequence[float] | None) -
         StageSpec(
             machine.speeds[lane],
             work=loss.work.total if loss is not None and stage == last else 0.0,
-            recompute=sum(s == stage for s, _ in again) / schedule.chunks,
+            recompute=sum(s == stage for s, _ in recomputes) / schedule.chunks,
         )
         for stage, lane in enumerate(lane_of)
     ]  # fmt: skip
     lanes = [
-        DeviceStages(stages, cap, moments_of(order, stages, again, last))
+        DeviceStages(stages, cap, moments_of(order, stages, recomputes, last))
         for lane, (cap, order) in enumerate(zip(caps or (), schedule.orders))
         for stages in [schedule.placement.stages_of(lane)]
     ]
     layers = _layers(profile)
     messages = [
-        [0 if lane == after else 2 * machine.rate * between(machine.link, stage, stage + 1, (lane, after), size)
+        [0 if lane == next_lane else 2 * machine.rate * between(machine.link, stage, stage + 1, (lane, next_lane), size)
          for size in layers.message]
-        for stage, (lane, after) in enumerate(zip(lane_of, lane_of[1:])) if machine.link
+        for stage, (lane, next_lane) in enumerate(zip(lane_of, lane_of[1:])) if machine.link
     ]  # fmt: skip
     return Windows(layers, specs, messages, lanes)
 
@@ -277,14 +277,15 @@ def enumerated(base: Base, budget: int) -> tuple[Trial | None, int]:
 def replayed(base: Base, checkpoint: Checkpoint, balance: Sequence[int]) -> Trial:
     """The trial of one balance: simulated, and its memory counted."""
     profile, machine, _, _, schedule = base
-    again = recomputed(checkpoint, schedule)
+    recomputes = recomputed(checkpoint, schedule)
     stages = stages_of(profile, balance)
-    costs = costs_of(base, stages, balance, again)
+    costs = costs_of(base, stages, balance, recomputes)
     timeline = simulate(schedule, costs)
     begins = len(profile.layers) - balance[-1]
-    found = peaks(timeline, schedule.placement, stages, values_of(profile, balance), again, profile.loss_bytes(begins))
-    over = tuple([peak.total - cap for peak, cap in zip(found, machine.caps)])
-    return Trial(base, tuple(balance), checkpoint, timeline, found, over)
+    values, loss = values_of(profile, balance), profile.loss_bytes(begins)
+    device_peaks = peaks(timeline, schedule.placement, stages, values, recomputes, loss)
+    over = tuple([peak.total - cap for peak, cap in zip(device_peaks, machine.caps)])
+    return Trial(base, tuple(balance), checkpoint, timeline, device_peaks, over)
 
 
 def recomputed(checkpoint: Checkpoint, schedule: Schedule) -> StageChunks:
@@ -303,24 +304,24 @@ def stages_of(profile: Profile, balance: Sequence[int]) -> list[StageProfile]:
     return [profile.stage(end - size, end) for end, size in zip(ends, balance)]
 
 
-def costs_of(base: Base, stages: Sequence[StageProfile], balance: Sequence[int], again: StageChunks) -> Costs:
+def costs_of(base: Base, stages: Sequence[StageProfile], balance: Sequence[int], recomputes: StageChunks) -> Costs:
     """The costs of actions and messages; the loss is a part of the last stage's backward."""
     profile, machine = base.profile, base.machine
-    rate, more = machine.rate, machine.overhead
-    forward = tuple([stage.forward / rate + more for stage in stages])
-    inputs = [stage.input / rate + more for stage in stages]
-    backward = [stage.backward / rate + more for stage in stages]
+    rate, overhead = machine.rate, machine.overhead
+    forward = tuple([stage.forward / rate + overhead for stage in stages])
+    inputs = [stage.input / rate + overhead for stage in stages]
+    backward = [stage.backward / rate + overhead for stage in stages]
     if profile.loss is not None:
         inputs[-1] += profile.loss.work.total / rate
         backward[-1] += profile.loss.work.total / rate
 
     def recompute(stage: int, chunk: int) -> float:
-        return forward[stage] if (stage, chunk) in again else 0.0
+        return forward[stage] if (stage, chunk) in recomputes else 0.0
 
     cuts = list(accumulate(balance))[:-1]
     return Costs(
         forward=forward, input=tuple(inputs), weight=tuple([stage.weight / rate for stage in stages]),
-        backward=tuple(backward), recompute=recompute if again else 0, link=machine.link,
+        backward=tuple(backward), recompute=recompute if recomputes else 0, link=machine.link,
         message=tuple([profile.message(cut) for cut in cuts]),
         speed=machine.speeds, unit="s" if machine.unit == "s" else "slots",
     )  # fmt: skip

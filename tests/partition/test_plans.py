@@ -279,7 +279,7 @@ def test_unequal_devices_are_taken_in_the_best_of_all_orders(seed: int, many: bo
         other = machine._replace(speeds=tuple(machine.speeds[d] for d in order), caps=tuple(caps[d] for d in order))
         each.append(min(trial.rank for trial in tried(Base(measured, other, "", "", schedule))))
     assert is_all != many and found.rank == pytest.approx(min(each))
-    assert (found.base.given == "name") == (found.base.schedule.placement == schedule.placement)
+    assert (found.base.pipe_schedule == "name") == (found.base.schedule.placement == schedule.placement)
 
 
 def test_a_schedule_on_reordered_devices_keeps_its_blocks() -> None:
