@@ -31,16 +31,16 @@ def bottleneck(windows: Windows, caps: Floats) -> float:
     """
     least = _relaxed(windows, caps)
     for value in (least, least * 1.001, least * 1.02):
-        found = _slowest(windows, caps, least, value)
-        if found < inf:
-            return found
+        slowest = _slowest(windows, caps, least, value)
+        if slowest < inf:
+            return slowest
     if _slowest(windows, caps, ANY_TIME, ANY_TIME) == inf:
         return inf
     for value in (least * 1.3, least * 4, ANY_TIME):
-        found = _slowest(windows, caps, least, value)
-        if found < inf:
+        slowest = _slowest(windows, caps, least, value)
+        if slowest < inf:
             break
-    return found
+    return slowest
 
 
 def _relaxed(windows: Windows, caps: Floats) -> float:
@@ -48,9 +48,9 @@ def _relaxed(windows: Windows, caps: Floats) -> float:
 
     No cut is faster. Where no time is enough it is what some layer takes alone.
     """
-    alone = [line.least_ends[1:] - line.most_begins[:-1] for line in windows.kinds]  # with each layer, the least
+    layer_times = [line.least_ends[1:] - line.most_begins[:-1] for line in windows.kinds]  # with each layer, the least
     share = (windows.work[-1] + windows.extra.sum()) / windows.speeds.sum()
-    least = max(float(numpy.minimum.reduce(alone).max()), float(share) - windows.rounding, 0.0)
+    least = max(float(numpy.minimum.reduce(layer_times).max()), float(share) - windows.rounding, 0.0)
     values = least + (least or 1.0) * numpy.concatenate([[0.0], numpy.geomspace(1e-4, 1e9, 60)])
     low = high = least
     while True:

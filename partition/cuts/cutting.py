@@ -83,7 +83,8 @@ def cut(
             DeviceStages(hosted, memory.pop(), (tuple([HeldChunks(specs[s].kept, specs[s].inputs) for s in hosted]),))
         )
     messages = [2 * (latency + size / bandwidth) for size in layers.message]
-    between = [[0.0] * len(messages) if one == other else messages for one, other in zip(numbers, numbers[1:])]
+    between = [[0.0] * len(messages) if device == next_device else messages
+               for device, next_device in zip(numbers, numbers[1:])]  # fmt: skip
     return cut_layers(layers, specs, between, lanes)
 
 
@@ -110,7 +111,8 @@ def cut_layers(
         PartitionError: there are fewer layers than stages, no balance fits, or none is known to fit.
     """
     check_stages(len(specs), len(layers.work))
-    for name, times in (("work", layers.work), *{id(each): ("messages", each) for each in messages}.values()):
+    of_boundaries = {id(times): ("messages", times) for times in messages}
+    for name, times in (("work", layers.work), *of_boundaries.values()):
         wrong = ~(numpy.isfinite(times) & (numpy.asarray(times) >= 0))
         if wrong.any():
             place = int(wrong.argmax())
@@ -119,10 +121,10 @@ def cut_layers(
                 f"replace what is wrong: a layer that costs nothing is 0."
             )
     windows = Windows(layers, specs, messages, lanes)
-    found = shared(windows, splits)
-    if found.balance:
-        return list(found.balance)
-    if found.bound < inf:
+    result = shared(windows, splits)
+    if result.balance:
+        return list(result.balance)
+    if result.bound < inf:
         raise PartitionError(
             f"no balance is known to fit: devices with several stages hold too much in each of {splits} ways to split "
             f"their memory. {_REMEDY}"

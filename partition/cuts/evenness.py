@@ -76,7 +76,7 @@ class _Floors:
         """Of the stages before this one, if they have the layers before each place."""
         return _highest(self._layers[:, first : last + 1] - self._stages[:, stage, None])
 
-    def behind(self, stage: int, first: int, last: int) -> Floats:
+    def after(self, stage: int, first: int, last: int) -> Floats:
         """Of this stage and those behind it, if they have the layers from each place on."""
         layers = self._layers[:, -1:] - self._layers[:, first : last + 1]
         return _highest(layers - (self._stages[:, -1:] - self._stages[:, stage, None]))
@@ -97,18 +97,18 @@ def _fewest_squares(
     windows: Windows, caps: Floats, value: float, ends: Sequence[tuple[int, int]], floors: _Floors, spare: float
 ) -> list[int] | None:
     """The balance with the smallest sum of squares; None where it is more than so much above the floor."""
-    most = (floors.least + spare) * (1 + 1e-9)
+    limit = (floors.least + spare) * (1 + 1e-9)
     starts, before = (0, 0), numpy.zeros(1)
     lengths = []
     for stage, (first, last) in enumerate(ends):
         if first > last:
             return None
         if spare < inf:
-            behind = floors.behind(stage + 1, first, last)
-            near = (floors.before(stage + 1, first, last) + behind <= most).nonzero()[0]
+            after = floors.after(stage + 1, first, last)
+            near = (floors.before(stage + 1, first, last) + after <= limit).nonzero()[0]
             if not len(near):
                 return None
-            behind = behind[near[0] : near[-1] + 1]
+            after = after[near[0] : near[-1] + 1]
             first, last = first + int(near[0]), first + int(near[-1])
         block = WindowBlock.between(starts, (first, last))
         if block.is_empty:
@@ -124,12 +124,12 @@ def _fewest_squares(
         numpy.copyto(squares, inf, where=slow if full is None else slow | full)
         shortest = squares.argmin(axis=0)
         best = squares[shortest, numpy.arange(len(shortest))]
-        kept = (best + behind <= most if spare < inf else best < inf).nonzero()[0]
-        if not len(kept):
+        places = (best + after <= limit if spare < inf else best < inf).nonzero()[0]
+        if not len(places):
             return None
         lengths.append((first, block.short + shortest))
-        before = best[kept[0] : kept[-1] + 1]
-        starts = first + int(kept[0]), first + int(kept[-1])
+        before = best[places[0] : places[-1] + 1]
+        starts = first + int(places[0]), first + int(places[-1])
     balance: list[int] = []
     stop = windows.layers
     for first, chosen in reversed(lengths):

@@ -19,12 +19,12 @@ class Amounts(NamedTuple):
     """Numbers of layers.
 
     Attributes:
-        each: of each layer, alone.
-        again: (layer before, layer, number): what a window with both counts twice.
+        sizes: of each layer, alone.
+        shared: (layer before, layer, number): what a window with both counts twice.
     """
 
-    each: Sequence[float]
-    again: Sequence[tuple[int, int, float]] = ()
+    sizes: Sequence[float]
+    shared: Sequence[tuple[int, int, float]] = ()
 
 
 class Layers(NamedTuple):
@@ -60,17 +60,17 @@ def amounts_of(layers: Iterable[Bytes], first: Iterable[int] = ()) -> Amounts:
 
     Example:
         >>> amounts_of([Bytes(1, ((7, 4),)), Bytes(2), Bytes(0, ((7, 4),))])
-        Amounts(each=[5, 2, 4], again=[(0, 2, 4)])
+        Amounts(sizes=[5, 2, 4], shared=[(0, 2, 4)])
     """
-    before = dict.fromkeys(first, 0)
-    each, again = [], []
+    layer_with = dict.fromkeys(first, 0)
+    sizes, shared = [], []
     for place, amount in enumerate(layers):
-        each.append(amount.total)
+        sizes.append(amount.total)
         for number, size in amount.shared:
-            if number in before:
-                again.append((before[number], place, size))
-            before[number] = place
-    return Amounts(each, again)
+            if number in layer_with:
+                shared.append((layer_with[number], place, size))
+            layer_with[number] = place
+    return Amounts(sizes, shared)
 
 
 def layers_of(profile: Profile) -> Layers:

@@ -37,7 +37,7 @@ class _LimitedCut(NamedTuple):
         over: the bytes by which some device exceeds its memory, at the most.
         number: of the node.
         caps: bytes that each row of bytes may have.
-        held: bytes that it has.
+        row_bytes: bytes that it has.
         balance: layers of each stage.
     """
 
@@ -45,7 +45,7 @@ class _LimitedCut(NamedTuple):
     over: float
     number: int
     caps: Floats
-    held: Floats
+    row_bytes: Floats
     balance: tuple[int, ...]
 
 
@@ -111,15 +111,15 @@ def _cut_under(windows: Windows, caps: Floats, number: int) -> _LimitedCut | Non
     if slowest == inf:
         return None
     balance = evenest(windows, caps, slowest)
-    held = windows.bytes(balance)
-    return _LimitedCut(slowest, windows.over(held), number, caps, held, tuple(balance))
+    row_bytes = windows.bytes(balance)
+    return _LimitedCut(slowest, windows.over(row_bytes), number, caps, row_bytes, tuple(balance))
 
 
 def _narrower(windows: Windows, node: _LimitedCut) -> Iterator[Floats]:
     """Limits of which any cut that fits keeps some, and the cut of a node none; of the device that holds too much."""
-    memory, rows = max(windows.limits, key=lambda limit: float(node.held[limit[1]].sum()) - limit[0])
-    over = float(node.held[rows].sum()) - memory
+    memory, rows = max(windows.limits, key=lambda limit: float(node.row_bytes[limit[1]].sum()) - limit[0])
+    over = float(node.row_bytes[rows].sum()) - memory
     for row in rows:
         caps = node.caps.copy()
-        caps[row] = node.held[row] - over / len(rows)
+        caps[row] = node.row_bytes[row] - over / len(rows)
         yield caps

@@ -27,7 +27,7 @@ __all__ = ["DeviceStages", "HeldChunks", "Line", "Indices", "StageSpec", "Floats
 Floats: TypeAlias = NDArray[numpy.float64]
 Mask: TypeAlias = NDArray[numpy.bool_]
 Indices: TypeAlias = NDArray[numpy.intp]
-Chosen: TypeAlias = slice | Indices
+ColumnIndex: TypeAlias = slice | Indices
 ALL = slice(None)
 
 
@@ -146,7 +146,7 @@ class Line:
         longest = slid(self._padded, block._replace(short=block.long))
         return float((self.ends[block.first : block.last + 1] - longest).max()) if self._rises else inf
 
-    def within(self, block: WindowBlock, chosen: Chosen = ALL) -> Floats:
+    def within(self, block: WindowBlock, chosen: ColumnIndex = ALL) -> Floats:
         """The numbers of the windows in chosen columns of a block; what is missing: with a beginning before layer 0."""
         table: Floats = self.ends[block.first : block.last + 1][chosen] - slid(self._padded, block)[:, chosen]
         return table
@@ -184,23 +184,23 @@ class Windows:
         forward = _sums(layers.forward or [0.0] * self.layers)
         common = min(spec.recompute for spec in specs)
         self.work = _sums(layers.work) + common * forward
-        different = {id(each): each for each in messages}
-        numbers = {key: numpy.asarray(each, dtype=float) for key, each in different.items()}
-        light = {key: float(numpy.sort(each)[self.layers // 5]) for key, each in numbers.items()}
-        self.light_messages = sum(light[id(each)] for each in messages)
+        different = {id(times): times for times in messages}
+        numbers = {key: numpy.asarray(times, dtype=float) for key, times in different.items()}
+        light = {key: float(numpy.sort(times)[self.layers // 5]) for key, times in numbers.items()}
+        self.light_messages = sum(light[id(times)] for times in messages)
         none = numpy.zeros(self.layers + 1)
-        between = [none, *([numbers[id(each)] for each in messages] or [none] * (self.stages - 1)), none]
-        known: dict[tuple[Any, ...], Line] = {}
+        between = [none, *([numbers[id(times)] for times in messages] or [none] * (self.stages - 1)), none]
+        line_of: dict[tuple[Any, ...], Line] = {}
         self.lines = []
-        for spec, before, behind in zip(specs, between, between[1:]):
-            kind = spec.speed, spec.work, spec.recompute, id(before), id(behind)
-            if kind not in known:
+        for spec, before, after in zip(specs, between, between[1:]):
+            kind = spec.speed, spec.work, spec.recompute, id(before), id(after)
+            if kind not in line_of:
                 work = self.work + (spec.recompute - common) * forward if spec.recompute > common else self.work
-                ends, begins = (work + spec.work) / spec.speed + behind, work / spec.speed - before
-                known[kind] = Line(ends, begins, inf)
-            self.lines.append(known[kind])
+                ends, begins = (work + spec.work) / spec.speed + after, work / spec.speed - before
+                line_of[kind] = Line(ends, begins, inf)
+            self.lines.append(line_of[kind])
         self.rounding = 8 * float(numpy.finfo(float).eps) * max(
-            float(numpy.abs(part).max()) for line in known.values() for part in (line.ends, line.begins))
+            float(numpy.abs(part).max()) for line in line_of.values() for part in (line.ends, line.begins))
         self._rows = _Rows(layers, specs, [lane for lane in lanes or _alone(specs) if lane.memory < inf])
         self.limits = self._rows.limits
 
@@ -217,9 +217,10 @@ class Windows:
         values = values + self.rounding
         for stage, line in enumerate(self.lines):
             ends = line.least_ends.searchsorted(values + line.most_begins[reached], "right")
-            for row in self._rows.of[stage]:
-                held = self._rows.lines[row]
-                ends = numpy.minimum(ends, held.least_ends.searchsorted(held.most_begins[reached] + caps[row], "right"))
+            for row in self._rows.by_stage[stage]:
+                byte_line = self._rows.lines[row]
+                limits = byte_line.least_ends.searchsorted(byte_line.most_begins[reached] + caps[row], "right")
+                ends = numpy.minimum(ends, limits)
             reached = numpy.minimum(ends - 1, self.layers - (self.stages - 1 - stage))
             possible &= reached > stage  # a layer for each stage
             reached *= possible
@@ -235,7 +236,9 @@ class Windows:
             first.append(min(max(start, stage), self.layers))
         return list(zip(reversed(first), last, strict=True))
 
-    def shorter(self, stage: int, caps: Floats, value: float, block: WindowBlock, chosen: Chosen = ALL) -> WindowBlock:
+    def shorter(
+        self, stage: int, caps: Floats, value: float, block: WindowBlock, chosen: ColumnIndex = ALL
+    ) -> WindowBlock:
         """A block without the lengths at which no window in its chosen columns is so fast and small."""
         if block.long - block.short < _NARROW:
             return block
@@ -247,15 +250,16 @@ class Windows:
         """For each end, a window that begins before this takes longer or holds too much, in a stage."""
         line = self.lines[stage]
         starts = line.most_begins.searchsorted(line.least_ends[stops] - (value + self.rounding), "left")
-        for row in self._rows.of[stage]:
-            held = self._rows.lines[row]
-            starts = numpy.maximum(starts, held.most_begins.searchsorted(held.least_ends[stops] - caps[row], "left"))
+        for row in self._rows.by_stage[stage]:
+            byte_line = self._rows.lines[row]
+            limits = byte_line.most_begins.searchsorted(byte_line.least_ends[stops] - caps[row], "left")
+            starts = numpy.maximum(starts, limits)
         return starts
 
-    def too_big(self, stage: int, caps: Floats, block: WindowBlock, chosen: Chosen = ALL) -> Mask | None:
+    def too_big(self, stage: int, caps: Floats, block: WindowBlock, chosen: ColumnIndex = ALL) -> Mask | None:
         """The windows that hold too much, in chosen columns of a block; None: there are none."""
         full: Mask | None = None
-        for row in self._rows.of[stage]:
+        for row in self._rows.by_stage[stage]:
             if self._rows.is_separable and self._rows.lines[row].at_most(block) <= caps[row]:
                 continue
             over = self._rows.bytes(row, block, chosen) > caps[row]
@@ -265,28 +269,28 @@ class Windows:
     def surely_fit(self, stage: int, caps: Floats, starts: Indices, stops: Indices) -> Mask:
         """Of windows one by one, whether each fits; where that takes more than sums to know, none."""
         fit = numpy.full(len(stops), self._rows.is_separable)
-        for row in self._rows.of[stage]:
-            held = self._rows.lines[row]
-            fit &= held.ends[stops] - held.begins[starts] <= caps[row]
+        for row in self._rows.by_stage[stage]:
+            byte_line = self._rows.lines[row]
+            fit &= byte_line.ends[stops] - byte_line.begins[starts] <= caps[row]
         return fit
 
     def bytes(self, balance: Sequence[int]) -> Floats:
         """The bytes of each row, for the stages of a balance."""
-        held, stop = numpy.zeros(len(self._rows.lines)), 0
-        for rows, size in zip(self._rows.of, balance, strict=True):
+        row_bytes, stop = numpy.zeros(len(self._rows.lines)), 0
+        for rows, size in zip(self._rows.by_stage, balance, strict=True):
             stop += size
             for row in rows:
-                held[row] = self._rows.bytes(row, WindowBlock(stop, stop, size, size))[0, 0]
-        return held
+                row_bytes[row] = self._rows.bytes(row, WindowBlock(stop, stop, size, size))[0, 0]
+        return row_bytes
 
-    def over(self, held: Floats) -> float:
+    def over(self, row_bytes: Floats) -> float:
         """The bytes by which some rows exceed what they may have together, at the most; negative where none does."""
-        return max((float(held[rows].sum()) - memory for memory, rows in self.limits), default=0.0)
+        return max((float(row_bytes[rows].sum()) - memory for memory, rows in self.limits), default=0.0)
 
     def least_bytes(self) -> Floats:
         """For each row the bytes of a window that holds as little as any that leaves the other stages a layer each."""
         least = numpy.zeros(len(self._rows.lines))
-        for stage, rows in enumerate(self._rows.of):
+        for stage, rows in enumerate(self._rows.by_stage):
             starts = slice(stage, self.layers - (self.stages - 1 - stage)) if stage else slice(0, 1)
             for row in rows:
                 line = self._rows.lines[row]
@@ -299,7 +303,7 @@ class _Rows:
     """The bytes of windows: a row for each stage of a lane and each of its moments.
 
     Attributes:
-        of: the rows of each stage.
+        by_stage: the rows of each stage.
         lines: of each row.
         limits: (bytes, rows): what some rows may have together.
     """
@@ -307,12 +311,12 @@ class _Rows:
     def __init__(self, layers: Layers, specs: Sequence[StageSpec], lanes: Sequence[DeviceStages]) -> None:
         none = Amounts([0] * len(layers.work))
         of_chunks = layers.saved, layers.read, layers.late
-        sums = [_PrefixSums(amounts if len(amounts.each) else none) for amounts in (layers.state, *of_chunks)]
+        sums = [_PrefixSums(amounts if len(amounts.sizes) else none) for amounts in (layers.state, *of_chunks)]
         state, *of_chunk = sums
         entry, tail = numpy.zeros(len(layers.work) + 1), numpy.zeros(len(layers.work) + 1)
         entry[: len(layers.entry)] = layers.entry
         tail[: len(layers.loss)] = layers.loss
-        self.of: list[list[int]] = [[] for _ in specs]
+        self.by_stage: list[list[int]] = [[] for _ in specs]
         self.lines: list[Line] = []
         self.limits: list[tuple[float, list[int]]] = []
         self._sizes: list[Floats] = []
@@ -320,18 +324,18 @@ class _Rows:
             for moment in lane.moments:
                 rows = list(range(len(self.lines), len(self.lines) + len(moment)))
                 self.limits.append((lane.memory, rows))
-                for stage, row, held in zip(lane.stages, rows, moment, strict=True):
-                    self.of[stage].append(row)
-                    counts = held.kept, held.inputs, held.late
+                for stage, row, chunks in zip(lane.stages, rows, moment, strict=True):
+                    self.by_stage[stage].append(row)
+                    counts = chunks.kept, chunks.inputs, chunks.late
                     ends, begins = state.ends + specs[stage].state, state.begins
                     for count, amount in zip(counts, of_chunk):
                         if count:
                             ends, begins = ends + count * amount.ends, begins + count * amount.begins
-                    begins = begins - held.inputs * entry - held.loss * tail
+                    begins = begins - chunks.inputs * entry - chunks.loss * tail
                     self.lines.append(Line(ends, begins, float(begins[0])))
-                    sizes = [w * size for w, each in zip((1, *counts), sums) for *_, size in each.apart]
+                    sizes = [count * size for count, amount in zip((1, *counts), sums) for *_, size in amount.distant]
                     self._sizes.append(numpy.array(sizes, dtype=float))
-        pairs = [(before, later) for each in sums for before, later, _ in each.apart]
+        pairs = [(before, later) for amount in sums for before, later, _ in amount.distant]
         self._before, self._later = numpy.array(pairs, dtype=numpy.intp).reshape(-1, 2).T
 
     @property
@@ -339,7 +343,7 @@ class _Rows:
         """True where sums alone are the bytes."""
         return not len(self._before)
 
-    def bytes(self, row: int, block: WindowBlock, chosen: Chosen = ALL) -> Floats:
+    def bytes(self, row: int, block: WindowBlock, chosen: ColumnIndex = ALL) -> Floats:
         """The bytes of windows, in chosen columns of a block."""
         table = self.lines[row].within(block, chosen)
         return table if self.is_separable else table + self._astride(row, block)[:, chosen]
@@ -365,17 +369,17 @@ class _PrefixSums:
     """Prefix sums of an amount: a window has ends[j] - begins[i], and what is astride."""
 
     def __init__(self, amounts: Amounts) -> None:
-        each = numpy.array(amounts.each, dtype=float)
-        later = numpy.zeros(len(each))
-        self.apart: list[tuple[int, int, float]] = []
-        for before, place, size in amounts.again:
+        sizes = numpy.array(amounts.sizes, dtype=float)
+        later = numpy.zeros(len(sizes))
+        self.distant: list[tuple[int, int, float]] = []
+        for before, place, size in amounts.shared:
             if before == place:  # whoever has the one has the other
-                each[place] -= size
+                sizes[place] -= size
                 continue
             later[place] += size
             if place - before > 1:
-                self.apart.append((before, place, size))
-        sums, off = _sums(each), _sums(later)
+                self.distant.append((before, place, size))
+        sums, off = _sums(sizes), _sums(later)
         self.ends = sums - off
         self.begins = sums - numpy.append(off[1:], off[-1])
 

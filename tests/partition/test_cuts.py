@@ -223,10 +223,10 @@ def test_layers_of_a_profile_add_up_as_its_stages_do(name: str) -> None:
         for stop in range(start + 1, len(model) + 1):
             stage = measured.stage(start, stop)
             for amounts_, size in ((layers.state, stage.state), (layers.saved, stage.saved)):
-                twice = sum(size for before, later, size in amounts_.again if start <= before and later < stop)
-                assert sum(amounts_.each[start:stop]) - twice == size
-            again = sum(size for before, later, size in layers.read.again if start <= before and later < stop)
-            assert sum(layers.read.each[start:stop]) - again + layers.entry[start] == stage.read
+                twice = sum(size for before, later, size in amounts_.shared if start <= before and later < stop)
+                assert sum(amounts_.sizes[start:stop]) - twice == size
+            again = sum(size for before, later, size in layers.read.shared if start <= before and later < stop)
+            assert sum(layers.read.sizes[start:stop]) - again + layers.entry[start] == stage.read
 
 
 @pytest.mark.parametrize("name", models())
