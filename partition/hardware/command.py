@@ -50,9 +50,9 @@ def devices(count: int | None, margin: float, as_variable: bool, as_json: bool) 
     """
     if as_variable and (count is None or as_json):
         raise CommandError("--env prints a choice, without JSON: add --choose N, drop --json.")
-    found = find()
+    inventory = find()
     try:
-        choice = None if count is None else found.best(count)
+        choice = None if count is None else inventory.best(count)
         chosen = () if choice is None else choice.devices
         caps = [None if device.free_bytes is None else memory_cap(device, margin) for device in chosen]
     except PartitionError as error:
@@ -63,24 +63,24 @@ def devices(count: int | None, margin: float, as_variable: bool, as_json: bool) 
             print(f"warning: {warning}", file=sys.stderr)
         return 0
     if as_json:
-        print(json.dumps(found.to_json() | ({} if choice is None else {"choice": _plain(choice, caps)}), indent=2))
+        print(json.dumps(inventory.to_json() | ({} if choice is None else {"choice": _plain(choice, caps)}), indent=2))
         return 0
-    _show_devices(found)
+    _show_devices(inventory)
     if choice is not None:
         _show_choice(choice, caps, margin)
     return 0
 
 
-def _show_devices(found: Devices) -> None:
-    head, *rows = device_table(found.visible, found.hidden)
+def _show_devices(inventory: Devices) -> None:
+    head, *rows = device_table(inventory.visible, inventory.hidden)
     if rows:
-        show(head, rows, dim=[False] * len(found) + [True] * len(found.hidden))
+        show(head, rows, dim=[False] * len(inventory) + [True] * len(inventory.hidden))
         print()
-    if found.links:
-        head, *rows = link_table(found.all, found.links)
+    if inventory.links:
+        head, *rows = link_table(inventory.all, inventory.links)
         show(head, rows)
-        print("\n".join(bandwidths(found.links)) + "\n")
-    for note in found.notes:
+        print("\n".join(bandwidths(inventory.links)) + "\n")
+    for note in inventory.notes:
         print(note)
 
 

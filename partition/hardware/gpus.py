@@ -163,7 +163,9 @@ def _read(nvml: Any, handle: Any, gpu: Any, number: int) -> Device:
         total_bytes=None if memory is None else int(memory.total),
         free_bytes=None if memory is None else int(memory.free),
         utilisation=utilisation,
-        processes=None if processes is None else tuple(GpuProcess(each.pid, each.usedGpuMemory) for each in processes),
+        processes=None if processes is None else tuple(
+            GpuProcess(process.pid, process.usedGpuMemory) for process in processes
+        ),
         watts=watts,
         watt_limit=_per_thousand(ask("limit", "nvmlDeviceGetEnforcedPowerLimit")),
         unknown=answers.unknown,

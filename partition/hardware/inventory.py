@@ -18,7 +18,7 @@ from partition.errors import PartitionError
 from partition.hardware.gpus import Device, Unit, read_units
 from partition.hardware.links import DeviceLink, DeviceLinks, read_links
 from partition.hardware.numbering import Numbering, number_devices, uuids_of_torch
-from partition.hardware.nvml import NoNvml, opened, words_of
+from partition.hardware.nvml import NvmlUnavailable, opened, words_of
 from partition.hardware.sampling import DeviceSampling
 from partition.hardware.selection import MARGIN, Choice, choose, memory_cap
 from partition.hardware.tables import bandwidths, device_table, link_table, plain
@@ -31,7 +31,7 @@ __all__ = ["Devices", "devices"]
 class Devices:
     """GPUs of the host, how they are joined, and what is to be known of them. Prints as tables.
 
-    A sequence of those that this process can use, in CUDA's order: `len(found)`, `found[0]`, `for device in found`.
+    A sequence of those that this process can use, in CUDA's order: `len(gpus)`, `gpus[0]`, `for device in gpus`.
 
     Attributes:
         visible: those that this process can use; in the order of the PCI bus where CUDA's is not known.
@@ -64,12 +64,12 @@ class Devices:
 
         "links" is a matrix over visible and hidden devices, None on its diagonal.
         """
-        places = range(len(self.all))
+        positions = range(len(self.all))
         pairs = {pair: {"name": str(link), **asdict(link)} for pair, link in self.links.items()}
         return {
             "visible": list(map(plain, self.visible)),
             "hidden": list(map(plain, self.hidden)),
-            "links": [[pairs.get(frozenset((one, other))) for other in places] for one in places],
+            "links": [[pairs.get(frozenset((row, column))) for column in positions] for row in positions],
             "notes": list(self.notes),
         }
 
@@ -107,9 +107,9 @@ class Devices:
             PartitionError: there are not so many; the words say why.
 
         Example:
-            >>> found = devices()
+            >>> gpus = devices()
             >>> try:
-            ...     choice = found.choose(len(found) + 1)
+            ...     choice = gpus.choose(len(gpus) + 1)
             ... except PartitionError as error:
             ...     print(str(error)[:13])
             cannot choose
@@ -130,8 +130,9 @@ class Devices:
                 f"cannot choose {count!r} of {len(self)} visible devices ({_listed(self.visible)}). "
                 + (f"Ask for 1 to {len(self)}." if self.visible else " ".join(self.notes))
             )
-        places = range(len(self))
-        return choose(self.visible, {frozenset(p): self.links[frozenset(p)] for p in combinations(places, 2)}, count)
+        positions = range(len(self))
+        pairs = map(frozenset, combinations(positions, 2))
+        return choose(self.visible, {pair: self.links[pair] for pair in pairs}, count)
 
     def caps(self, margin: float = MARGIN) -> list[int]:
         """The bytes that each visible device may be planned to hold: what is free now, less a margin.
@@ -162,15 +163,15 @@ class Devices:
         """
         if which is None:
             return DeviceSampling(self.visible, every)
-        wanted = dict.fromkeys(f"{torch.device(device)}" for device in which)
+        names = dict.fromkeys(f"{torch.device(device)}" for device in which)
         by_name = {device.label: device for device in self.visible if device.index is not None}
-        missing = [name for name in wanted if name not in by_name and name != "cpu"]
+        missing = [name for name in names if name not in by_name and name != "cpu"]
         if missing:
             raise PartitionError(
                 f"cannot sample {missing[0]}: the devices that NVML tells of are {', '.join(by_name) or 'none'}. "
                 + " ".join(self.notes)
             )
-        return DeviceSampling([by_name[name] for name in wanted if name in by_name], every)
+        return DeviceSampling([by_name[name] for name in names if name in by_name], every)
 
 
 def devices(environment: Mapping[str, str] | None = None) -> Devices:
@@ -184,31 +185,31 @@ def devices(environment: Mapping[str, str] | None = None) -> Devices:
         environment: variables of the process that is to use them; None: those of this process.
 
     Example:
-        >>> found = devices()
-        >>> len(found) > 0 or found.notes[0] != ""
+        >>> gpus = devices()
+        >>> len(gpus) > 0 or gpus.notes[0] != ""
         True
-        >>> for device in found:
+        >>> for device in gpus:
         ...     assert device.free_bytes is None or device.free_bytes <= device.total_bytes
-        >>> caps = found.caps(margin=0.1) if all(device.free_bytes is not None for device in found) else None
+        >>> caps = gpus.caps(margin=0.1) if all(device.free_bytes is not None for device in gpus) else None
     """
-    told = uuids_of_torch() if environment is None else None
+    torch_uuids = uuids_of_torch() if environment is None else None
     try:
         with opened() as nvml:
             try:
                 units = read_units(nvml)
                 links = read_links(nvml, units)
             except nvml.NVMLError as error:
-                raise NoNvml(f"NVML does not tell how many GPUs there are: {words_of(error)}") from error
-    except NoNvml as error:
+                raise NvmlUnavailable(f"NVML does not tell how many GPUs there are: {words_of(error)}") from error
+    except NvmlUnavailable as error:
         return Devices(notes=(f"No GPUs: {error}.", *_others()))
-    numbering = number_devices(units, os.environ if environment is None else environment, told)
+    numbering = number_devices(units, os.environ if environment is None else environment, torch_uuids)
     return _numbered(units, links, numbering)
 
 
 def _numbered(units: list[Unit], links: DeviceLinks, numbering: Numbering) -> Devices:
     visible = numbering.visible
     places = [*visible, *(place for place in range(len(units)) if place not in visible)]
-    found = [
+    ordered = [
         replace(units[place].device, index=number if numbering.is_known and number < len(visible) else None)
         for number, place in enumerate(places)
     ]
@@ -220,8 +221,8 @@ def _numbered(units: list[Unit], links: DeviceLinks, numbering: Numbering) -> De
         notes.append("CUDA_VISIBLE_DEVICES leaves this process no device.")
     elif torch.version.cuda is None:
         notes.append("This torch is built without CUDA: it can use none of these devices.")
-    moved = {frozenset(position[place] for place in pair): link for pair, link in links.items()}
-    return Devices(tuple(found[:len(visible)]), tuple(found[len(visible):]), moved, tuple(notes))
+    links_by_position = {frozenset(position[place] for place in pair): link for pair, link in links.items()}
+    return Devices(tuple(ordered[:len(visible)]), tuple(ordered[len(visible):]), links_by_position, tuple(notes))
 
 
 def _others() -> list[str]:
@@ -236,5 +237,5 @@ def _others() -> list[str]:
     ]
 
 
-def _listed(found: Iterable[Device]) -> str:
-    return ", ".join(device.label for device in found) or "none"
+def _listed(gpus: Iterable[Device]) -> str:
+    return ", ".join(device.label for device in gpus) or "none"

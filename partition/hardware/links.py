@@ -67,9 +67,10 @@ def read_links(nvml: Any, units: Sequence[Unit]) -> DeviceLinks:
     ends = [_ends(nvml, unit, buses) for unit in units]
     slots = [_slot_bandwidth(nvml, unit.gpu) for unit in units]
     links = {}
-    for one, other in combinations(range(len(units)), 2):
-        pair = units[one], units[other]
-        links[frozenset((one, other))] = _link(nvml, pair, (ends[one], ends[other]), _least(slots[one], slots[other]))
+    for first, second in combinations(range(len(units)), 2):
+        pair = units[first], units[second]
+        slot = _least(slots[first], slots[second])
+        links[frozenset((first, second))] = _link(nvml, pair, (ends[first], ends[second]), slot)
     return links
 
 
@@ -86,7 +87,7 @@ def _link(nvml: Any, pair: tuple[Unit, Unit], ends: tuple[list[str], list[str]],
     peer = None if status[0] is None else status[0] == 0
     count = ends[0].count(pair[1].device.bus or "")  # [1] a bridge or a board joins the two
     if not count and status[1] in (0, None):
-        count = min(each.count(_SWITCH) for each in ends)  # [2] switches do, and lead from any GPU to any other
+        count = min(remotes.count(_SWITCH) for remotes in ends)  # [2] switches do, and lead from any GPU to any other
     if not count:
         return DeviceLink(0, level, slots, peer)
     speed = _least(*(_nvlink_speed(nvml, unit.gpu) for unit in pair))
@@ -118,9 +119,9 @@ def _nvlink_speed(nvml: Any, gpu: Any) -> float | None:
     """Bytes per second of one NVLink in one direction."""
     fields = [_COMMON_SPEED, *((_SPEED_OF_LINK, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS))]
     values = NvmlQueries(nvml, gpu).ask("speed", "nvmlDeviceGetFieldValues", fields) or ()
-    told = [getattr(field.value, _MEMBER[field.valueType]) for field in values
-            if field.nvmlReturn == 0 and field.valueType in _MEMBER]
-    return next((speed * 1e6 for speed in told if speed), None)
+    speeds = [getattr(field.value, _MEMBER[field.valueType]) for field in values
+              if field.nvmlReturn == 0 and field.valueType in _MEMBER]
+    return next((speed * 1e6 for speed in speeds if speed), None)
 
 
 def _slot_bandwidth(nvml: Any, gpu: Any) -> float | None:

@@ -51,18 +51,18 @@ def uuids_of_torch() -> list[str] | None:
 
 
 def number_devices(
-    units: Sequence[Unit], environment: Mapping[str, str], told: Sequence[str] | None = None
+    units: Sequence[Unit], environment: Mapping[str, str], torch_uuids: Sequence[str] | None = None
 ) -> Numbering:
     """Numbers the devices of a host as CUDA does in a process.
 
     Args:
         units: in the order of the PCI bus.
         environment: variables of the process.
-        told: the UUIDs of CUDA's devices, where torch has started it.
+        torch_uuids: the UUIDs of CUDA's devices, where torch has started it.
     """
     by_uuid = {unit.device.uuid[4:]: place for place, unit in enumerate(units) if unit.device.uuid is not None}
-    if told is not None and all(uuid in by_uuid for uuid in told):
-        return Numbering([by_uuid[uuid] for uuid in told], True, [])
+    if torch_uuids is not None and all(uuid in by_uuid for uuid in torch_uuids):
+        return Numbering([by_uuid[uuid] for uuid in torch_uuids], True, [])
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.startswith("MIG-"):
         return _instance(units, visible)
@@ -79,8 +79,8 @@ def _counted(units: Sequence[Unit], gpus: Sequence[str], visible: str | None, by
     chosen = list(range(len(gpus))) if visible is None else _numbers(visible, len(gpus))
     lost = [unit.device for unit in units if unit.gpu is None or unit.gpu_uuid is None]
     if lost and chosen:
-        what = ", ".join(f"{device.label} ({next(iter(device.unknown.values()), 'no uuid')})" for device in lost)
-        return Numbering(list(range(len(gpus))), False, [f"{what}: CUDA's numbers of the others are not known."])
+        labels = ", ".join(f"{device.label} ({next(iter(device.unknown.values()), 'no uuid')})" for device in lost)
+        return Numbering(list(range(len(gpus))), False, [f"{labels}: CUDA's numbers of the others are not known."])
     if by_bus or len(gpus) < 2 or not chosen:
         return Numbering(chosen, True, [])
     names = {f"{unit.device.name}".partition(" MIG ")[0] for unit in units if unit.is_usable}
@@ -102,8 +102,8 @@ def _spread(units: Sequence[Unit], gpus: Sequence[str], numbering: Numbering) ->
 
 def _instance(units: Sequence[Unit], visible: str) -> Numbering:
     names = [[name for name in (unit.device.uuid, unit.alias) if name] if unit.device.is_mig else [] for unit in units]
-    found = _places(_with_prefix(visible, "MIG-"), names)
-    return Numbering(found[:1], True, [_ONE_INSTANCE] if len(found) > 1 else [])
+    positions = _places(_with_prefix(visible, "MIG-"), names)
+    return Numbering(positions[:1], True, [_ONE_INSTANCE] if len(positions) > 1 else [])
 
 
 def _with_prefix(visible: str, prefix: str) -> list[str]:

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["NvmlQueries", "NoNvml", "opened", "words_of"]
+__all__ = ["NvmlQueries", "NvmlUnavailable", "opened", "words_of"]
 
 
-class NoNvml(Exception):
+class NvmlUnavailable(Exception):
     """NVML cannot be asked at all; the words say why."""
 
 
@@ -27,19 +27,19 @@ def opened() -> Iterator[Any]:
     """Within: the module `pynvml`, initialised.
 
     Raises:
-        NoNvml: it is not installed, there is no driver, or the driver refuses.
+        NvmlUnavailable: it is not installed, there is no driver, or the driver refuses.
     """
     try:
         import pynvml as nvml
 
         init, error = nvml.nvmlInit, nvml.NVMLError
     except (ImportError, AttributeError) as reason:
-        raise NoNvml(f"nvidia-ml-py is not installed, or hidden by another pynvml ({reason}): "
-                     "pip install nvidia-ml-py") from reason
+        raise NvmlUnavailable(f"nvidia-ml-py is not installed, or hidden by another pynvml ({reason}): "
+                              "pip install nvidia-ml-py") from reason
     try:
         init()
     except error as reason:
-        raise NoNvml(_NO_DRIVER.get(reason.value, f"NVML does not start: {words_of(reason)}")) from reason
+        raise NvmlUnavailable(_NO_DRIVER.get(reason.value, f"NVML does not start: {words_of(reason)}")) from reason
     try:
         yield nvml
     finally:
@@ -62,16 +62,16 @@ class NvmlQueries:
         self.handle = handle
         self.unknown: dict[str, str] = {}
 
-    def ask(self, what: str, function: str, *arguments: Any) -> Any:
-        """The answer of a function of pynvml; None if there is none, and `unknown[what]` says why."""
+    def ask(self, name: str, function: str, *arguments: Any) -> Any:
+        """The answer of a function of pynvml; None if there is none, and `unknown[name]` says why."""
         try:
             return getattr(self._nvml, function)(self.handle, *arguments)
         except AttributeError:
-            self.unknown[what] = "not in this nvidia-ml-py"
+            self.unknown[name] = "not in this nvidia-ml-py"
         except self._nvml.NVMLError as error:
-            self.unknown[what] = words_of(error)
+            self.unknown[name] = words_of(error)
         except getattr(self._nvml, "NVMLLibraryMismatchError", ()):  # of three functions, and no NVMLError
-            self.unknown[what] = "function not found"
+            self.unknown[name] = "function not found"
         return None
 
 

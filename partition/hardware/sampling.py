@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
 from partition.hardware.gpus import Device, load_of
-from partition.hardware.nvml import NoNvml, NvmlQueries, opened, words_of
+from partition.hardware.nvml import NvmlQueries, NvmlUnavailable, opened, words_of
 
 __all__ = ["DeviceSampling", "Usage"]
 
@@ -74,10 +74,10 @@ class DeviceSampling:
 
     Example:
         >>> from partition import devices
-        >>> found = devices()
-        >>> with found.sampling() as sampling:
+        >>> gpus = devices()
+        >>> with gpus.sampling() as sampling:
         ...     _ = sum(range(1000))
-        >>> len(sampling.usage) == len(found)
+        >>> len(sampling.usage) == len(gpus)
         True
         >>> joules_per_step = [None if usage.joules is None else usage.joules / 1 for usage in sampling.usage]
     """
@@ -92,13 +92,13 @@ class DeviceSampling:
         self._clock = clock
         self._library = opened()
         self._is_open = False
-        self._over = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-sampling", daemon=True)
 
     def __enter__(self) -> DeviceSampling:
         try:
             nvml = self._library.__enter__()
-        except NoNvml as error:
+        except NvmlUnavailable as error:
             for reader in self._readers:
                 reader.source = str(error)
             return self
@@ -116,7 +116,7 @@ class DeviceSampling:
     ) -> None:
         if not self._is_open:
             return
-        self._over.set()
+        self._stop.set()
         self._thread.join()
         for reader in self._readers:
             reader.read_counter()
@@ -129,7 +129,7 @@ class DeviceSampling:
         return [reader.usage() for reader in self._readers]
 
     def _run(self) -> None:
-        while not self._over.wait(self._every):
+        while not self._stop.wait(self._every):
             self._sample()
 
     def _sample(self) -> None:
@@ -182,11 +182,11 @@ class _DeviceReader:
 
 def _mean(readings: Sequence[tuple[float, float | None]]) -> float | None:
     """The mean over time, straight lines between the readings that there are."""
-    known = [(when, value) for when, value in readings if value is not None]
-    if not known:
+    points = [(when, value) for when, value in readings if value is not None]
+    if not points:
         return None
-    span = known[-1][0] - known[0][0]
+    span = points[-1][0] - points[0][0]
     if span <= 0:
-        return sum(value for _, value in known) / len(known)
-    pairs = zip(known, known[1:])
+        return sum(value for _, value in points) / len(points)
+    pairs = zip(points, points[1:])
     return sum((end - begin) * (first + last) / 2 for (begin, first), (end, last) in pairs) / span

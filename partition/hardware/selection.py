@@ -50,8 +50,8 @@ class Choice:
     def __str__(self) -> str:
         ways = [*(f" --{link}-- " for link in self.links), ""]
         line = "".join(device.label + way for device, way in zip(self.devices, ways, strict=True))
-        how = "no order is better" if self.is_exact else "the best that was found; a better order may exist"
-        return "\n".join([f"stages on {line} ({how})", *(f"warning: {warning}" for warning in self.warnings)])
+        optimality = "no order is better" if self.is_exact else "the best that was found; a better order may exist"
+        return "\n".join([f"stages on {line} ({optimality})", *(f"warning: {warning}" for warning in self.warnings)])
 
     @property
     def links(self) -> tuple[DeviceLink, ...]:
@@ -132,8 +132,8 @@ def why_poor(device: Device, most_free: int) -> str:
     """
     others = device.others
     if others:
-        held = [process.used_bytes for process in others]
-        words = "" if None in held else f" ({gib(sum(filter(None, held)))})"
+        used = [process.used_bytes for process in others]
+        words = "" if None in used else f" ({gib(sum(filter(None, used)))})"
         pids = ", ".join(f"{process.pid}" for process in others)
         return f"is in use by process{'es' if len(others) > 1 else ''} {pids}{words}"
     is_here = len(others) < len(device.processes or ())  # then it may be this process that computes
@@ -141,8 +141,8 @@ def why_poor(device: Device, most_free: int) -> str:
         return f"computes {device.utilisation:.0%} of the time"
     if device.free_bytes is None or device.total_bytes is None:
         return ""
-    own = sum(process.used_bytes or 0 for process in device.processes or ())
-    hidden = device.total_bytes - device.free_bytes - own
+    process_bytes = sum(process.used_bytes or 0 for process in device.processes or ())
+    hidden = device.total_bytes - device.free_bytes - process_bytes
     if hidden > _HELD * device.total_bytes:
         return f"has {gib(hidden)} in use, by no process that is shown here"
     if device.free_bytes < most_free / 2:
@@ -165,10 +165,10 @@ def choose(devices: Sequence[Device], links: DeviceLinks, count: int) -> Choice:
     warnings = [f"{devices[place].label} {poor[place]}." for place in line if poor[place]]
     has_nvlink = any(link.nvlinks for link in links.values())
     choice = Choice(tuple(devices[place] for place in line), pairs, (), is_exact)
-    for one, other, link in zip(choice.devices, choice.devices[1:], choice.links):
+    for device, next_device, link in zip(choice.devices, choice.devices[1:], choice.links):
         why = _why_slow(link, has_nvlink)
         if why:
-            warnings.append(f"{one.label} to {other.label} ({link}) {why}.")
+            warnings.append(f"{device.label} to {next_device.label} ({link}) {why}.")
     return replace(choice, warnings=tuple(warnings))
 
 
@@ -223,13 +223,13 @@ def _improved(places: Sequence[int], cost: Callable[[Sequence[int]], int], count
         line = [start]
         while len(line) < count:
             line.append(min(set(places) - set(line), key=lambda place: (cost([*line, place]), place)))
-        found = cost(line), tuple(line)
+        current = cost(line), tuple(line)
         while True:
-            better = min((cost(other), other) for other in _changed(found[1], places))
-            if better >= found:
+            better = min((cost(candidate), candidate) for candidate in _changed(current[1], places))
+            if better >= current:
                 break
-            found = better
-        best = found if best is None else min(best, found)
+            current = better
+        best = current if best is None else min(best, current)
     assert best is not None  # there are places
     return best[1]
 

@@ -29,19 +29,19 @@ def device_table(devices: Sequence[Device], hidden: Sequence[Device]) -> TextTab
 def link_table(devices: Sequence[Device], links: DeviceLinks) -> TextTable:
     """The rows of the matrix of links, the head first."""
     labels = [device.label for device in devices]
-    places = range(len(devices))
+    positions = range(len(devices))
     rows = [
-        [labels[one], *("-" if one == other else str(links[frozenset((one, other))]) for other in places)]
-        for one in places
+        [labels[row], *("-" if row == column else str(links[frozenset((row, column))]) for column in positions)]
+        for row in positions
     ]
     return [["", *labels], *rows]
 
 
 def bandwidths(links: DeviceLinks) -> list[str]:
     """For each kind of link its bandwidth in words, fastest first."""
-    found = dict.fromkeys((link.rank, str(link), link.bandwidth, link.peer) for link in links.values())
+    kinds = dict.fromkeys((link.rank, str(link), link.bandwidth, link.peer) for link in links.values())
     lines = []
-    for _, name, bandwidth, peer in sorted(found, key=lambda each: each[0]):
+    for _, name, bandwidth, peer in sorted(kinds, key=lambda kind: kind[0]):
         speed = "bandwidth not known" if bandwidth is None else f"at most {bandwidth / 1e9:.1f} GB/s each way"
         lines.append(f"{name}: {_MEANING[name[:2]]}, {speed}{', no peers' if peer is False else ''}")
     return list(dict.fromkeys(lines))
@@ -54,8 +54,8 @@ def plain(device: Device) -> dict[str, Any]:
 
 
 def _row(device: Device, label: str) -> list[str]:
-    def shown(what: str, value: Any, spelt: Callable[[Any], str]) -> str:
-        return device.unknown.get(what, "not told") if value is None else spelt(value)
+    def shown(field: str, value: Any, spelt: Callable[[Any], str]) -> str:
+        return device.unknown.get(field, "not told") if value is None else spelt(value)
 
     return [
         label,
