@@ -58,10 +58,10 @@ class Job:
     @property
     def timeline(self) -> Timeline:
         """The step, simulated, as if all lanes ran at once."""
-        again = self.costs.recompute
-        if not isinstance(again, Sequence):
+        recompute_costs = self.costs.recompute
+        if not isinstance(recompute_costs, Sequence):
             return simulate(self.schedule, self.costs)
-        recompute = [float(time) for time in again]
+        recompute = [float(time) for time in recompute_costs]
         pairs = self.recomputed
         costs = replace(
             self.costs, recompute=lambda stage, chunk: recompute[stage] if (stage, chunk) in pairs else 0
@@ -84,71 +84,77 @@ def advice(job: Job, balance: Sequence[int] | None, slowest: int) -> tuple[Chang
         balance: the number of layers of each stage, where that is known
         slowest: the stage that is the bottleneck
     """
-    now = job.step
-    found = [Change(what, changed.step, 1 - changed.step / now if now else 0.0, bool(changed.schedule.split))
-             for what, changed in _changes(job, balance, slowest)]
-    return tuple(sorted((change for change in found if change.gain >= _WORTH), key=lambda change: -change.gain))
+    current_step = job.step
+    changes = [
+        Change(words, changed.step, 1 - changed.step / current_step if current_step else 0.0,
+               bool(changed.schedule.split))
+        for words, changed in _changes(job, balance, slowest)
+    ]  # fmt: skip
+    return tuple(sorted((change for change in changes if change.gain >= _WORTH), key=lambda change: -change.gain))
 
 
 def known_name(schedule: Schedule) -> str:
     """The name of the named schedule with these orders; "" if there is none."""
-    made = for_placement(schedule.placement, schedule.chunks)
-    return next((name for name, _, named in made if named.orders == schedule.orders), "")
+    named_schedules = for_placement(schedule.placement, schedule.chunks)
+    return next((name for name, _, named in named_schedules if named.orders == schedule.orders), "")
 
 
 def _changes(job: Job, balance: Sequence[int] | None, slowest: int) -> Iterator[tuple[str, Job]]:
     schedule, costs = job.schedule, job.costs
     stages = range(schedule.stages)
-    for beside in (slowest - 1, slowest + 1):
-        if balance is not None and balance[slowest] > 1 and beside in stages:
+    for neighbour in (slowest - 1, slowest + 1):
+        if balance is not None and balance[slowest] > 1 and neighbour in stages:
             layers = balance[slowest]
-            moved: dict[str, Any] = {what: _moved(cost, slowest, beside, layers) for what, cost in _of_actions(costs)}
-            what = f"move one of the {layers} layers of stage {slowest} to stage {beside}"
-            yield what, replace(job, costs=replace(costs, **moved))
+            moved: dict[str, Any] = {
+                field: _moved(cost, slowest, neighbour, layers) for field, cost in _of_actions(costs)
+            }
+            words = f"move one of the {layers} layers of stage {slowest} to stage {neighbour}"
+            yield words, replace(job, costs=replace(costs, **moved))
     yield "stages of equal work: the most that any balance gains", _even(job)
     name = known_name(schedule)
     if name:
-        halved: dict[str, Any] = {what: [time / 2 for time in cost] for what, cost in _of_actions(costs)}
+        halved: dict[str, Any] = {field: [time / 2 for time in cost] for field, cost in _of_actions(costs)}
         pairs = frozenset((stage, 2 * chunk + half) for stage, chunk in job.recomputed for half in (0, 1))
-        made = for_placement(schedule.placement, 2 * schedule.chunks)
-        twice = next((named for other, _, named in made if other == name), None)
-        if twice is not None:
-            what = f"{twice.chunks} chunks, where half a chunk takes half the time"
-            yield what, replace(job, schedule=twice, costs=replace(costs, **halved), recomputed=pairs)
+        named_schedules = for_placement(schedule.placement, 2 * schedule.chunks)
+        doubled = next((named for schedule_name, _, named in named_schedules if schedule_name == name), None)
+        if doubled is not None:
+            words = f"{doubled.chunks} chunks, where half a chunk takes half the time"
+            yield words, replace(job, schedule=doubled, costs=replace(costs, **halved), recomputed=pairs)
     if job.recomputed:
         yield "keep all activations: checkpoint='never'", replace(job, recomputed=frozenset())
     yield "links that take no time", replace(job, costs=replace(costs, link=0))
     tried = {schedule.orders}
-    for other, options, named in for_placement(schedule.placement, schedule.chunks):
+    for schedule_name, options, named in for_placement(schedule.placement, schedule.chunks):
         if not options and named.orders not in tried:  # as a Pipe takes it by this name
             tried.add(named.orders)
-            yield f"schedule={other!r}{_more_held(named, schedule)}", replace(job, schedule=named)
+            yield f"schedule={schedule_name!r}{_more_held(named, schedule)}", replace(job, schedule=named)
 
 
-def _more_held(schedule: Schedule, now: Schedule) -> str:
-    """A remark on a schedule that holds more or fewer chunks than `now` on its fullest lane."""
-    most, before = (max(max(in_flight(order), default=0) for order in each.orders) for each in (schedule, now))
+def _more_held(schedule: Schedule, current: Schedule) -> str:
+    """A remark on a schedule that holds more or fewer chunks than `current` on its fullest lane."""
+    most, before = (max(max(in_flight(order), default=0) for order in orders)
+                    for orders in (schedule.orders, current.orders))
     return "" if most == before else f" (holds {most} chunks on its fullest lane, now {before})"
 
 
 def _even(job: Job) -> Job:
     """As much work, shared evenly by the stages, recomputations too."""
     stages, chunks = job.schedule.stages, job.schedule.chunks
-    costs: dict[str, Any] = {what: [sum(cost) / stages] * stages for what, cost in _of_actions(job.costs)}
-    again = costs.pop("recompute")
+    costs: dict[str, Any] = {field: [sum(cost) / stages] * stages for field, cost in _of_actions(job.costs)}
+    recompute = costs.pop("recompute")
     if job.recomputed:
         times = dict(_of_actions(job.costs))["recompute"]
-        again = [sum(times[stage] for stage, _ in job.recomputed) / (stages * chunks)] * stages
+        recompute = [sum(times[stage] for stage, _ in job.recomputed) / (stages * chunks)] * stages
     everywhere = frozenset((stage, chunk) for stage in range(stages) for chunk in range(chunks))
-    return replace(job, costs=replace(job.costs, **costs, recompute=again), recomputed=everywhere)
+    return replace(job, costs=replace(job.costs, **costs, recompute=recompute), recomputed=everywhere)
 
 
 def _of_actions(costs: Costs) -> Iterator[tuple[str, Sequence[float]]]:
     """The costs that are a number for each stage."""
-    for what in OF_ACTIONS:
-        cost = getattr(costs, what)
+    for field in OF_ACTIONS:
+        cost = getattr(costs, field)
         if isinstance(cost, Sequence):
-            yield what, cost
+            yield field, cost
 
 
 def _moved(cost: Sequence[float], source: int, to: int, layers: int) -> list[float]:

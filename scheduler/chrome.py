@@ -53,8 +53,8 @@ def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = T
     events += _arrows(timeline) if arrows else ()
     held = [[_plain(height) for height in of_stage] for of_stage in timeline.held]
     about = {"unit": timeline.unit, "clocked": timeline.clocked, "lanes": timeline.lanes, "held": held}
-    more: dict[str, Any] = {"turns": timeline.turns, "outside": _written(timeline.outside, timeline.unit)}
-    head = json.dumps(about | {what: value for what, value in more.items() if value})
+    optional: dict[str, Any] = {"turns": timeline.turns, "outside": _written(timeline.outside, timeline.unit)}
+    head = json.dumps(about | {key: value for key, value in optional.items() if value})
     lines = ",\n".join(map(json.dumps, events))
     return f'{{"otherData": {head}, "displayTimeUnit": "ns", "traceEvents": [\n{lines}\n]}}'
 
@@ -108,10 +108,10 @@ def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for lane, steps in enumerate(timeline.memory):
-        for time, held in steps:
+        for time, level in steps:
             yield {
                 "ph": "C", "name": f"held, lane {lane}", "ts": _written(time, timeline.unit), "pid": 0,
-                "args": {"held": _plain(held)},
+                "args": {"held": _plain(level)},
             }
 
 

@@ -54,20 +54,20 @@ def ahead_of_first(clocks: Sequence[Sequence[Event]]) -> list[float]:
         ahead.setdefault(root, 0)
         reached = deque([root])
         while reached:
-            here = reached.popleft()
+            clock = reached.popleft()
             for other in range(len(clocks)):
-                there, back = fastest.get((here, other), inf), fastest.get((other, here), inf)
-                if other not in ahead and min(there, back) < inf:
-                    ahead[other] = ahead[here] + _middle(there, back)
+                to_other, from_other = fastest.get((clock, other), inf), fastest.get((other, clock), inf)
+                if other not in ahead and min(to_other, from_other) < inf:
+                    ahead[other] = ahead[clock] + _middle(to_other, from_other)
                     reached.append(other)
     return [ahead[clock] for clock in range(len(clocks))]
 
 
-def _middle(there: float, back: float) -> float:
+def _middle(to_other: float, from_other: float) -> float:
     """By how far the other clock is ahead, where the fastest messages take so long by the difference of the two."""
-    if there == inf:
-        return -back
-    return there if back == inf else (there - back) / 2
+    if to_other == inf:
+        return -from_other
+    return to_other if from_other == inf else (to_other - from_other) / 2
 
 
 def _fastest(clocks: Sequence[Sequence[Event]]) -> dict[tuple[int, int], float]:

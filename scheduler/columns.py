@@ -87,10 +87,10 @@ class Columns:
 
     @cached_property
     def split(self) -> Booleans:
-        found = numpy.zeros((self.schedule.stages, self.schedule.chunks), dtype=bool)
+        is_split = numpy.zeros((self.schedule.stages, self.schedule.chunks), dtype=bool)
         halves = self.exists & (self.kind == COMPUTE.index(Kind.I))
-        found[self.stage[halves], self.chunk[halves]] = True
-        return found
+        is_split[self.stage[halves], self.chunk[halves]] = True
+        return is_split
 
     @cached_property
     def counts(self) -> Numbers:
@@ -127,9 +127,9 @@ class Columns:
 
 def _whole(values: Sequence[Any]) -> Numbers:
     """Whole numbers; -1 in place of what is no number of a stage or chunk."""
-    found = numpy.array(values) if values else numpy.zeros(0, dtype=numpy.int64)
-    if found.dtype == numpy.int64:
-        return found
+    array = numpy.array(values) if values else numpy.zeros(0, dtype=numpy.int64)
+    if array.dtype == numpy.int64:
+        return array
     return numpy.array([_one(value) for value in values], dtype=numpy.int64)
 
 

@@ -97,10 +97,10 @@ def compare(
     refuse_unless_whole("lanes", lanes, least=1)
     refuse_unless_whole("chunks", chunks, least=1)
     costs.refuse_unless_for(Placement.linear(lanes))  # wrong for every schedule, so no reason of one
-    known = schedules.names()
-    chosen = known if names is None else tuple(names)
+    all_names = schedules.names()
+    chosen = all_names if names is None else tuple(names)
     for name in chosen:
-        if name not in known:
+        if name not in all_names:
             schedules.by_name(name, lanes, chunks)  # says which there are
     return tuple(_row(name, lanes, chunks, costs, release) for name in chosen)
 

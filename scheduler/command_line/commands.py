@@ -97,13 +97,13 @@ def draw(schedule: Schedule, release: Release, costs: Costs, **files: Any) -> in
       penstock schedules draw --csv mine.csv
     """
     timeline = simulation.simulate(schedule, costs, release)
-    what = schedule if costs == Costs() and release == "early" else timeline  # a schedule also shows its blocks
-    _show_grid(what, schedule, timeline, **files)
+    drawn = schedule if costs == Costs() and release == "early" else timeline  # a schedule also shows its blocks
+    _show_grid(drawn, schedule, timeline, **files)
     return 0
 
 
 @schedules.command(short_help="Compare schedules in a table.")
-@click.argument("wanted", nargs=-1, metavar="[NAME]...")
+@click.argument("schedule_names", nargs=-1, metavar="[NAME]...")
 @with_sizes(required=True)
 @click.option("--memory", type=numbers, metavar="CAP", help="Say which hold at most this: a number, or one a lane.")
 @click.option("--sort", type=click.Choice(("bubble", "memory", "step")), default="bubble", show_default=True)
@@ -111,8 +111,8 @@ def draw(schedule: Schedule, release: Release, costs: Costs, **files: Any) -> in
 @with_release
 @with_costs("lane")
 def compare(
-    wanted: tuple[str, ...], lanes: int, chunks: int, memory: Caps, sort: str, to_csv: str | None, release: Release,
-    costs: Costs,
+    schedule_names: tuple[str, ...], lanes: int, chunks: int, memory: Caps, sort: str, to_csv: str | None,
+    release: Release, costs: Costs,
 ) -> int:  # fmt: skip
     """Simulates the same model under several schedules, all of them if none is named.
 
@@ -135,7 +135,7 @@ def compare(
       penstock schedules compare 1f1b zb-h1 interleaved --lanes 8 --chunks 32 --link 0.1 --sort step
       penstock schedules compare --lanes 4 --chunks 16 --forward 3,3,3,4 --input 3 --weight 2 --kept 0.4 --memory 4
     """
-    rows = sorted(compared(lanes, chunks, costs, wanted or None, release), key=_ORDERS[sort])
+    rows = sorted(compared(lanes, chunks, costs, schedule_names or None, release), key=_ORDERS[sort])
     verdicts = [[] if memory is None else [_YES_NO[row.fits(memory)]] for row in rows]
     defined = [(row, verdict) for row, verdict in zip(rows, verdicts) if not row.reason]
     print(f"{lanes} lanes, {chunks} chunks; a chunk on a lane: {_spelt(costs)}\n")
@@ -208,11 +208,11 @@ def search(
       penstock schedules search --lanes 4 --chunks 8 --placement vee --svg found.svg --to-csv found.csv
     """
     where = _placement(placement, lanes, stages_per_lane)
-    found = searching.search(
+    result = searching.search(
         costs, lanes, chunks, memory, objective, placement=where, split=not whole, seed=seed, effort=effort
     )
-    print(f"{found}\n")
-    _show_grid(found.timeline, found.schedule, found.timeline, **files)
+    print(f"{result}\n")
+    _show_grid(result.timeline, result.schedule, result.timeline, **files)
     return 0
 
 
@@ -254,11 +254,11 @@ def _placement(kind: str | None, lanes: int, stages_per_lane: int | None) -> Pla
 
 
 def _show_grid(
-    what: Schedule | Timeline, schedule: Schedule, timeline: Timeline, width: int | None, picture: str | None,
+    drawn: Schedule | Timeline, schedule: Schedule, timeline: Timeline, width: int | None, picture: str | None,
     chrome: str | None, to_csv: str | None,
 ) -> None:  # fmt: skip
     """The grid, on a terminal that is too narrow for it also what to do; and the files of `_with_files`."""
-    text = drawing.draw(what, width)
+    text = drawing.draw(drawn, width)
     print(text)
     columns, room = max(map(len, text.splitlines())), get_terminal_size().columns
     if sys.stdout.isatty() and columns > room:
@@ -266,7 +266,7 @@ def _show_grid(
               "less -S.", file=sys.stderr)
     title = f"{schedule.name}: {schedule.lanes} lanes, {schedule.chunks} chunks"
     if picture is not None:
-        write(picture, svg(what, title=title))
+        write(picture, svg(drawn, title=title))
     if chrome is not None:
         write(chrome, chrome_trace(timeline, name=title))
     if to_csv is not None:
@@ -280,12 +280,12 @@ def _about(schedule: Schedule) -> str:
 def _spelt(costs: Costs) -> str:
     """Forward, input and weight, and what else is not as it is by default."""
     values = {field.name: getattr(costs, field.name) for field in fields(Costs)}
-    given = [what for what in values if what in _ALWAYS or values[what] != getattr(Costs(), what)]
-    return ", ".join(f"{what} {_listed(values[what])}" for what in given)
+    shown = [name for name in values if name in _ALWAYS or values[name] != getattr(Costs(), name)]
+    return ", ".join(f"{name} {_listed(values[name])}" for name in shown)
 
 
-def _listed(given: float | Sequence[float]) -> str:
-    return ",".join(f"{each:.6g}" for each in (given if isinstance(given, Sequence) else [given]))
+def _listed(cost: float | Sequence[float]) -> str:
+    return ",".join(f"{value:.6g}" for value in (cost if isinstance(cost, Sequence) else [cost]))
 
 
 def _cells(row: Row) -> list[str]:
@@ -299,7 +299,7 @@ def _table(rows: Sequence[Row], verdicts: Sequence[Sequence[str]]) -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow([*_COLUMNS, *["fits" for _ in verdicts[0]], "reason"])
     for row, verdict in zip(rows, verdicts):
-        cells = [getattr(row, what) if what == "name" or not row.reason else "" for what in _COLUMNS]
+        cells = [getattr(row, column) if column == "name" or not row.reason else "" for column in _COLUMNS]
         table.writerow([*cells, *verdict, row.reason])
     return text.getvalue()
 
@@ -307,8 +307,8 @@ def _table(rows: Sequence[Row], verdicts: Sequence[Sequence[str]]) -> str:
 def _lanes(timeline: Timeline) -> Iterator[list[str]]:
     for lane, row in enumerate(timeline.by_lane):
         ends = (row[0].start, row[-1].end) if row else (0, 0)
-        busy, peak, held = timeline.busy[lane], timeline.peak_in_flight[lane], timeline.peak_memory[lane]
-        cells = (*ends, busy, timeline.makespan - busy, peak, held)
+        busy, peak, memory = timeline.busy[lane], timeline.peak_in_flight[lane], timeline.peak_memory[lane]
+        cells = (*ends, busy, timeline.makespan - busy, peak, memory)
         yield [str(lane), *(f"{cell:.6g}" for cell in cells)]
 
 

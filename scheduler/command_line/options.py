@@ -47,13 +47,13 @@ def numbers(value: str) -> float | tuple[float, ...]:
 
 def _setting(value: str) -> tuple[str, object]:
     """WHAT=VALUE, where the value is a number, a list of numbers, or a word."""
-    what, equals, text = value.partition("=")
-    if not what or not equals:
+    name, equals, text = value.partition("=")
+    if not name or not equals:
         raise click.BadParameter(f"{value!r} is not of the form WHAT=VALUE.")
     try:
-        return what, numbers(text)
+        return name, numbers(text)
     except click.BadParameter:
-        return what, text
+        return name, text
 
 
 def with_all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -85,12 +85,12 @@ def with_costs(place: str) -> Callable[[Command], Command]:
     """An option for each cost, which become `costs`; what is not said is as in `Costs()`. Lists have one a `place`."""
 
     def decorate(command: Command) -> Command:
-        @with_all(*[click.option(f"--{what}", type=numbers, metavar=f"X[,X of each {place}]", help=words)
-                    for what, words in _COSTS.items()])
+        @with_all(*[click.option(f"--{name}", type=numbers, metavar=f"X[,X of each {place}]", help=words)
+                    for name, words in _COSTS.items()])
         @wraps(command)
-        def gathered(**given: Any) -> int:
-            said = {what: given.pop(what) for what in _COSTS}
-            return command(costs=Costs(**{what: cost for what, cost in said.items() if cost is not None}), **given)
+        def gathered(**arguments: Any) -> int:
+            costs = {name: arguments.pop(name) for name in _COSTS}
+            return command(costs=Costs(**{name: cost for name, cost in costs.items() if cost is not None}), **arguments)
 
         return gathered
 
@@ -110,19 +110,19 @@ def with_schedule(command: Command) -> Command:
     @wraps(command)
     def gathered(
         name: str | None, lanes: int | None, chunks: int | None, stages_per_lane: int | None,
-        option: tuple[tuple[str, object], ...], csv: str | None, **given: Any,
+        option: tuple[tuple[str, object], ...], csv: str | None, **arguments: Any,
     ) -> int:  # fmt: skip
         sizes = {"--lanes": lanes, "--chunks": chunks, "--stages-per-lane": stages_per_lane}
         if csv is not None:
             _refuse_beside_file(csv, {"the name": name, **sizes, "--option": option or None})
-            return command(schedule=read(csv), **given)
+            return command(schedule=read(csv), **arguments)
         if name is None:
             raise CommandError(f"which schedule? Name one ({', '.join(names())}), or read one with --csv FILE.")
         if lanes is None or chunks is None:
-            missing = " and ".join(what for what in ("--lanes", "--chunks") if sizes[what] is None)
+            missing = " and ".join(flag for flag in ("--lanes", "--chunks") if sizes[flag] is None)
             raise CommandError(f"{name} is made for a number of lanes and of chunks. Add {missing}.")
         options = dict(option) | ({} if stages_per_lane is None else {"stages_per_lane": stages_per_lane})
-        return command(schedule=by_name(name, lanes, chunks, **options), **given)
+        return command(schedule=by_name(name, lanes, chunks, **options), **arguments)
 
     return gathered
 
@@ -157,11 +157,11 @@ def write(path: str, text: str) -> None:
         raise CommandError(f"cannot write {path}: {error.strerror}. Give a file in a folder that is there.") from None
 
 
-def _refuse_beside_file(path: str, given: dict[str, object]) -> None:
-    others = [what for what, value in given.items() if value is not None]
-    if others:
+def _refuse_beside_file(path: str, options: dict[str, object]) -> None:
+    refused = [option for option, value in options.items() if value is not None]
+    if refused:
         raise CommandError(
-            f"--csv {path} reads a whole schedule, which leaves nothing to say for {', '.join(others)}. "
+            f"--csv {path} reads a whole schedule, which leaves nothing to say for {', '.join(refused)}. "
             "Drop one or the other. (To write a table, say --to-csv FILE.)"
         )
 

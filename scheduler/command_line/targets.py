@@ -33,8 +33,8 @@ def value_at(target: str, values: tuple[type, ...] = ()) -> Any:
     module = _script(Path(where)) if where.endswith(".py") else _module(where)
     if name not in vars(module):
         raise CommandError(f"{where} has no {name!r}. It has {_public(module)}.")
-    given = getattr(module, name)
-    return given() if callable(given) and not isinstance(given, values) else given
+    value = getattr(module, name)
+    return value() if callable(value) and not isinstance(value, values) else value
 
 
 def _script(path: Path) -> ModuleType:
@@ -66,8 +66,8 @@ def _module(name: str) -> ModuleType:
 
 
 def _public(module: ModuleType) -> str:
-    own = [
+    names = [
         name for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]
-    return ", ".join(own[:12]) or "no names of its own"
+    return ", ".join(names[:12]) or "no names of its own"
