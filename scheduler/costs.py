@@ -76,22 +76,22 @@ class Costs:
     def __post_init__(self) -> None:
         if self.unit not in ("slots", "s"):
             raise ScheduleError(f'unit is {self.unit!r}. Use "slots", or "s" for seconds.')
-        for what, cost in self._given():
+        for name, cost in self._items():
             if isinstance(cost, Mapping):
                 numbers: Iterable[Any] = cost.values()
             elif isinstance(cost, Iterable):
                 cost = numbers = tuple(cost)
-                object.__setattr__(self, what, cost)  # frozen from here on: hashable, and nobody else's list
+                object.__setattr__(self, name, cost)  # frozen from here on: hashable, and nobody else's list
             else:
                 numbers = () if callable(cost) else (cost,)
             for number in numbers:
-                if not (what == "link" and isinstance(number, Link)):
-                    refuse_unless_cost(what, number, above=what == "speed")
+                if not (name == "link" and isinstance(number, Link)):
+                    refuse_unless_cost(name, number, above=name == "speed")
 
     @classmethod
     def measured(
         cls, timelines: Timeline | Iterable[Timeline], *, by: Literal["stage", "lane"] = "stage",
-        halves: "float | Costs" = 0.5, **given: Any,
+        halves: "float | Costs" = 0.5, **overrides: Any,
     ) -> "Costs":
         """The costs of traced steps: medians over chunks and steps, see measurement.py.
 
@@ -100,7 +100,7 @@ class Costs:
             by: "stage" for `simulate` and `search`; "lane" for `compare`: what a chunk takes in all stages of a lane
             halves: where a stage was traced with whole backwards only, what I and W would take of one: Costs, of a
                 plan say, in which they are to a B as they would be here; or the share of I, if W takes the rest
-            given: other fields, such as `activation` in bytes; in place of what was measured too
+            overrides: other fields, such as `activation` in bytes; in place of what was measured too
 
         Returns:
             The costs, in the unit of the timelines. Where chunks were recomputed, `recompute` is what one recomputation
@@ -118,10 +118,10 @@ class Costs:
         if by not in ("stage", "lane"):
             raise ScheduleError(f'by is {by!r}. Use "stage", or "lane" for costs of all stages of a lane together.')
         measurement = measure(timelines)
-        if "link" not in given:
-            given["link"] = links_of(measurement, by == "lane")
+        if "link" not in overrides:
+            overrides["link"] = links_of(measurement, by == "lane")
         shares = [_halves(halves, stage) for stage in range(measurement.placement.stages)]
-        return cls(**costs_of(measurement, by == "lane", shares) | given)
+        return cls(**costs_of(measurement, by == "lane", shares) | overrides)
 
     def of(self, action: Action, lane: int = 0) -> float:
         """The duration of `action` on `lane`.
@@ -134,11 +134,11 @@ class Costs:
 
     def of_order(self, lane: int, order: Sequence[Action]) -> list[float]:
         """The duration of each action of a lane."""
-        if any(callable(cost) for what, cost in self._given() if what in OF_ACTIONS):
+        if any(callable(cost) for name, cost in self._items() if name in OF_ACTIONS):
             return [self.of(action, lane) for action in order]
-        known = {(stage, kind): self.of(Action(stage, kind, 0), lane)
-                 for stage, kind in {action[:2] for action in order}}
-        return [known[stage, kind] for stage, kind, _ in order]
+        duration_of = {(stage, kind): self.of(Action(stage, kind, 0), lane)
+                       for stage, kind in {action[:2] for action in order}}
+        return [duration_of[stage, kind] for stage, kind, _ in order]
 
     def hop(self, sender: int, receiver: int, lanes: tuple[int, int] | None = None) -> float:
         """The time of a message from stage `sender` to its neighbour `receiver`, on another lane.
@@ -174,15 +174,15 @@ class Costs:
             ScheduleError: a list has not one number for each stage (for `link` and `message`, for each boundary; for
                 `speed`, for each lane).
         """
-        for what, cost in self._given():
-            places, wanted = "stages", placement.stages
-            if what in ("link", "message"):
-                places, wanted = "boundaries", placement.stages - 1
-            elif what == "speed":
-                places, wanted = "lanes", placement.lanes
-            if isinstance(cost, tuple) and len(cost) != wanted:
+        for name, cost in self._items():
+            places, count = "stages", placement.stages
+            if name in ("link", "message"):
+                places, count = "boundaries", placement.stages - 1
+            elif name == "speed":
+                places, count = "lanes", placement.lanes
+            if isinstance(cost, tuple) and len(cost) != count:
                 raise ScheduleError(
-                    f"{what} lists {len(cost)} costs but there are {wanted} {places} ({what}: {cost}). "
+                    f"{name} lists {len(cost)} costs but there are {count} {places} ({name}: {cost}). "
                     f"List one for each of the {places}, or give one number for all."
                 )
 
@@ -192,36 +192,36 @@ class Costs:
             return _look_up("forward", self.forward, stage, chunk)
         if kind is Kind.W:
             return _look_up("weight", self.weight, stage, chunk)
-        again = _look_up("recompute", self.recompute, stage, chunk)
+        duration = _look_up("recompute", self.recompute, stage, chunk)
         if kind is Kind.B and self.backward is not None:
-            return again + _look_up("backward", self.backward, stage, chunk)
-        again += _look_up("input", self.input, stage, chunk)
-        return again if kind is Kind.I else again + _look_up("weight", self.weight, stage, chunk)
+            return duration + _look_up("backward", self.backward, stage, chunk)
+        duration += _look_up("input", self.input, stage, chunk)
+        return duration if kind is Kind.I else duration + _look_up("weight", self.weight, stage, chunk)
 
-    def _given(self) -> list[tuple[str, Any]]:
+    def _items(self) -> list[tuple[str, Any]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)
                 if field.name != "unit" and getattr(self, field.name) is not None]
 
 
-def _halves(given: float | Costs, stage: int) -> tuple[float, float]:
+def _halves(halves: float | Costs, stage: int) -> tuple[float, float]:
     """The shares of I and W of a stage in its B."""
-    if isinstance(given, Costs):
-        alone = replace(given, recompute=0)
-        listed = [cost for cost in (given.input, given.weight, given.backward) if isinstance(cost, Sequence)]
+    if isinstance(halves, Costs):
+        unrecomputed = replace(halves, recompute=0)
+        listed = [cost for cost in (halves.input, halves.weight, halves.backward) if isinstance(cost, Sequence)]
         if any(stage >= len(cost) for cost in listed):
             raise ScheduleError(f"halves are costs of {stage} stages, but more ran. Give those of all.")
-        first, second, whole = (alone.of(Action(stage, kind, 0)) for kind in (Kind.I, Kind.W, Kind.B))
+        first, second, whole = (unrecomputed.of(Action(stage, kind, 0)) for kind in (Kind.I, Kind.W, Kind.B))
         return (first / whole, second / whole) if whole else (1, 0)  # what counts no products has none that wait
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
-        raise ScheduleError(f"halves is {given!r}, but must be Costs, or the share of I in a backward, from 0 to 1.")
-    return given, 1 - given
+    if isinstance(halves, bool) or not isinstance(halves, (int, float)) or not 0 <= halves <= 1:
+        raise ScheduleError(f"halves is {halves!r}, but must be Costs, or the share of I in a backward, from 0 to 1.")
+    return halves, 1 - halves
 
 
-def _look_up(what: str, cost: Cost, stage: int, chunk: int) -> float:
+def _look_up(name: str, cost: Cost, stage: int, chunk: int) -> float:
     if isinstance(cost, (int, float)):  # first, because it is nearly always so
         return cost
     if callable(cost):
         number = cost(stage, chunk)
-        refuse_unless_cost(what, number)
+        refuse_unless_cost(name, number)
         return number
     return cost[stage] if isinstance(cost, Sequence) else cost

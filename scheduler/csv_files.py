@@ -109,23 +109,24 @@ def _read(cell: str, lane: int, column: int) -> Order:
 
 
 def _placement(table: list[list[Order]]) -> Placement:
-    seen: dict[int, tuple[int, int]] = {}
+    places: dict[int, tuple[int, int]] = {}
     for lane, row in enumerate(table):
         for column, cell in enumerate(row):
             for action in cell:
-                other, before = seen.setdefault(action.stage, (lane, column))
-                if other != lane:
+                host, first_column = places.setdefault(action.stage, (lane, column))
+                if host != lane:
                     raise ScheduleError(
-                        f"{_place(lane, column)}: {action} is of stage {action.stage}, which {_place(other, before)} "
-                        "has put on another lane. Keep each stage in one row, or say placement=."
+                        f"{_place(lane, column)}: {action} is of stage {action.stage}, which "
+                        f"{_place(host, first_column)} has put on another lane. Keep each stage in one row, or say "
+                        "placement=."
                     )
-    if len(seen) <= max(seen):
-        gap = next(stage for stage in count() if stage not in seen)
+    if len(places) <= max(places):
+        gap = next(stage for stage in count() if stage not in places)
         raise ScheduleError(
-            f"no row has an action of stage {gap}, but stage {max(seen)} is there. "
+            f"no row has an action of stage {gap}, but stage {max(places)} is there. "
             "Number the stages from 0 without a gap, or say placement=."
         )
-    return Placement(tuple(seen[stage][0] for stage in range(len(seen))))
+    return Placement(tuple(places[stage][0] for stage in range(len(places))))
 
 
 def _place(lane: int, column: int) -> str:

@@ -43,10 +43,10 @@ def requires(action: Action, stages: int, split: frozenset[tuple[int, int]] = fr
         return (Action(stage - 1, _F, chunk),) if stage > 0 else ()
     if kind is _W:
         return (Action(stage, _I, chunk),)
-    own = Action(stage, _F, chunk)
+    forward = Action(stage, _F, chunk)
     if stage == stages - 1:
-        return (own,)
-    return own, Action(stage + 1, _I if (stage + 1, chunk) in split else _B, chunk)
+        return (forward,)
+    return forward, Action(stage + 1, _I if (stage + 1, chunk) in split else _B, chunk)
 
 
 # Looking up Kind.F on the enum class takes as long as the rest of a call, and everything calls this for every action.

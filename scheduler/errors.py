@@ -17,11 +17,11 @@ class ScheduleError(ValueError):
     """A schedule, or a number that one is made from, that cannot be right."""
 
 
-def refuse_unless_whole(what: str, value: object, least: int) -> None:
+def refuse_unless_whole(name: str, value: object, least: int) -> None:
     """Refuses a count that is no whole number, or too small a one.
 
     Args:
-        what: the name that the caller knows the number by
+        name: that the caller knows the number by
         value: the number
         least: the smallest value that makes sense
 
@@ -35,15 +35,15 @@ def refuse_unless_whole(what: str, value: object, least: int) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ScheduleError(
-            f"{what} is {value!r}, but must be a whole number of at least {least}. Use {what}={least} or more."
+            f"{name} is {value!r}, but must be a whole number of at least {least}. Use {name}={least} or more."
         )
 
 
-def refuse_unless_cost(what: str, number: Any, above: bool = False) -> None:
+def refuse_unless_cost(name: str, number: Any, above: bool = False) -> None:
     """Refuses what is not a time, a size or, with `above`, a speed.
 
     Args:
-        what: the name that the caller knows the number by
+        name: that the caller knows the number by
         number: the number
         above: whether 0 is refused too
 
@@ -58,19 +58,19 @@ Give forward as a number, one for each place, or a function that returns one.
     """
     if isinstance(number, bool) or not isinstance(number, Real) or not _is_between(number):
         raise ScheduleError(
-            f"{what} costs {number!r}, but a cost is a finite number that is not negative. "
-            f"Give {what} as a number, one for each place, or a function that returns one."
+            f"{name} costs {number!r}, but a cost is a finite number that is not negative. "
+            f"Give {name} as a number, one for each place, or a function that returns one."
         )
     if above and not number:
-        raise ScheduleError(f"{what} is 0, but nothing would ever end. Give {what} as a number above 0.")
+        raise ScheduleError(f"{name} is 0, but nothing would ever end. Give {name} as a number above 0.")
 
 
-def one_each(what: str, given: Any, lanes: int, kind: str = "numbers") -> list[Any]:
+def one_each(name: str, value: Any, lanes: int, kind: str = "numbers") -> list[Any]:
     """The value of each lane, which is given once for all, or in a list.
 
     Args:
-        what: the name that the caller knows it by
-        given: what is given
+        name: that the caller knows it by
+        value: what is given
         lanes: how many lanes there are
         kind: what such a list is of
 
@@ -80,10 +80,10 @@ def one_each(what: str, given: Any, lanes: int, kind: str = "numbers") -> list[A
     >>> one_each("cap", 4, lanes=2), one_each("cap", (4, 3), lanes=2)
     ([4, 4], [4, 3])
     """
-    listed = list(given) if isinstance(given, Sequence) else [given] * lanes
+    listed = list(value) if isinstance(value, Sequence) else [value] * lanes
     if len(listed) != lanes:
         raise ScheduleError(
-            f"{what} lists {len(listed)} {kind} but there are {lanes} lanes ({what}: {given}). List {lanes}."
+            f"{name} lists {len(listed)} {kind} but there are {lanes} lanes ({name}: {value}). List {lanes}."
         )
     return listed
 

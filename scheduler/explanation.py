@@ -124,8 +124,8 @@ class Causes:
         if before is not None and before.end == event.start:
             return before
         away = [need for need in self.elsewhere(event) if self._ended(need, event)]
-        waited = away if away and self._exact or before is None else [before, *away]
-        return max(waited, key=lambda each: each.end, default=None)
+        causes = away if away and self._exact or before is None else [before, *away]
+        return max(causes, key=lambda need: need.end, default=None)
 
     def _ended(self, need: Event, event: Event) -> bool:
         """Whether `event` can have waited for it. By clocks it may end a little later: what it makes is sent first."""

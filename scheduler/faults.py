@@ -50,8 +50,8 @@ def refusal(wrong: Schedule | Program, faults: Sequence[Fault]) -> ScheduleError
         faults: at least one
     """
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    what = type(wrong).__name__.lower()
-    head = f"{what} {wrong.name} (lanes={wrong.lanes}, chunks={wrong.chunks}) has {count}:"
+    kind = type(wrong).__name__.lower()
+    head = f"{kind} {wrong.name} (lanes={wrong.lanes}, chunks={wrong.chunks}) has {count}:"
     return ScheduleError("\n".join([head, *(f"  {fault.words}" for fault in faults), _picture(wrong, faults)]))
 
 

@@ -36,10 +36,10 @@ class ChunkMemory(NamedTuple):
             ScheduleError: a part is more than the whole.
         """
         whole = 1 if activation is None else activation
-        for what, part in (("kept", kept), ("checkpoint", checkpoint)):
+        for name, part in (("kept", kept), ("checkpoint", checkpoint)):
             if part is not None and part > whole:
                 raise ScheduleError(
-                    f"{what} is {part}, but it is a part of the activations, which are {whole}. Give at most {whole}."
+                    f"{name} is {part}, but it is a part of the activations, which are {whole}. Give at most {whole}."
                 )
         return cls(whole, whole if kept is None else kept, whole if checkpoint is None else checkpoint)
 
@@ -62,12 +62,12 @@ def steps(
         whole, kept, low = held[stage] if held else ChunkMemory()
         if recomputed is not None and (stage, chunk) not in recomputed:
             low = whole
-        again = whole - low
-        within = again if recomputed is None else 0
+        restored = whole - low
+        within = restored if recomputed is None else 0
         if kind is Kind.F:
-            changes = (start, whole), (end, -again)
+            changes = (start, whole), (end, -restored)
         elif kind is Kind.R:
-            changes = (start, again), (end, 0)
+            changes = (start, restored), (end, 0)
         elif kind is Kind.B:
             changes = (start, within), (end, -whole)
         elif kind is Kind.I:

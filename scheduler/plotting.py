@@ -161,7 +161,7 @@ class _Page(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- lanes
 
 
-def _draw_lanes(axes: Any, what: Schedule | Timeline, page: _Page) -> None:
+def _draw_lanes(axes: Any, drawn: Schedule | Timeline, page: _Page) -> None:
     _bare(axes, page)
     timeline = page.timeline
     axes.xaxis.set_visible(True)
@@ -170,7 +170,7 @@ def _draw_lanes(axes: Any, what: Schedule | Timeline, page: _Page) -> None:
     axes.set_xlabel(page.scale[1], fontsize=_points(10), color=_FAINT, labelpad=1)
     for lane in range(timeline.lanes):
         axes.broken_barh([(0, page.end)], (lane + _GAP, 1 - 2 * _GAP), color=IDLE_COLOUR, linewidth=0)
-    blocks = what.blocks if isinstance(what, Schedule) and not page.is_dense else frozenset()
+    blocks = drawn.blocks if isinstance(drawn, Schedule) and not page.is_dense else frozenset()
     several = 1 if page.is_dense else max(map(len, map(_stages, timeline.by_lane)))
     for lane, row in enumerate(timeline.by_lane):
         if page.is_dense:
@@ -221,8 +221,8 @@ def _draw_shares(axes: Any, lane: int, row: Sequence[Event], page: _Page) -> Non
 def _steps(edges: Any, *levels: Any) -> list[Any]:
     """Step lines over the columns between some edges, without the steps that change nothing."""
     changes = numpy.any([numpy.diff(level, prepend=numpy.nan) != 0 for level in levels], axis=0)
-    kept = [numpy.append(level[changes], level[-1]) for level in levels]
-    return [numpy.append(edges[:-1][changes], edges[-1]), *kept]
+    kept_levels = [numpy.append(level[changes], level[-1]) for level in levels]
+    return [numpy.append(edges[:-1][changes], edges[-1]), *kept_levels]
 
 
 def _shares(row: Sequence[Event], page: _Page) -> Any:
@@ -258,21 +258,21 @@ def _draw_legend(axes: Any, several: int, has_blocks: bool, page: _Page) -> None
 def _draw_memory(axes: Any, page: _Page) -> None:
     _bare(axes, page)
     timeline = page.timeline
-    what = "chunks held" if set(timeline.held) <= {ChunkMemory()} else "held"
-    axes.set_title(f"{what} by each lane, and the maximum", loc="left", fontsize=_points(10), color=_FAINT, pad=3)
+    noun = "chunks held" if set(timeline.held) <= {ChunkMemory()} else "held"
+    axes.set_title(f"{noun} by each lane, and the maximum", loc="left", fontsize=_points(10), color=_FAINT, pad=3)
     peaks = [float(peak) for peak in timeline.peak_memory]
     most = max(peaks)
     size = _points(min(11.0, page.row + 1))
-    beside = axes.get_yaxis_transform()  # shares of the width across, lanes down
+    row_transform = axes.get_yaxis_transform()  # shares of the width across, lanes down
     for lane, steps in enumerate(timeline.memory):
         axes.broken_barh([(0, page.end)], (lane + 0.15, 0.8), color="#f6f7f8", linewidth=0)
-        axes.text(1.006, lane + 0.5, f"{peaks[lane]:.4g}", fontsize=size, va="center", transform=beside)
+        axes.text(1.006, lane + 0.5, f"{peaks[lane]:.4g}", fontsize=size, va="center", transform=row_transform)
         if steps and most > 0:
-            times, held = _curve(steps, most, page)
-            tops = lane + 0.95 - 0.8 * numpy.maximum(held, 0) / most
+            times, levels = _curve(steps, most, page)
+            tops = lane + 0.95 - 0.8 * numpy.maximum(levels, 0) / most
             axes.fill_between(times, tops, lane + 0.95, step="post", facecolor="#c3cad4", linewidth=0)
             axes.step(times, tops, where="post", color="#4a5563", linewidth=0.7)
-            peak = int(held.argmax())
+            peak = int(levels.argmax())
             axes.plot(times[peak], tops[peak], "o", color="#b3261e", markersize=min(3.5, page.row / 5))
 
 
@@ -283,15 +283,15 @@ def _curve(steps: Sequence[tuple[float, float]], most: float, page: _Page) -> tu
         step for step, after in pairwise([*steps, (inf, 0)]) if step[0] != after[0] or step[1] > after[1]
     ]
     times = numpy.array([float(time) * scale for time, _ in lasting])
-    held = numpy.array([float(level) for _, level in lasting])
+    amounts = numpy.array([float(level) for _, level in lasting])
     pixels = int(page.plot)
     if len(times) > pixels:
         edges = numpy.linspace(0, page.end, pixels + 1)[:-1]
         begun = numpy.searchsorted(times, edges, side="right") - 1
-        highest = numpy.where(begun >= 0, held[begun], 0.0)
-        numpy.maximum.at(highest, numpy.searchsorted(edges, times, side="right") - 1, held)
-        times, held = edges, (highest / most * 100).round() / 100 * most  # the eye sees no finer step
-    line, levels = _steps(numpy.append(times, page.end), held)
+        highest = numpy.where(begun >= 0, amounts[begun], 0.0)
+        numpy.maximum.at(highest, numpy.searchsorted(edges, times, side="right") - 1, amounts)
+        times, amounts = edges, (highest / most * 100).round() / 100 * most  # the eye sees no finer step
+    line, levels = _steps(numpy.append(times, page.end), amounts)
     return line, levels
 
 
@@ -322,13 +322,13 @@ def _footer(page: _Page) -> str:
     return "\n".join([", ".join(facts), *take_turns(timeline)])
 
 
-def _title(what: Schedule | Timeline) -> str:
-    return f"{what.name}: {what.lanes} lanes, {what.chunks} chunks" if isinstance(what, Schedule) else ""
+def _title(drawn: Schedule | Timeline) -> str:
+    return f"{drawn.name}: {drawn.lanes} lanes, {drawn.chunks} chunks" if isinstance(drawn, Schedule) else ""
 
 
 def _kinds(timeline: Timeline) -> list[Kind]:
-    there = {event.action.kind for event in timeline.events}
-    return [kind for kind in Kind if kind in there]
+    kinds = {event.action.kind for event in timeline.events}
+    return [kind for kind in Kind if kind in kinds]
 
 
 def _stages(row: Sequence[Event]) -> list[int]:

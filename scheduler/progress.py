@@ -23,13 +23,13 @@ from scheduler.dependencies import requires
 from scheduler.faults import Fault
 from scheduler.schedule import Schedule
 
-__all__ = ["Replayed", "progress"]
+__all__ = ["Replay", "progress"]
 
-Hop = Callable[[int, int], float]
+HopTime = Callable[[int, int], float]
 NeedRow = tuple[int, float, int, float]  # where the ends of the two needs of chunk 0 stand, and how long each travels
 
 
-class Replayed(NamedTuple):
+class Replay(NamedTuple):
     """The starts and ends of the actions of each lane, as far as it gets; a fault for each lane that waits for ever."""
 
     starts: list[list[float]]
@@ -40,9 +40,9 @@ class Replayed(NamedTuple):
 def progress(
     columns: Columns,
     durations: Sequence[Iterable[float]] | None = None,
-    hop: Hop = lambda sender, receiver: 0,
+    hop: HopTime = lambda sender, receiver: 0,
     blocks: Iterable[tuple[int, int]] = (),
-) -> Replayed:
+) -> Replay:
     """Runs every lane as far as it gets, in time proportional to the number of actions.
 
     Args:
@@ -71,10 +71,10 @@ def progress(
     hidden = {columns.first[lane] + position for lane, position in blocks}
     also = {int(columns.code[index + 1]): int(columns.code[index]) for index in hidden}
     items = [_items(columns, lane, durations, hidden) for lane in lanes]
-    heads = [next(each, None) for each in items]
+    heads = [next(lane_items, None) for lane_items in items]
     starts_of: list[list[float]] = [[] for _ in lanes]
     ends_of: list[list[float]] = [[] for _ in lanes]
-    sleepers: dict[int, list[int]] = {}  # where the end that is missing will stand -> the lanes that wait for it
+    waiting_lanes: dict[int, list[int]] = {}  # where the end that is missing will stand -> the lanes that wait for it
     awake = list(reversed(lanes))
     while awake:
         lane = awake.pop()
@@ -83,31 +83,31 @@ def progress(
         free = finished[-1] if finished else 0
         while head is not None:
             row, chunk, code, duration = head
-            one, one_travels, other, other_travels = rows[row]
-            first, second = ends[one + chunk], ends[other + chunk]
-            if first is None or second is None:
-                sleepers.setdefault((one if first is None else other) + chunk, []).append(lane)
+            first_need, first_travel, second_need, second_travel = rows[row]
+            first_end, second_end = ends[first_need + chunk], ends[second_need + chunk]
+            if first_end is None or second_end is None:
+                waiting_lanes.setdefault((first_need if first_end is None else second_need) + chunk, []).append(lane)
                 break
-            if first + one_travels > free:
-                free = first + one_travels
-            if second + other_travels > free:
-                free = second + other_travels
+            if first_end + first_travel > free:
+                free = first_end + first_travel
+            if second_end + second_travel > free:
+                free = second_end + second_travel
             starts.append(free)
             free = free + duration
             finished.append(free)
             for done in (code, also[code]) if code in also else (code,):
                 if ends[done] is None:  # a wrong schedule may run one twice: the first counts
                     ends[done] = free
-                    if done in sleepers:
-                        awake += sleepers.pop(done)
+                    if done in waiting_lanes:
+                        awake += waiting_lanes.pop(done)
             head = next(rest, None)
         heads[lane] = head
-    position = [len(each) for each in ends_of]
-    waits = {lane: columns.action(code) for code, waiting in sleepers.items() for lane in waiting}
-    return Replayed(starts_of, ends_of, [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)])
+    position = [len(lane_ends) for lane_ends in ends_of]
+    waits = {lane: columns.action(code) for code, waiting in waiting_lanes.items() for lane in waiting}
+    return Replay(starts_of, ends_of, [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)])
 
 
-def _rows(columns: Columns, hop: Hop) -> list[NeedRow]:
+def _rows(columns: Columns, hop: HopTime) -> list[NeedRow]:
     """A row for each stage, kind and whether the backward of the stage after is split; at last one that needs nothing.
 
     An action with fewer than two needs also waits for what ended at 0.

@@ -127,11 +127,11 @@ class Report(Shown):
 
     def _rows(self) -> Iterator[list[str]]:
         columns = ["stage", "lane", "busy", "planned", "waiting", "idle"]
-        known = [what for what in _MORE if any(getattr(row, what) is not None for row in self.stages)]
-        yield columns + [what.replace("_", " ") for what in known]
+        optional = [name for name in _MORE if any(getattr(row, name) is not None for row in self.stages)]
+        yield columns + [name.replace("_", " ") for name in optional]
         for row in self.stages:
             times = (row.busy, row.planned_busy, row.waiting, row.idle)
-            more = [(getattr(row, what), _MORE[what]) for what in known]
+            more = [(getattr(row, name), _MORE[name]) for name in optional]
             yield [str(row.stage), str(row.lane), *map(self._said, times),
                    *("-" if value is None else spell(value) for value, spell in more)]
 
@@ -187,25 +187,25 @@ def report(
     measurement = measure(steps)
     _check_balance(balance, measurement.placement.stages)
     schedule = _schedule(steps, measurement.placement)
-    given = planned if planned is None or isinstance(planned, Costs) else planned.costs
-    if given is not None:
-        given.refuse_unless_for(measurement.placement)
-    costs = Costs.measured(steps, halves=0.5 if given is None else given)
+    planned_costs = planned if planned is None or isinstance(planned, Costs) else planned.costs
+    if planned_costs is not None:
+        planned_costs.refuse_unless_for(measurement.placement)
+    costs = Costs.measured(steps, halves=0.5 if planned_costs is None else planned_costs)
     job = Job(schedule, costs, steps[0].recomputed, steps[0].turns)
-    plan = job if given is None else replace(job, costs=given)
+    plan = job if planned_costs is None else replace(job, costs=planned_costs)
     planned_timeline = plan.timeline
     step = float(median(step.makespan for step in steps))
     if watts is not None and measurement.unit != "s":
         raise ScheduleError(f"watts are given, but the timelines count {measurement.unit}. Trace steps, in seconds.")
-    drawn = watts and [None if power is None else power * step for power in watts]
-    devices = {"peak_bytes": peak_bytes, "joules": drawn, "utilisation": utilisation}
-    rows = _rows(steps, planned_timeline, _held(given, steps[0]), devices, measurement.placement)
+    joules = watts and [None if power is None else power * step for power in watts]
+    devices = {"peak_bytes": peak_bytes, "joules": joules, "utilisation": utilisation}
+    rows = _rows(steps, planned_timeline, _held(planned_costs, steps[0]), devices, measurement.placement)
     slowest = _bottleneck(rows)
     changes = advice(job, balance, slowest)
     return Report(
         known_name(schedule), schedule.chunks, measurement.unit, len(steps),
         step, plan.step, rows, slowest, changes,
-        tuple(_notes(steps[0], rows, job, changes, given is not None)), measurement.outside,
+        tuple(_notes(steps[0], rows, job, changes, planned_costs is not None)), measurement.outside,
     )
 
 
@@ -229,19 +229,19 @@ def _rows(
 ) -> tuple[StageReport, ...]:  # fmt: skip
     none: list[float | None] = [None] * placement.lanes
     peaks = [replace(step, held=held).peak_memory for step in (steps[0], planned)] if held else [none, none]
-    for what, numbers in devices.items():
+    for name, numbers in devices.items():
         if numbers is not None and len(numbers) != placement.lanes:
             raise ScheduleError(
-                f"{what} lists {len(numbers)} numbers but there are {placement.lanes} lanes. Give one for each."
+                f"{name} lists {len(numbers)} numbers but there are {placement.lanes} lanes. Give one for each."
             )
     measured = [_times(step, placement.stages) for step in steps]
-    to_be = _times(planned, placement.stages)
+    planned_times = _times(planned, placement.stages)
     rows = []
     for stage, lane in enumerate(placement.lane_of):
         busy, waiting, idle = (median(column) for column in zip(*(times[stage] for times in measured)))
         rows.append(StageReport(
-            stage, lane, busy, to_be[stage][0], waiting, idle, peaks[0][lane], peaks[1][lane],
-            **{what: numbers[lane] for what, numbers in devices.items() if numbers is not None},
+            stage, lane, busy, planned_times[stage][0], waiting, idle, peaks[0][lane], peaks[1][lane],
+            **{name: numbers[lane] for name, numbers in devices.items() if numbers is not None},
         ))
     return tuple(rows)
 
@@ -268,11 +268,11 @@ def _check_balance(balance: Sequence[int] | None, stages: int) -> None:
         refuse_unless_whole(f"balance[{stage}]", layers, least=1)
 
 
-def _held(given: Costs | None, step: Timeline) -> tuple[ChunkMemory, ...]:
+def _held(planned_costs: Costs | None, step: Timeline) -> tuple[ChunkMemory, ...]:
     """The memory of a chunk in each stage, where costs or the timeline say it."""
-    if given is None or given.activation == Costs.activation:
-        return step.held if any(held != ChunkMemory() for held in step.held) else ()
-    return tuple(given.held(stage) for stage in sorted({event.action.stage for event in step.events}))
+    if planned_costs is None or planned_costs.activation == Costs.activation:
+        return step.held if any(memory != ChunkMemory() for memory in step.held) else ()
+    return tuple(planned_costs.held(stage) for stage in sorted({event.action.stage for event in step.events}))
 
 
 def _bottleneck(rows: Sequence[StageReport]) -> int:
@@ -292,8 +292,8 @@ def _notes(
     if any(row.joules is not None for row in rows):
         yield "joules: of a lane's device as a whole, its mean power while it was sampled times a step"
     if not job.schedule.split and any(change.splits for change in changes):
-        taken = "as it was planned" if is_planned else "as halves"
-        yield f"how B splits into I and W was not seen, and is taken {taken}: trace a step of schedule='zb-h1'"
+        assumption = "as it was planned" if is_planned else "as halves"
+        yield f"how B splits into I and W was not seen, and is taken {assumption}: trace a step of schedule='zb-h1'"
 
 
 def _spelt(size: float) -> str:

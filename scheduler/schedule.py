@@ -172,8 +172,8 @@ class Schedule(Placed):
             raise ScheduleError(
                 f"schedule {self.name} has {self.chunks} chunks, so it has no first {chunks}. Make it for {chunks}."
             )
-        left = [[[action for action in cell if action.chunk < chunks] for cell in row] for row in self.cells()]
-        return Schedule.of_cells(self.name, self.placement, chunks, left)
+        rows = [[[action for action in cell if action.chunk < chunks] for cell in row] for row in self.cells()]
+        return Schedule.of_cells(self.name, self.placement, chunks, rows)
 
     def _refuse_unless_blocks(self) -> None:
         for lane, at in sorted(self.blocks):

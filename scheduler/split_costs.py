@@ -45,7 +45,7 @@ def of_stages(costs: Costs, placement: Placement) -> Costs:
     costs.refuse_unless_for(one_each)
     if placement == one_each:
         return costs
-    shares = {what: _shared(getattr(costs, what), placement) for what in OF_ACTIONS + ChunkMemory._fields}
+    shares = {name: _shared(getattr(costs, name), placement) for name in OF_ACTIONS + ChunkMemory._fields}
     link = costs.link
     if isinstance(link, tuple):
         link = _by_lanes(link, placement)
@@ -73,14 +73,15 @@ def _shared(cost: Any, placement: Placement) -> Any:
 def _by_lanes(ways: Sequence[LinkCost], placement: Placement) -> dict[tuple[int, int], LinkCost]:
     """A list says nothing about lanes that are not neighbours, such as the last and the first of a loop."""
     lane_of = placement.lane_of
-    for stage, (lane, other) in enumerate(zip(lane_of, lane_of[1:])):
-        if abs(lane - other) > 1:
+    for stage, (lane, next_lane) in enumerate(zip(lane_of, lane_of[1:])):
+        if abs(lane - next_lane) > 1:
             raise ScheduleError(
                 f"link lists the ways between neighbouring lanes, but stage {stage} on lane {lane} sends to stage "
-                f"{stage + 1} on lane {other}. Give one number for all, or from Python a dict with one for each pair."
+                f"{stage + 1} on lane {next_lane}. Give one number for all, or from Python a dict with one for each "
+                "pair."
             )
-    there = {(lane, lane + 1): way for lane, way in enumerate(ways)}
-    return there | {(after, lane): way for (lane, after), way in there.items()}
+    links = {(lane, lane + 1): way for lane, way in enumerate(ways)}
+    return links | {(next_lane, lane): way for (lane, next_lane), way in links.items()}
 
 
 def _in_lanes(link: Callable[[int, int], float], lane_of: Sequence[int]) -> Callable[[int, int], float]:

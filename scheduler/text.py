@@ -18,26 +18,26 @@ __all__ = ["NAME", "read", "written"]
 NAME = r"[\w.+-]+"
 
 
-def written(what: str, name: str, chunks: int, placement: Placement, rows: Iterable[str]) -> str:
+def written(kind: str, name: str, chunks: int, placement: Placement, rows: Iterable[str]) -> str:
     """The text.
 
     Args:
-        what: "schedule" or "program"
+        kind: "schedule" or "program"
         name: as `by_name` has it
         chunks: how many
         placement: which lane hosts which stage
         rows: the cells of each lane, with spaces between
     """
     lanes = " ".join(map(str, placement.lane_of))
-    head = f"{what} {name}, chunks {chunks}, stages on lanes {lanes}"
+    head = f"{kind} {name}, chunks {chunks}, stages on lanes {lanes}"
     return "\n".join([head, *(f"lane {lane}: {row}".rstrip() for lane, row in enumerate(rows))])
 
 
-def read(what: str, text: str) -> tuple[str, int, Placement, list[list[str]]]:
+def read(kind: str, text: str) -> tuple[str, int, Placement, list[list[str]]]:
     """The inverse of `written`: the name, the number of chunks, the placement, and the cells of each lane, as strings.
 
     Args:
-        what: "schedule" or "program"
+        kind: "schedule" or "program"
         text: a head, then one line of cells for each lane, in the order of the lanes
 
     Raises:
@@ -47,10 +47,10 @@ def read(what: str, text: str) -> tuple[str, int, Placement, list[list[str]]]:
     [['0F0', '0B0']]
     """
     head, *rows = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
-    match = re.fullmatch(rf"{what} ({NAME}), chunks ([0-9]+), stages on lanes ([0-9]+(?: [0-9]+)*)", head)
+    match = re.fullmatch(rf"{kind} ({NAME}), chunks ([0-9]+), stages on lanes ([0-9]+(?: [0-9]+)*)", head)
     if match is None:
         raise ScheduleError(
-            f"{head!r} does not begin a {what}. Write '{what} NAME, chunks 2, stages on lanes 0 1', "
+            f"{head!r} does not begin a {kind}. Write '{kind} NAME, chunks 2, stages on lanes 0 1', "
             "then a line 'lane 0: 0F0 0B0 ...' for each lane."
         )
     name, chunks, lanes = match.groups()

@@ -225,8 +225,8 @@ def in_flight(actions: Iterable[Action]) -> Iterator[int]:
     >>> list(in_flight(map(Action.parse, "0F0 0F1 0I0 0W0 0B1".split())))
     [1, 2, 2, 2, 1]
     """
-    held = 0
+    count = 0
     for action in actions:
-        held += action.kind is Kind.F
-        yield max(held, 0)
-        held -= action.kind is Kind.B or action.kind is Kind.W
+        count += action.kind is Kind.F
+        yield max(count, 0)
+        count -= action.kind is Kind.B or action.kind is Kind.W

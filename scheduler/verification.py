@@ -104,8 +104,8 @@ def _incomplete(columns: Columns, stage: int, chunk: int) -> Iterator[Fault]:
     elif not columns.has(backward) and not halves:
         yield Fault(f"{backward} is missing: add it to lane {lane}, or {first} and {second}.")
     elif not columns.has(backward) and len(halves) == 1:
-        other = second if halves == [first] else first
-        yield Fault(f"{other} is missing, the other half of {halves[0]}: add it to lane {lane}.")
+        missing = second if halves == [first] else first
+        yield Fault(f"{missing} is missing, the other half of {halves[0]}: add it to lane {lane}.")
 
 
 def _ascend(columns: Columns) -> Iterator[Fault]:
@@ -133,15 +133,15 @@ def _descents(columns: Columns, which: Booleans, words: str) -> Iterator[Fault]:
         )
 
 
-def _fit(columns: Columns, given: int | Sequence[int] | None) -> Iterator[Fault]:
-    caps: list[int] = [] if given is None else one_each("cap", given, columns.schedule.lanes)
-    for cap in caps:
-        refuse_unless_whole("cap", cap, least=1)
-    for lane, (order, cap) in enumerate(zip(columns.schedule.orders, caps)):
-        held = list(in_flight(order))
-        if max(held, default=0) > cap:
-            position = next(position for position, count in enumerate(held) if count > cap)
+def _fit(columns: Columns, cap: int | Sequence[int] | None) -> Iterator[Fault]:
+    caps: list[int] = [] if cap is None else one_each("cap", cap, columns.schedule.lanes)
+    for lane_cap in caps:
+        refuse_unless_whole("cap", lane_cap, least=1)
+    for lane, (order, lane_cap) in enumerate(zip(columns.schedule.orders, caps)):
+        counts = list(in_flight(order))
+        if max(counts, default=0) > lane_cap:
+            position = next(position for position, count in enumerate(counts) if count > lane_cap)
             yield Fault(
-                f"lane {lane} holds up to {max(held)} chunks in flight, first above its cap of {cap} at "
-                f"{order[position]}: run a backward before it, or allow {max(held)}.", lane, position,
+                f"lane {lane} holds up to {max(counts)} chunks in flight, first above its cap of {lane_cap} at "
+                f"{order[position]}: run a backward before it, or allow {max(counts)}.", lane, position,
             )

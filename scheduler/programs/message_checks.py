@@ -41,8 +41,8 @@ def message_faults(program: Program) -> list[Fault]:
 
 def _there(program: Program, lane: int, travels: Messages) -> Iterator[Fault]:
     due: dict[Action, Action] = {}  # a send that is to come -> what it sends
-    gone: set[Action] = set()
-    here: dict[Action, int] = {}  # receives, and where
+    sent: set[Action] = set()
+    receive_at: dict[Action, int] = {}  # receives, and where
     late: dict[Action, Action] = {}  # a receive that was not there yet -> what needed it
     used: set[Action] = set()
     odd: list[tuple[int, Action]] = []
@@ -51,7 +51,7 @@ def _there(program: Program, lane: int, travels: Messages) -> Iterator[Fault]:
         if kind in COMPUTE:
             if (stage, kind) in travels.received:
                 receive = Action(stage, travels.received[stage, kind], chunk)
-                if receive in here:
+                if receive in receive_at:
                     used.add(receive)
                 else:
                     late[receive] = action
@@ -59,15 +59,15 @@ def _there(program: Program, lane: int, travels: Messages) -> Iterator[Fault]:
                 due[Action(stage, way.send, chunk)] = action
         elif action in due:
             del due[action]
-            gone.add(action)
-        elif kind.is_send or action in here:
+            sent.add(action)
+        elif kind.is_send or action in receive_at:
             odd.append((position, action))
         else:
-            here[action] = position
+            receive_at[action] = position
     for position, action in odd:
         if action in due:
             words = f"lane {lane} runs {action} before {due.pop(action)}, whose result it sends: put it after."
-        elif action in here or action in gone:
+        elif action in receive_at or action in sent:
             words = f"lane {lane} runs {action}, which has run before: drop one of them."
         else:
             words = f"lane {lane} runs {action}, but there is no such message: drop it."
@@ -75,14 +75,14 @@ def _there(program: Program, lane: int, travels: Messages) -> Iterator[Fault]:
     for send, action in due.items():
         yield Fault(f"{send} is missing, the result of {action}: add it to lane {lane} after {action}.")
     for receive, action in late.items():
-        if receive in here:
+        if receive in receive_at:
             words = f"lane {lane} runs {receive} after {action}, which needs it: put it before."
-            yield Fault(words, lane, here[receive])
+            yield Fault(words, lane, receive_at[receive])
         else:
             yield Fault(f"{receive} is missing, which {action} needs: add it to lane {lane} before {action}.")
-    for receive in [receive for receive in here if receive not in used and receive not in late]:
+    for receive in [receive for receive in receive_at if receive not in used and receive not in late]:
         words = f"lane {lane} runs {receive}, but there is no such message: drop it."
-        yield Fault(words, lane, here[receive])
+        yield Fault(words, lane, receive_at[receive])
 
 
 def _in_order(program: Program) -> Iterator[Fault]:

@@ -62,7 +62,7 @@ def messages(placement: Placement, edges: Iterable[tuple[int, int]] | None = Non
     0F: 1RECV_F 1B: 0RECV_B 1I: 0RECV_B
     """
     lane_of = placement.lane_of
-    found = Messages({}, {})
+    table = Messages({}, {})
     for number, edge in enumerate(pairwise(range(placement.stages)) if edges is None else edges):
         if lane_of[edge[0]] == lane_of[edge[1]]:
             continue
@@ -70,22 +70,22 @@ def messages(placement: Placement, edges: Iterable[tuple[int, int]] | None = Non
             stage, reader = edge[end], edge[1 - end]
             send, receive = _BOTH_ENDS[kind is Kind.F]
             way = Way(send, lane_of[reader], receive, reader, needed_by, number)
-            found.sent.setdefault((stage, kind), []).append(way)
-            found.received.update({(reader, needing): receive for needing in needed_by})
-    return found
+            table.sent.setdefault((stage, kind), []).append(way)
+            table.received.update({(reader, needing): receive for needing in needed_by})
+    return table
 
 
 def _along_an_edge() -> dict[tuple[int, Kind], tuple[Kind, ...]]:
     """Of two stages, one after the other: (stage, kind) whose result the other one needs -> which kinds need it."""
-    found: dict[tuple[int, Kind], list[Kind]] = {}
+    readers: dict[tuple[int, Kind], list[Kind]] = {}
     for stage in range(2):
         for kind in COMPUTE:
             for split in (frozenset[tuple[int, int]](), frozenset({(1, 0)})):
                 for need in requires(Action(stage, kind, 0), 2, split):
-                    kinds = found.setdefault((need.stage, need.kind), [])
+                    kinds = readers.setdefault((need.stage, need.kind), [])
                     if need.stage != stage and kind not in kinds:
                         kinds.append(kind)
-    return {action: tuple(kinds) for action, kinds in found.items() if kinds}
+    return {action: tuple(kinds) for action, kinds in readers.items() if kinds}
 
 
 _ALONG_AN_EDGE = _along_an_edge()

@@ -120,8 +120,8 @@ def other_end(message: Action) -> Action:
     0SEND_F3 0RECV_B3
     """
     stage, kind, chunk = message
-    other, step = _OTHER_END[kind]
-    return Action(stage + step, other, chunk)
+    other_kind, step = _OTHER_END[kind]
+    return Action(stage + step, other_kind, chunk)
 
 
 _OTHER_END = {

@@ -66,7 +66,7 @@ def stuck_lanes(program: Program, receives_wait: bool = False) -> list[Fault]:
 
 def _wait(program: Program, position: list[int], lane: int, need: Action) -> Fault:
     words = f"cannot end: lane {lane} waits at {program.orders[lane][position[lane]]} for {need}, "
-    for other, order in enumerate(program.orders):
-        if need in order[position[other]:]:
-            return Fault(f"{words}which lane {other} comes to after {order[position[other]]}.", lane, position[lane])
+    for runner, order in enumerate(program.orders):
+        if need in order[position[runner]:]:
+            return Fault(f"{words}which lane {runner} comes to after {order[position[runner]]}.", lane, position[lane])
     return Fault(f"{words}which no lane runs: add it.", lane, position[lane])

@@ -50,10 +50,10 @@ def by_name(name: str, lanes: int, chunks: int, **options: object) -> Schedule:
     """
     refuse_unless_whole("lanes", lanes, least=1)
     refuse_unless_whole("chunks", chunks, least=1)
-    options = {what: tuple(value) if isinstance(value, list) else value for what, value in options.items()}
-    for what, value in options.items():
+    options = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
+    for option, value in options.items():
         if not _is_hashable(value):
-            raise ScheduleError(f"{what} is {value!r}, but must be a number, a text, or a list of these.")
+            raise ScheduleError(f"{option} is {value!r}, but must be a number, a text, or a list of these.")
     return _build(name, lanes, chunks, repr(options), **options)
 
 
@@ -100,12 +100,12 @@ def _build(name: str, lanes: int, chunks: int, spelt: str, /, **options: Hashabl
 
 
 def _refuse_unknown(options: dict[str, Hashable], name: str, build: Builder) -> None:
-    _, _, *known = signature(build).parameters.values()
-    unknown = [what for what in options if what not in {option.name for option in known}]
+    _, _, *parameters = signature(build).parameters.values()
+    unknown = [option for option in options if option not in {parameter.name for parameter in parameters}]
     if unknown:
-        takes = ", ".join(f"{option.name}={option.default!r}" for option in known) or "none"
+        takes = ", ".join(f"{parameter.name}={parameter.default!r}" for parameter in parameters) or "none"
         raise ScheduleError(
-            f"{name} takes no option {', '.join(unknown)}; it takes {takes}{' by default' if known else ''}. "
+            f"{name} takes no option {', '.join(unknown)}; it takes {takes}{' by default' if parameters else ''}. "
             f"Drop {', '.join(unknown)}, or choose another schedule."
         )
 

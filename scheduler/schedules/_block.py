@@ -79,8 +79,8 @@ def length_of(action: Action) -> int:
 
 
 def _way(block: BuildingBlock, stages: int) -> list[Action]:
-    there = [Action(stage, Kind.F, 0) for stage in range(stages)]
-    return there + [Action(stage, block.backward, 0) for stage in reversed(range(stages))]
+    forwards = [Action(stage, Kind.F, 0) for stage in range(stages)]
+    return forwards + [Action(stage, block.backward, 0) for stage in reversed(range(stages))]
 
 
 def _gaps(block: BuildingBlock, lanes: int) -> list[int]:

@@ -47,14 +47,14 @@ def anneal(
     timing, random = IncrementalTiming(problem, plan), Random(seed).random
     flippable = [pair for pair in range(problem.pairs) if problem.is_dearer_split(pair)]
     mean = sum(timing.times.duration) / problem.count
-    best, lowest, left = timing.plan(), timing.value, work
-    while left > 0 and lowest > enough * (1 + _ROUNDING) and mean:
-        temperature = mean * cold * (hot / cold) ** (left / work)
+    best, lowest, remaining = timing.plan(), timing.value, work
+    while remaining > 0 and lowest > enough * (1 + _ROUNDING) and mean:
+        temperature = mean * cold * (hot / cold) ** (remaining / work)
         allowed = timing.value - temperature * log(1 - random())
         if flippable and random() < _FLIPS:
-            left -= _flip(timing, flippable[int(random() * len(flippable))], allowed)
+            remaining -= _flip(timing, flippable[int(random() * len(flippable))], allowed)
         else:
-            left -= _shift(timing, random, allowed)
+            remaining -= _shift(timing, random, allowed)
         if timing.value < lowest:
             best, lowest = timing.plan(), timing.value
     return best
@@ -70,7 +70,7 @@ def _shift(timing: IncrementalTiming, random: Callable[[], float], allowed: floa
     order, reach = timing.orders[lane], 1 + int(random() ** 2 * _REACH)
     if random() < 0.5:
         first, window = position, order[position + 1:position + 1 + reach]
-        possible = len(window) == reach and not any(action in timing.near[other] for other in window)
+        possible = len(window) == reach and not any(action in timing.near[neighbour] for neighbour in window)
         window.append(action)
     else:
         first = max(position - reach, 0)

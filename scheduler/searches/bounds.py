@@ -97,12 +97,12 @@ _BILLIONTH = 1e-9
 _THOROUGH = 13000  # actions; beyond, what each needs is looked at, and not what its lane has to run before it
 
 
-def _bounds(problem: Problem, graph: PrecedenceGraph, known: _Bounds | None = None) -> _Bounds:
+def _bounds(problem: Problem, graph: PrecedenceGraph, earlier: _Bounds | None = None) -> _Bounds:
     """The bounds that follow from the graph; infinite where it has a cycle."""
     thorough = problem.count <= _THOROUGH
     offsets = [problem.offset[lane] for lane in problem.lane]
-    head = heads(graph, known.head if known else [0] * problem.count, thorough)
-    back = heads(mirrored(graph), mirror(graph, known.tail) if known else offsets, thorough)
+    head = heads(graph, earlier.head if earlier else [0] * problem.count, thorough)
+    back = heads(mirrored(graph), mirror(graph, earlier.tail) if earlier else offsets, thorough)
     if head is not None and thorough and graph.choices:
         head = heads(graph, head)  # now that heads of what may have run are known too
     if head is None or back is None:
@@ -123,11 +123,11 @@ def _preemptive(jobs: list[tuple[float, float, float]]) -> float:
         time = max(time, head)
         heappush(waiting, (-tail, duration))
         while waiting and time < until:
-            minus, left = heappop(waiting)
-            done = min(left, until - time)
+            minus, remaining = heappop(waiting)
+            done = min(remaining, until - time)
             time += done
-            if done < left:
-                heappush(waiting, (minus, left - done))
+            if done < remaining:
+                heappush(waiting, (minus, remaining - done))
             else:
                 longest = max(longest, time - minus)
     return longest
@@ -138,13 +138,13 @@ def _decided(graph: PrecedenceGraph, bounds: _Bounds, limit: float) -> dict[tupl
     decided: dict[tuple[int, int], int] = {}
     head, tail, duration, chunks = bounds.head, bounds.tail, graph.duration, graph.chunks
     for chains in graph.chains:
-        for mine in chains:
-            for other in chains:
-                first = other * chunks
-                for action in range(mine * chunks, (mine + 1) * chunks) if mine != other else ():
+        for chain in chains:
+            for other_chain in chains:
+                first = other_chain * chunks
+                for action in range(chain * chunks, (chain + 1) * chunks) if chain != other_chain else ():
                     end = head[action] + duration[action]
-                    while first < (other + 1) * chunks and end + duration[first] + tail[first] > limit:
+                    while first < (other_chain + 1) * chunks and end + duration[first] + tail[first] > limit:
                         first += 1
-                    if first > other * chunks:
-                        decided[action, other] = first - 1
+                    if first > other_chain * chunks:
+                        decided[action, other_chain] = first - 1
     return decided

@@ -58,8 +58,8 @@ class _DispatchedLane(LaneState):
         self._patient = patient
         self._stages = problem.placement.stages_of(lane)
         self._alone = alone(self._stages, problem.held)
-        held = [problem.held[stage] for stage in self._stages]
-        self._recomputes = any(each.checkpoint < each.activation for each in held)
+        memories = [problem.held[stage] for stage in self._stages]
+        self._recomputes = any(memory.checkpoint < memory.activation for memory in memories)
         # F of late stages and I of early ones first: they are nearer to giving back what is held
         forwards, backwards = [(0, stage) for stage in reversed(self._stages)], [(1, stage) for stage in self._stages]
         self._chains = forwards + backwards if forward_first else backwards + forwards
@@ -105,8 +105,8 @@ class _DispatchedLane(LaneState):
         if chunk == first or self._cap == inf:
             return True
         later = problem.held[stage].checkpoint
-        for other, gone, returned in zip(self._stages, forward, back):
-            later += problem.held[other].checkpoint * max(0, gone - max(returned, first + 1))
+        for lane_stage, forwarded, returned in zip(self._stages, forward, back):
+            later += problem.held[lane_stage].checkpoint * max(0, forwarded - max(returned, first + 1))
         return later + self._alone <= self._cap
 
     def _done_of(self, kind: int) -> list[int]:

@@ -72,18 +72,18 @@ def filled(problem: Problem, orders: Orders, eager: bool = False) -> LaneOrders 
 
     def look_ahead(at: int) -> None:
         lane = lanes[at]
-        if lane.left:
-            sender = problem.messages.sender[lane.left[-1]]
+        if lane.remaining:
+            sender = problem.messages.sender[lane.remaining[-1]]
             if end[sender] == inf:
                 sleepers[sender] = at
             else:
-                heappush(ahead, (max(lane.free, end[sender] + problem.messages.travel[lane.left[-1]]), at))
+                heappush(ahead, (max(lane.free, end[sender] + problem.messages.travel[lane.remaining[-1]]), at))
 
     for at in range(problem.lanes):
         look_ahead(at)
     while ahead:
         lane = lanes[at := heappop(ahead)[1]]
-        action = lane.left.pop()
+        action = lane.remaining.pop()
         arrival = end[problem.messages.sender[action]] + problem.messages.travel[action]
         if not lane.make_room(action):
             return None
@@ -102,7 +102,7 @@ class _FilledLane(LaneState):
 
     def __init__(self, problem: Problem, lane: int, order: list[int]) -> None:
         super().__init__(problem, lane)
-        self.left = order[::-1]
+        self.remaining = order[::-1]
         self.idled = 0.0
 
     def make_room(self, action: int) -> bool:
@@ -150,8 +150,8 @@ def _while_it_waits(problem: Problem, more: int) -> list[int]:
 def _limited(problem: Problem, counts: Sequence[int]) -> list[int]:
     """As far as memory goes, fewer on each lane than on the one before, at least 1, and not more than there are."""
     limited: list[int] = []
-    for count, held, cap in zip(counts, problem.held, problem.caps):
-        room = (cap - held.activation) / held.checkpoint + 1 if held.checkpoint else inf
-        most = min(count, floor(room) if room < count else count, *([limited[-1] - 1] if limited else []))
-        limited.append(max(most, 1))
+    for count, memory, cap in zip(counts, problem.held, problem.caps):
+        room = (cap - memory.activation) / memory.checkpoint + 1 if memory.checkpoint else inf
+        fitting = min(count, floor(room) if room < count else count, *([limited[-1] - 1] if limited else []))
+        limited.append(max(fitting, 1))
     return [min(count, problem.chunks) for count in limited]

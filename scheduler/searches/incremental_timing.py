@@ -177,17 +177,17 @@ class IncrementalTiming:
         """Keeps the topological order one, which changes between `begin` and `stop` only: first what does not come
         after the window, then the window, then what does."""
         lane_of, sender = self.problem.lane, self.problem.messages.sender
-        before, behind, late, late_lanes = [], [], set(window), {lane}
+        before, after, late, late_lanes = [], [], set(window), {lane}
         for action in self._topological[begin:stop]:
             if lane_of[action] == lane:
                 continue
             if lane_of[action] in late_lanes or sender[action] in late:
                 late.add(action)
                 late_lanes.add(lane_of[action])
-                behind.append(action)
+                after.append(action)
             else:
                 before.append(action)
-        self._topological[begin:stop] = [*before, *window, *behind]
+        self._topological[begin:stop] = [*before, *window, *after]
         for where in range(begin, stop):
             self._where[self._topological[where]] = where
 

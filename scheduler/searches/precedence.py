@@ -119,19 +119,19 @@ def heads(graph: PrecedenceGraph, earliest: Sequence[float], thorough: bool = Tr
     return head
 
 
-def _all_run(graph: PrecedenceGraph, action: int, count: list[int], head: Sequence[float], known: float) -> float:
+def _all_run(graph: PrecedenceGraph, action: int, count: list[int], head: Sequence[float], earliest: float) -> float:
     """The time at which the lane can have run all that it must run before an action: so many of each chain, and one of
     the choices that it has."""
     chains = graph.chains[graph.lane[action]]
     end = _one_at_a_time(graph, [(at, count[at]) for at in chains], head)
-    known = max(known, end)
+    earliest = max(earliest, end)
     soonest = inf
     for choice in graph.choices.get(action, ()):
         runs = [(at, max(count[at], choice.get(at, 0))) for at in chains]
         soonest = min(soonest, _one_at_a_time(graph, runs, head))
-        if soonest <= known:
-            return known
-    return max(known, soonest) if soonest < inf else known
+        if soonest <= earliest:
+            return earliest
+    return max(earliest, soonest) if soonest < inf else earliest
 
 
 def _one_at_a_time(graph: PrecedenceGraph, runs: Iterable[tuple[int, int]], head: Sequence[float]) -> float:
@@ -146,15 +146,15 @@ def _one_at_a_time(graph: PrecedenceGraph, runs: Iterable[tuple[int, int]], head
 def _topological(needs: TimedNeeds) -> list[int] | None:
     """All actions, each after what it needs; None where there is no such order."""
     followers: list[list[int]] = [[] for _ in needs]
-    left = list(map(len, needs))
+    unmet = list(map(len, needs))
     for action, before in enumerate(needs):
         for need, _ in before:
             followers[need].append(action)
-    order = [action for action, count in enumerate(left) if not count]
+    order = [action for action, count in enumerate(unmet) if not count]
     for action in order:  # grows on the way
         for follower in followers[action]:
-            left[follower] -= 1
-            if not left[follower]:
+            unmet[follower] -= 1
+            if not unmet[follower]:
                 order.append(follower)
     return order if len(order) == len(needs) else None
 
@@ -169,8 +169,8 @@ def _run_before(problem: Problem, stage: int, chunk: int) -> list[tuple[int, int
     cap = problem.caps[problem.placement.lane_of[stage]]
     if cap == inf:
         return [(0, 0)]
-    before = [other for other in problem.placement.stages_of(problem.placement.lane_of[stage]) if other < stage]
-    below = sum(problem.held[other].checkpoint for other in before)
+    before = [earlier for earlier in problem.placement.stages_of(problem.placement.lane_of[stage]) if earlier < stage]
+    below = sum(problem.held[earlier].checkpoint for earlier in before)
     room = cap - below - problem.held[stage].activation
     a_chunk, kept = below + problem.held[stage].checkpoint, problem.held[stage].kept if problem.kinds == 3 else 0
     fewest = max(0, chunk - _whole(room, a_chunk))

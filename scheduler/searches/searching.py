@@ -142,15 +142,15 @@ def search(
     named = list(_named(problem, costs))
     start = min(_starts(problem, named), key=lambda plan: value_of(problem, plan))
     plan, bound = _improved(problem, start, seed, effort)
-    found = _Candidate.of(problem.schedule(plan, "found"), costs, objective)
-    assert isclose(found.value, value_of(problem, plan))  # the search and simulate agree
-    best = min(named, key=lambda one: one.value, default=None)
-    if best is not None and best.value <= found.value * (1 + _ROUNDING):
-        found = best
-    assert found.fits(problem)  # whatever is returned is right
-    verify(found.schedule)
+    result = _Candidate.of(problem.schedule(plan, "found"), costs, objective)
+    assert isclose(result.value, value_of(problem, plan))  # the search and simulate agree
+    best = min(named, key=lambda candidate: candidate.value, default=None)
+    if best is not None and best.value <= result.value * (1 + _ROUNDING):
+        result = best
+    assert result.fits(problem)  # whatever is returned is right
+    verify(result.schedule)
     return Found(
-        found.schedule, found.timeline, objective, found.value, min(bound, found.value),
+        result.schedule, result.timeline, objective, result.value, min(bound, result.value),
         best and best.schedule.name, best and best.value,
     )
 
@@ -185,7 +185,8 @@ def _named(problem: Problem, costs: Costs) -> Iterator[_Candidate]:
 def _starts(problem: Problem, named: list[_Candidate]) -> Iterator[LaneOrders]:
     """Plans that fit, to search from."""
     plans = [dispatch(problem, first, patient) for first in (False, True) for patient in (False, True)]
-    plans += [plan for one in named if problem.allows(plan := problem.plan(one.schedule))]  # forwards may not ascend
+    of_named = [problem.plan(candidate.schedule) for candidate in named]
+    plans += [plan for plan in of_named if problem.allows(plan)]  # forwards may not ascend
     yield from plans
     yield from (problem.with_whole(plan) for plan in plans)
     orders = [turns(problem, counts) for counts in warmups(problem)]
