@@ -1,6 +1,6 @@
 """The cell that a notebook shows of a result: the lines that it prints, and below them its picture, if it has one.
 
-    >>> class Answer(Shown):
+    >>> class Answer(NotebookResult):
     ...     def __str__(self) -> str:
     ...         return "1 < 2"
     >>> Answer()._repr_html_()
@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from base64 import b64encode
 from html import escape
 
-__all__ = ["Shown"]
+__all__ = ["NotebookResult"]
 
 
-class Shown(ABC):
+class NotebookResult(ABC):
     """A result that prints as a few lines."""
 
     @abstractmethod

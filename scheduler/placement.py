@@ -14,7 +14,7 @@ from functools import cached_property
 
 from scheduler.errors import ScheduleError, refuse_unless_whole
 
-__all__ = ["Placed", "Placement"]
+__all__ = ["HasPlacement", "Placement"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Placement:
         return tuple(stage for stage, host in enumerate(self.lane_of) if host == lane)
 
 
-class Placed:
+class HasPlacement:
     """The part of whatever has a placement."""
 
     placement: Placement

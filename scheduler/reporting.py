@@ -24,7 +24,7 @@ from scheduler.drawing import duration, take_turns
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.measurement import measure
 from scheduler.memory_model import ChunkMemory
-from scheduler.notebook import Shown
+from scheduler.notebook import NotebookResult
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.timeline import Timeline
@@ -71,7 +71,7 @@ class StageReport:
 
 
 @dataclass(frozen=True, repr=False)
-class Report(Shown):
+class Report(NotebookResult):
     """Measured beside planned. Prints as a table.
 
     Args:

@@ -17,7 +17,7 @@ from itertools import chain
 
 from scheduler.action import COMPUTE, Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_whole
-from scheduler.placement import Placed, Placement
+from scheduler.placement import HasPlacement, Placement
 from scheduler.text import NAME, read, written
 
 __all__ = ["Order", "Schedule", "refuse_unless_one_each"]
@@ -26,7 +26,7 @@ Order = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
-class Schedule(Placed):
+class Schedule(HasPlacement):
     """The order of every lane.
 
     Args:

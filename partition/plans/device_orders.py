@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, repeat
 from math import factorial, prod
 
-from partition.plans.trials import Base, Machine, Trial, enumerated, polished, tried
+from partition.plans.trials import Machine, Trial, TrialSetup, enumerated, polished, tried
 from scheduler import Placement, Schedule
 
 __all__ = ["fitting", "reordered", "tried_in_orders"]
@@ -19,7 +19,7 @@ __all__ = ["fitting", "reordered", "tried_in_orders"]
 DeviceOrder = tuple[int, ...]
 
 
-def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> tuple[list[Trial], list[DeviceOrder], bool]:
+def tried_in_orders(setups: Sequence[TrialSetup], may_reorder: bool) -> tuple[list[Trial], list[DeviceOrder], bool]:
     """The trials of schedules on devices, in the orders that may be good.
 
     All orders that differ, where there are few enough for so many schedules. Else the given one, and those by memory
@@ -28,18 +28,19 @@ def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> tuple[list[Tria
     Returns:
         All trials, the orders in which devices were taken, and whether no other order was left out that may be taken.
     """
-    machine = bases[0].machine
-    orders = _all_orders(machine, max(_TRIALS // len(bases), 1)) if may_reorder else [_given_order(machine)]
+    machine = setups[0].machine
+    orders = _all_orders(machine, max(_TRIALS // len(setups), 1)) if may_reorder else [_given_order(machine)]
     if orders:
-        trials = [trial for base in bases for order in orders for trial in tried(_placed(base, order))]
+        trials = [trial for setup in setups for order in orders for trial in tried(_placed(setup, order))]
         return trials, orders, True
     orders = _likely_orders(machine)
-    candidates = [(trial, base, order) for base in bases for order in orders for trial in tried(_placed(base, order))]
-    best, base, order = min(candidates, key=lambda candidate: candidate[0].rank)
+    candidates = [(trial, setup, order) for setup in setups for order in orders
+                  for trial in tried(_placed(setup, order))]  # fmt: skip
+    best, setup, order = min(candidates, key=lambda candidate: candidate[0].rank)
     trials = [trial for trial, _, _ in candidates]
     while True:
         exchanged = [(trial, next_order) for next_order in _exchanges(order, machine)
-                     for trial in tried(_placed(base, next_order))]  # fmt: skip
+                     for trial in tried(_placed(setup, next_order))]  # fmt: skip
         trials += [trial for trial, _ in exchanged]
         next_best, next_order = min(exchanged, key=lambda candidate: candidate[0].rank)
         if next_best.rank >= best.rank:
@@ -47,16 +48,16 @@ def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> tuple[list[Tria
         best, order = next_best, next_order
 
 
-def fitting(best: Trial, bases: Sequence[Base], orders: Sequence[DeviceOrder]) -> tuple[Trial, bool]:
+def fitting(best: Trial, setups: Sequence[TrialSetup], orders: Sequence[DeviceOrder]) -> tuple[Trial, bool]:
     """A trial that fits, where the best of those that were tried does not, and whether all there is was looked at.
 
     That is all balances and recomputations of the schedules, in these orders of the devices. Where none fits, or none
     is come upon, it is the best one.
     """
     budget = _BUDGET
-    for base in bases:
+    for setup in setups:
         for order in orders:
-            trial, budget = enumerated(_placed(base, order), budget)
+            trial, budget = enumerated(_placed(setup, order), budget)
             if trial is not None or budget < 0:
                 return best if trial is None else polished(trial), False
     return best, True
@@ -76,11 +77,11 @@ def reordered(schedule: Schedule, order: Sequence[int]) -> Schedule:
     return Schedule.of_cells(schedule.name, placement, schedule.chunks, [cells[lane] for lane in lane_at])
 
 
-def _placed(base: Base, order: DeviceOrder) -> Base:
-    if order == _given_order(base.machine):
-        return base
-    schedule = reordered(base.schedule, order)
-    return base._replace(pipe_schedule=schedule, schedule=schedule)
+def _placed(setup: TrialSetup, order: DeviceOrder) -> TrialSetup:
+    if order == _given_order(setup.machine):
+        return setup
+    schedule = reordered(setup.schedule, order)
+    return setup._replace(pipe_schedule=schedule, schedule=schedule)
 
 
 def _given_order(machine: Machine) -> DeviceOrder:

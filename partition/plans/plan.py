@@ -15,7 +15,7 @@ from partition.profiles.amounts import spelt_bytes, spelt_work
 from partition.profiles.profile import frozen
 from scheduler import Costs, Link, Schedule
 from scheduler.aligning import aligned
-from scheduler.notebook import Shown
+from scheduler.notebook import NotebookResult
 
 __all__ = ["ExpectedStep", "Plan", "RecomputedStages"]
 
@@ -57,7 +57,7 @@ class ExpectedStep(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Shown):
+class Plan(NotebookResult):
     """A way to cut, schedule and recompute a model.
 
     Attributes:

@@ -19,7 +19,17 @@ from partition.hardware.selection import Choice
 from partition.plans.device_orders import fitting, tried_in_orders
 from partition.plans.memory import DevicePeak
 from partition.plans.plan import ExpectedStep, Plan
-from partition.plans.trials import Base, Machine, PlanLinks, Trial, costs_of, polished, recomputed, stages_of, tried
+from partition.plans.trials import (
+    Machine,
+    PlanLinks,
+    Trial,
+    TrialSetup,
+    costs_of,
+    polished,
+    recomputed,
+    stages_of,
+    tried,
+)
 from partition.profiles.amounts import spelt_bytes, spelt_work
 from partition.profiles.optimizer_state import OptimizerLike
 from partition.profiles.profile import Profile
@@ -120,21 +130,21 @@ def plan(
     if link is None and unit != "s" and flops is None:
         machine = machine._replace(link=0.0)  # a Choice's are in seconds
     machine = _with_unit(machine, unit, flops, overhead)
-    bases = [
-        Base(profiles[number], machine, *named)
+    setups = [
+        TrialSetup(profiles[number], machine, *named)
         for number in profiles for named in _schedules(schedule_names, len(machine.speeds), number, len(module))
     ]  # fmt: skip
-    if not bases:
+    if not setups:
         raise PartitionError(
             f"none of {', '.join(schedule_names)} is defined for {len(machine.speeds)} devices, {len(module)} layers "
             f"and {', '.join(map(str, profiles))} chunks. Ask for fewer devices, or other schedules or chunks."
         )
     if reorder is None:
         reorder = not isinstance(devices, Choice) and not isinstance(machine.link, Mapping)
-    trials, orders, is_all = tried_in_orders(bases, reorder)
+    trials, orders, is_all = tried_in_orders(setups, reorder)
     best = polished(min(trials, key=lambda trial: trial.rank))
     if not best.fits:
-        best, is_complete = fitting(best, bases, orders)
+        best, is_complete = fitting(best, setups, orders)
         is_all = is_all and is_complete
     if best.fits and effort > 0:
         best = _searched(best, effort)
@@ -142,9 +152,9 @@ def plan(
         raise PartitionError(_nearest(best, labels, is_all))
     free = [_FREE] if link is None and not machine.link and isinstance(devices, Choice) else []
     notes = [*_notes(best, trials), *free, *(_failure(number, error) for number, error in failed.items())]
-    schedule = best.base.schedule
+    schedule = best.setup.schedule
     return Plan(
-        best.balance, schedule.chunks, best.base.pipe_schedule, schedule.placement.lane_of, best.checkpoint, count,
+        best.balance, schedule.chunks, best.setup.pipe_schedule, schedule.placement.lane_of, best.checkpoint, count,
         labels, machine.caps if max(machine.caps) < math.inf else (), _expected(best), _costs(best),
         tuple(notes),
     )  # fmt: skip
@@ -239,10 +249,10 @@ _APART = 1.4
 
 def _costs(best: Trial) -> Costs:
     """The costs of a trial in numbers for each stage, also what a chunk holds."""
-    stages = stages_of(best.base.profile, best.balance)
-    recomputes = recomputed(best.checkpoint, best.base.schedule)
-    costs = costs_of(best.base, stages, best.balance, frozenset())
-    shares = [sum(s == stage for s, _ in recomputes) / best.base.schedule.chunks for stage in range(len(stages))]
+    stages = stages_of(best.setup.profile, best.balance)
+    recomputes = recomputed(best.checkpoint, best.setup.schedule)
+    costs = costs_of(best.setup, stages, best.balance, frozenset())
+    shares = [sum(s == stage for s, _ in recomputes) / best.setup.schedule.chunks for stage in range(len(stages))]
     assert isinstance(costs.forward, tuple)  # a number for each stage
     return replace(
         costs,
@@ -257,10 +267,10 @@ def _costs(best: Trial) -> Costs:
 
 def _expected(best: Trial) -> ExpectedStep:
     timeline = best.timeline
-    stages = stages_of(best.base.profile, best.balance)
-    costs = costs_of(best.base, stages, best.balance, frozenset())
-    bound = LowerBound(pose(costs, best.base.schedule.placement, best.base.schedule.chunks)).value
-    unit = best.base.machine.unit
+    stages = stages_of(best.setup.profile, best.balance)
+    costs = costs_of(best.setup, stages, best.balance, frozenset())
+    bound = LowerBound(pose(costs, best.setup.schedule.placement, best.setup.schedule.chunks)).value
+    unit = best.setup.machine.unit
     return ExpectedStep(
         timeline.makespan, timeline.bubble, min(bound, timeline.makespan), unit, timeline.busy, best.peaks
     )
@@ -268,25 +278,25 @@ def _expected(best: Trial) -> ExpectedStep:
 
 def _searched(best: Trial, effort: float) -> Trial:
     """A schedule that is searched for, for the same stages, if it is shorter and fits."""
-    stages = stages_of(best.base.profile, best.balance)
+    stages = stages_of(best.setup.profile, best.balance)
     room = [
-        cap - sum(stages[stage].state for stage in best.base.schedule.placement.stages_of(lane))
-        for lane, cap in enumerate(best.base.machine.caps)
+        cap - sum(stages[stage].state for stage in best.setup.schedule.placement.stages_of(lane))
+        for lane, cap in enumerate(best.setup.machine.caps)
     ]  # fmt: skip
     try:
         result = search(
-            _costs(best), best.base.schedule.lanes, best.base.schedule.chunks,
-            None if math.inf in room else room, placement=best.base.schedule.placement, effort=effort,
+            _costs(best), best.setup.schedule.lanes, best.setup.schedule.chunks,
+            None if math.inf in room else room, placement=best.setup.schedule.placement, effort=effort,
         )  # fmt: skip
     except ScheduleError:  # none fits the room, as the search counts it
         return best
-    trials = tried(best.base._replace(label="searched", pipe_schedule=result.schedule, schedule=result.schedule))
+    trials = tried(best.setup._replace(label="searched", pipe_schedule=result.schedule, schedule=result.schedule))
     return min([best, *trials], key=lambda trial: trial.rank)
 
 
 def _notes(best: Trial, trials: Sequence[Trial]) -> Iterator[str]:
-    step, unit = best.timeline.makespan, best.base.machine.unit
-    others = [trial for trial in trials if trial.fits and trial.base.label != best.base.label]
+    step, unit = best.timeline.makespan, best.setup.machine.unit
+    others = [trial for trial in trials if trial.fits and trial.setup.label != best.setup.label]
     if others:
         second = min(others, key=lambda trial: trial.rank)
         yield (
@@ -319,7 +329,7 @@ def _nearest(best: Trial, labels: Sequence[str], is_all: bool) -> str:
     lane = max(range(len(best.over)), key=best.over.__getitem__)
     peak: DevicePeak = best.peaks[lane]
     name = labels[lane] if labels else f"device {lane}"
-    cap, words = best.base.machine.caps[lane], []
+    cap, words = best.setup.machine.caps[lane], []
     if peak.state > cap / 2:
         words.append("an optimizer that keeps less, or parameters of a smaller dtype")
     if peak.total - peak.state > cap / 10:

@@ -25,7 +25,8 @@ from scheduler.interruptions import interrupted
 from scheduler.links import between
 
 __all__ = [
-    "Base", "Machine", "Trial", "costs_of", "enumerated", "polished", "recomputed", "replayed", "stages_of", "tried"
+    "Machine", "Trial", "TrialSetup", "costs_of", "enumerated", "polished", "recomputed", "replayed", "stages_of",
+    "tried",
 ]  # fmt: skip
 
 Checkpoint = str | RecomputedStages
@@ -53,7 +54,7 @@ class Machine(NamedTuple):
     unit: str
 
 
-class Base(NamedTuple):
+class TrialSetup(NamedTuple):
     """The part of a choice that is given.
 
     Attributes:
@@ -76,14 +77,14 @@ class Trial:
     """One choice, simulated.
 
     Attributes:
-        base: what was given.
+        setup: what was given.
         balance, checkpoint: chosen here.
         timeline: of a step.
         peaks: of the devices.
         over: for each device the bytes by which it exceeds its cap, or a negative number.
     """
 
-    base: Base
+    setup: TrialSetup
     balance: tuple[int, ...]
     checkpoint: Checkpoint
     timeline: Timeline
@@ -99,17 +100,17 @@ class Trial:
     def rank(self) -> tuple[float, ...]:
         """The order of choices: what fits before what does not, then the faster, then what holds less."""
         step = float(f"{self.timeline.makespan:.9g}")  # sums of floats round
-        return max(*self.over, 0), step, max(peak.total for peak in self.peaks), self.base.schedule.chunks
+        return max(*self.over, 0), step, max(peak.total for peak in self.peaks), self.setup.schedule.chunks
 
     @property
     def words(self) -> str:
         """The choice, in words."""
         suffixes = {"never": "", "except_last": ", recomputed"}
         suffix = suffixes[self.checkpoint] if isinstance(self.checkpoint, str) else ", partly recomputed"
-        return f"{self.base.label} with {self.base.schedule.chunks} chunks{suffix}"
+        return f"{self.setup.label} with {self.setup.schedule.chunks} chunks{suffix}"
 
 
-def tried(base: Base) -> list[Trial]:
+def tried(setup: TrialSetup) -> list[Trial]:
     """Choices of balance and recomputation; the best of them has the least `rank`.
 
     First nothing is recomputed. Where that does not fit at once, all is; and the stages of the devices that hold too
@@ -118,14 +119,14 @@ def tried(base: Base) -> list[Trial]:
     Raises:
         PartitionError: there are fewer layers than stages.
     """
-    schedule, free = base.schedule, _trial(base, "never")
+    schedule, free = setup.schedule, _trial(setup, "never")
     trials = [free]
     if free.fits:
         return trials
     stages: set[int] = set()
     while len(stages) < schedule.stages:
         checkpoint: Checkpoint = RecomputedStages(tuple(sorted(stages))) if stages else "never"
-        last = _fitted(base, checkpoint)
+        last = _fitted(setup, checkpoint)
         trials.append(last)
         if last.fits:
             break
@@ -134,7 +135,7 @@ def tried(base: Base) -> list[Trial]:
         for lane in lanes:
             if lane == fullest or last.over[lane] > 0:
                 stages.update(schedule.placement.stages_of(lane))
-    return [*trials, _fitted(base, "except_last")]
+    return [*trials, _fitted(setup, "except_last")]
 
 
 def polished(trial: Trial) -> Trial:
@@ -153,11 +154,11 @@ def polished(trial: Trial) -> Trial:
 def _neighbours(trial: Trial) -> Iterator[Trial]:
     moved = [trial.balance, *_moved(trial.balance)]
     for checkpoint in _toggled(trial):
-        yield _fitted(trial.base, checkpoint)
+        yield _fitted(trial.setup, checkpoint)
         for balance in moved if len(moved) <= _FEW else moved[:1]:
-            yield replayed(trial.base, checkpoint, balance)
+            yield replayed(trial.setup, checkpoint, balance)
     for balance in moved[1:]:
-        yield replayed(trial.base, trial.checkpoint, balance)
+        yield replayed(trial.setup, trial.checkpoint, balance)
 
 
 def _moved(balance: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -170,7 +171,7 @@ def _moved(balance: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def _toggled(trial: Trial) -> Iterator[Checkpoint]:
     """Choices with one stage more or fewer that recomputes; all of them recompute as "except_last" does."""
-    stages = trial.base.schedule.stages
+    stages = trial.setup.schedule.stages
     recomputing = set(trial.checkpoint.stages) if isinstance(trial.checkpoint, RecomputedStages) else set[int]()
     if trial.checkpoint == "except_last":
         recomputing = set(range(stages))
@@ -179,19 +180,19 @@ def _toggled(trial: Trial) -> Iterator[Checkpoint]:
         yield "never" if not chosen else "except_last" if len(chosen) == stages else RecomputedStages(chosen)
 
 
-def _fitted(base: Base, checkpoint: Checkpoint) -> Trial:
+def _fitted(setup: TrialSetup, checkpoint: Checkpoint) -> Trial:
     """A trial whose balance is cut under the caps; without them, where no balance fits.
 
     The cut knows what devices hold of their stages at once; what waits to be read shows in the replay, and is taken off
     the caps.
     """
-    best = _trial(base, checkpoint)
-    caps = list(base.machine.caps)
+    best = _trial(setup, checkpoint)
+    caps = list(setup.machine.caps)
     for _ in range(_ROUNDS):
         if best.fits:
             break
         try:
-            trial = _trial(base, checkpoint, caps)
+            trial = _trial(setup, checkpoint, caps)
         except PartitionError:
             break
         best = min(best, trial, key=lambda trial: trial.rank)
@@ -205,17 +206,17 @@ _ROUNDS = 3
 _FEW = 16  # moves of cuts that are tried with every other choice of stages to recompute
 
 
-def _trial(base: Base, checkpoint: Checkpoint, caps: Sequence[float] | None = None) -> Trial:
-    windows = _windows(base, checkpoint, caps)
+def _trial(setup: TrialSetup, checkpoint: Checkpoint, caps: Sequence[float] | None = None) -> Trial:
+    windows = _windows(setup, checkpoint, caps)
     balance = shared(windows, _SPLITS).balance
     if not balance:
         raise PartitionError("no balance is known to fit")
-    return replayed(base, checkpoint, balance)
+    return replayed(setup, checkpoint, balance)
 
 
-def _windows(base: Base, checkpoint: Checkpoint, caps: Sequence[float] | None) -> Windows:
+def _windows(setup: TrialSetup, checkpoint: Checkpoint, caps: Sequence[float] | None) -> Windows:
     """The stages of a schedule on its devices, for the cut; without caps they hold what they like."""
-    profile, machine, _, _, schedule = base
+    profile, machine, _, _, schedule = setup
     recomputes = recomputed(checkpoint, schedule)
     lane_of, last = schedule.placement.lane_of, schedule.stages - 1
     check_stages(schedule.stages, len(profile.layers))
@@ -242,7 +243,7 @@ def _windows(base: Base, checkpoint: Checkpoint, caps: Sequence[float] | None) -
     return Windows(layers, specs, messages, lanes)
 
 
-def enumerated(base: Base, budget: int) -> tuple[Trial | None, int]:
+def enumerated(setup: TrialSetup, budget: int) -> tuple[Trial | None, int]:
     """A trial that fits, of all balances and all stages that may recompute; and what is left of a budget.
 
     Those whose devices hold too much of their stages alone are left out, also by the cut, all at once; others are
@@ -251,11 +252,11 @@ def enumerated(base: Base, budget: int) -> tuple[Trial | None, int]:
     Args:
         budget: cuts and balances to look at; less than 0 is left where that was not enough to look at all.
     """
-    stages = range(base.schedule.stages)
+    stages = range(setup.schedule.stages)
     subsets = chain.from_iterable(combinations(stages, size) for size in stages)
     choices: list[Checkpoint] = ["never", "except_last"]
     for checkpoint in chain(choices, (RecomputedStages(some) for some in subsets if some)):
-        windows = _windows(base, checkpoint, base.machine.caps)
+        windows = _windows(setup, checkpoint, setup.machine.caps)
         budget -= 1 + windows.layers * windows.stages // 64  # a cut of many takes longer
         if budget < 0:
             break
@@ -268,24 +269,24 @@ def enumerated(base: Base, budget: int) -> tuple[Trial | None, int]:
             balance = [stop - start for start, stop in zip((0, *cuts), (*cuts, windows.layers))]
             if windows.over(windows.bytes(balance)) > 0:
                 continue
-            trial = replayed(base, checkpoint, balance)
+            trial = replayed(setup, checkpoint, balance)
             if trial.fits:
                 return trial, budget
     return None, budget
 
 
-def replayed(base: Base, checkpoint: Checkpoint, balance: Sequence[int]) -> Trial:
+def replayed(setup: TrialSetup, checkpoint: Checkpoint, balance: Sequence[int]) -> Trial:
     """The trial of one balance: simulated, and its memory counted."""
-    profile, machine, _, _, schedule = base
+    profile, machine, _, _, schedule = setup
     recomputes = recomputed(checkpoint, schedule)
     stages = stages_of(profile, balance)
-    costs = costs_of(base, stages, balance, recomputes)
+    costs = costs_of(setup, stages, balance, recomputes)
     timeline = simulate(schedule, costs)
     begins = len(profile.layers) - balance[-1]
     values, loss = values_of(profile, balance), profile.loss_bytes(begins)
     device_peaks = peaks(timeline, schedule.placement, stages, values, recomputes, loss)
     over = tuple([peak.total - cap for peak, cap in zip(device_peaks, machine.caps)])
-    return Trial(base, tuple(balance), checkpoint, timeline, device_peaks, over)
+    return Trial(setup, tuple(balance), checkpoint, timeline, device_peaks, over)
 
 
 def recomputed(checkpoint: Checkpoint, schedule: Schedule) -> StageChunks:
@@ -304,9 +305,11 @@ def stages_of(profile: Profile, balance: Sequence[int]) -> list[StageProfile]:
     return [profile.stage(end - size, end) for end, size in zip(ends, balance)]
 
 
-def costs_of(base: Base, stages: Sequence[StageProfile], balance: Sequence[int], recomputes: StageChunks) -> Costs:
+def costs_of(
+    setup: TrialSetup, stages: Sequence[StageProfile], balance: Sequence[int], recomputes: StageChunks
+) -> Costs:
     """The costs of actions and messages; the loss is a part of the last stage's backward."""
-    profile, machine = base.profile, base.machine
+    profile, machine = setup.profile, setup.machine
     rate, overhead = machine.rate, machine.overhead
     forward = tuple([stage.forward / rate + overhead for stage in stages])
     inputs = [stage.input / rate + overhead for stage in stages]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, MedianSpread, joined, spelt_bytes, spelt_work
 from scheduler.aligning import aligned
-from scheduler.notebook import Shown
+from scheduler.notebook import NotebookResult
 
 __all__ = ["LayerProfile", "Profile", "SkipTraffic", "SplitBackwardBytes", "StageProfile", "Work", "frozen"]
 
@@ -134,7 +134,7 @@ class StageProfile(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Profile(Shown):
+class Profile(NotebookResult):
     """The layers of an nn.Sequential, and the loss behind them, for one chunk.
 
     Attributes:

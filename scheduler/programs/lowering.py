@@ -65,15 +65,15 @@ def place_messages(schedule: Schedule) -> Program:
     Raises:
         ScheduleError: a lane waits for ever, or runs what does not exist.
     """
-    ways = messages(schedule.placement).sent
+    routes = messages(schedule.placement).sent
     orders: list[list[Action]] = [[] for _ in schedule.orders]
     append = [order.append for order in orders]
     for lane, action in _one_order(schedule):
         append[lane](action)
         stage, kind, chunk = action
-        for way in ways.get((stage, kind), ()):
-            append[lane](_action((stage, way.send, chunk)))
-            append[way.lane](_action((way.stage, way.receive, chunk)))
+        for route in routes.get((stage, kind), ()):
+            append[lane](_action((stage, route.send, chunk)))
+            append[route.lane](_action((route.stage, route.receive, chunk)))
     return Program(schedule.name, schedule.placement, schedule.chunks, tuple(map(tuple, orders)))
 
 

@@ -55,8 +55,8 @@ def _there(program: Program, lane: int, travels: Messages) -> Iterator[Fault]:
                     used.add(receive)
                 else:
                     late[receive] = action
-            for way in travels.sent.get((stage, kind), ()):
-                due[Action(stage, way.send, chunk)] = action
+            for route in travels.sent.get((stage, kind), ()):
+                due[Action(stage, route.send, chunk)] = action
         elif action in due:
             del due[action]
             sent.add(action)

@@ -15,10 +15,10 @@ from scheduler.action import COMPUTE, Action, Kind
 from scheduler.dependencies import requires
 from scheduler.placement import Placement
 
-__all__ = ["Messages", "Way", "messages"]
+__all__ = ["MessageRoute", "Messages", "messages"]
 
 
-class Way(NamedTuple):
+class MessageRoute(NamedTuple):
     """The way of a result from one action to another.
 
     Args:
@@ -46,7 +46,7 @@ class Messages(NamedTuple):
         received: (stage, kind) that needs a result of another lane -> how that is received
     """
 
-    sent: dict[tuple[int, Kind], list[Way]]
+    sent: dict[tuple[int, Kind], list[MessageRoute]]
     received: dict[tuple[int, Kind], Kind]
 
 
@@ -58,7 +58,7 @@ def messages(placement: Placement, edges: Iterable[tuple[int, int]] | None = Non
         edges: for each value the stage that makes it, and one that reads it; None: one from every stage to the next
 
     >>> sent, received = messages(Placement.linear(2))
-    >>> print(*[f"{stage}{kind}: {way.stage}{way.receive}" for (stage, kind), (way,) in sorted(sent.items())])
+    >>> print(*[f"{stage}{kind}: {route.stage}{route.receive}" for (stage, kind), (route,) in sorted(sent.items())])
     0F: 1RECV_F 1B: 0RECV_B 1I: 0RECV_B
     """
     lane_of = placement.lane_of
@@ -69,8 +69,8 @@ def messages(placement: Placement, edges: Iterable[tuple[int, int]] | None = Non
         for (end, kind), needed_by in _ALONG_AN_EDGE.items():
             stage, reader = edge[end], edge[1 - end]
             send, receive = _BOTH_ENDS[kind is Kind.F]
-            way = Way(send, lane_of[reader], receive, reader, needed_by, number)
-            table.sent.setdefault((stage, kind), []).append(way)
+            route = MessageRoute(send, lane_of[reader], receive, reader, needed_by, number)
+            table.sent.setdefault((stage, kind), []).append(route)
             table.received.update({(reader, needing): receive for needing in needed_by})
     return table
 

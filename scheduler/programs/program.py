@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from scheduler.action import COMPUTE, Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_whole
-from scheduler.placement import Placed, Placement
+from scheduler.placement import HasPlacement, Placement
 from scheduler.schedule import Order, Schedule, refuse_unless_one_each
 from scheduler.text import read, written
 
@@ -34,7 +34,7 @@ class Channel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program(Placed):
+class Program(HasPlacement):
     """The program of every lane.
 
     Args:

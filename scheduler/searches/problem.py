@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from scheduler.action import Action, Kind
 from scheduler.memory_model import ChunkMemory
-from scheduler.placement import Placed, Placement
+from scheduler.placement import HasPlacement, Placement
 from scheduler.schedule import Schedule
 
 __all__ = ["Objective", "LaneOrders", "Problem", "Times"]
@@ -61,7 +61,7 @@ class Times(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem(Placed):
+class Problem(HasPlacement):
     """A search problem, in numbers.
 
     Args:

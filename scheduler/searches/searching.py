@@ -32,7 +32,7 @@ from typing import NamedTuple
 from scheduler.costs import Costs
 from scheduler.drawing import duration
 from scheduler.errors import ScheduleError, refuse_unless_whole
-from scheduler.notebook import Shown
+from scheduler.notebook import NotebookResult
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules import for_placement
@@ -53,7 +53,7 @@ __all__ = ["Found", "search"]
 
 
 @dataclass(frozen=True, repr=False)
-class Found(Shown):
+class Found(NotebookResult):
     """A schedule, and how good it is.
 
     Args:

@@ -21,7 +21,7 @@ from partition.plans import device_orders
 from partition.plans.device_orders import fitting, reordered, tried_in_orders
 from partition.plans.memory import StageValue, moments_of, peaks
 from partition.plans.plan import RecomputedStages
-from partition.plans.trials import Base, Machine, Trial, polished, recomputed, replayed, stages_of, tried
+from partition.plans.trials import Machine, Trial, TrialSetup, polished, recomputed, replayed, stages_of, tried
 from partition.profiles.amounts import Bytes, MedianSpread
 from partition.profiles.profile import SplitBackwardBytes, Work
 from partition.profiles.profiling import with_rows
@@ -127,14 +127,14 @@ def test_activation_bytes_are_those_that_autograd_saves_in_a_pipe(name: str, sch
     order = by_name(schedule, 2, 4)
     fewer = order.stages - 1
     balance = [len(model) - 2 * fewer, *[2] * fewer] if len(model) > 2 * fewer else [len(model) - fewer, *[1] * fewer]
-    trial = replayed(Base(chunked, machine, "", schedule, order), policy, balance)
-    places = [Place(torch.device("cpu"), str(lane)) for lane in trial.base.schedule.placement.lane_of]
+    trial = replayed(TrialSetup(chunked, machine, "", schedule, order), policy, balance)
+    places = [Place(torch.device("cpu"), str(lane)) for lane in trial.setup.schedule.placement.lane_of]
     pipe = Pipe(model, trial.balance, 4, schedule=schedule, checkpoint=policy, devices=places, mixes_rows=True)
     for _ in range(2):  # calls 1 and 2 look at more, on copies
         pipe.step(x, target, loss_fn=loss_fn)
     tables = [layer.table for layer in model if isinstance(layer, Table)]  # counted as state
     aside = [x, target, *model.parameters(), *model.buffers(), *tables]
-    counter = SavedByStage(pipe, trial.base.schedule.placement.lane_of, aside)
+    counter = SavedByStage(pipe, trial.setup.schedule.placement.lane_of, aside)
     with counter.counted():
         pipe.step(x, target, loss_fn=loss_fn)
     assert not any(counter.now.values())
@@ -172,7 +172,7 @@ def every_choice(profile: Profile, machine: Machine, schedule: Schedule) -> Iter
     for cuts in combinations(range(1, layers), stages - 1):
         for checkpoint in ("never", "except_last", *some):
             balance = [stop - start for start, stop in zip((0, *cuts), (*cuts, layers))]
-            yield replayed(Base(profile, machine, "", "", schedule), checkpoint, balance)
+            yield replayed(TrialSetup(profile, machine, "", "", schedule), checkpoint, balance)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -185,7 +185,7 @@ def test_what_fits_is_found_and_hardly_slower_than_the_best_of_all_balances(seed
         schedule = by_name(source.choice(["1f1b", "gpipe", "zb-h1", "eager-1f1b"]), lanes, source.randint(2, 4))
         speeds = tuple(source.choice([1.0, 2.0]) for _ in range(lanes))
         machine = Machine(speeds, (cap,) * lanes, source.choice([0.0, 1.0]), 1.0, 0.0, "s")
-        found = polished(min(tried(Base(measured, machine, "", "", schedule)), key=lambda trial: trial.rank))
+        found = polished(min(tried(TrialSetup(measured, machine, "", "", schedule)), key=lambda trial: trial.rank))
         best = min(every_choice(measured, machine, schedule), key=lambda trial: trial.rank)
         assert found.fits == best.fits
         if best.fits:
@@ -208,11 +208,11 @@ def test_no_plan_is_said_to_fit_or_not_to_fit_in_vain_where_a_device_has_several
     every = list(every_choice(measured, free, schedule))
     least = min(max(peak.total for peak in trial.peaks) for trial in every)
     machine = free._replace(caps=(least * share,) * 2)  # as much as the smallest of all holds, and some more or less
-    bases = [Base(measured, machine, name, name, schedule)]
-    trials, orders, is_all = tried_in_orders(bases, False)
+    setups = [TrialSetup(measured, machine, name, name, schedule)]
+    trials, orders, is_all = tried_in_orders(setups, False)
     best, is_each = min(trials, key=lambda trial: trial.rank), True
     if not best.fits:
-        best, is_each = fitting(best, bases, orders)
+        best, is_each = fitting(best, setups, orders)
     assert best.fits == (share >= 1) and is_all and (is_each or best.fits)
     assert best.fits == all(peak.total <= least * share for peak in best.peaks)
 
@@ -226,7 +226,7 @@ def test_what_a_device_holds_of_its_stages_is_the_most_of_its_moments(seed: int,
     machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
     some = tuple(stage for stage in range(schedule.stages) if source.random() < 0.5)
     checkpoint = RecomputedStages(some) if recompute else "except_last"
-    trial = replayed(Base(measured, machine, "", "", schedule), checkpoint, [1] * schedule.stages)
+    trial = replayed(TrialSetup(measured, machine, "", "", schedule), checkpoint, [1] * schedule.stages)
     stages, again = stages_of(measured, trial.balance), recomputed(checkpoint, schedule)
     alone = peaks(trial.timeline, schedule.placement, stages, [], again)  # no values wait
     for lane, order in enumerate(schedule.orders):
@@ -242,7 +242,7 @@ def test_outputs_wait_on_the_last_device_for_their_loss(chunks: int) -> None:
     """In GPipe those of all chunks, with all that is saved; the first is consumed as the last backward begins."""
     schedule, measured = by_name("gpipe", 2, chunks), random_profile(random.Random(chunks), 3)
     machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
-    trial = replayed(Base(measured, machine, "", "", schedule), "never", [1, 2])
+    trial = replayed(TrialSetup(measured, machine, "", "", schedule), "never", [1, 2])
     stages, size, loss = stages_of(measured, trial.balance), 11, 7
     found = peaks(trial.timeline, schedule.placement, stages, [StageValue(1, 1, size)], frozenset(), loss)[1]
     most = chunks * (stages[1].saved + size) + loss
@@ -253,7 +253,7 @@ def test_outputs_wait_on_the_last_device_for_their_loss(chunks: int) -> None:
 def test_a_backward_in_halves_holds_what_its_first_half_makes(seed: int) -> None:
     schedule, measured = by_name("zb-h1", 2, 1), random_profile(random.Random(seed), 2)
     machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
-    trial = replayed(Base(measured, machine, "", "", schedule), "never", [1, 1])
+    trial = replayed(TrialSetup(measured, machine, "", "", schedule), "never", [1, 1])
     stages = stages_of(measured, trial.balance)
     assert any(stage.split > stage.saved for stage in stages)
     found = peaks(trial.timeline, schedule.placement, stages, [], frozenset())
@@ -272,14 +272,14 @@ def test_unequal_devices_are_taken_in_the_best_of_all_orders(seed: int, many: bo
     with pytest.MonkeyPatch.context() as patch:
         if many:
             patch.setattr(device_orders, "_TRIALS", 0)  # no order but likely ones, and exchanges
-        trials, orders, is_all = tried_in_orders([Base(measured, machine, "", "name", schedule)], True)
+        trials, orders, is_all = tried_in_orders([TrialSetup(measured, machine, "", "name", schedule)], True)
     found = min(trials, key=lambda trial: trial.rank)
     each = []
     for order in permutations(range(3)):  # the devices themselves in another order
         other = machine._replace(speeds=tuple(machine.speeds[d] for d in order), caps=tuple(caps[d] for d in order))
-        each.append(min(trial.rank for trial in tried(Base(measured, other, "", "", schedule))))
+        each.append(min(trial.rank for trial in tried(TrialSetup(measured, other, "", "", schedule))))
     assert is_all != many and found.rank == pytest.approx(min(each))
-    assert (found.base.pipe_schedule == "name") == (found.base.schedule.placement == schedule.placement)
+    assert (found.setup.pipe_schedule == "name") == (found.setup.schedule.placement == schedule.placement)
 
 
 def test_a_schedule_on_reordered_devices_keeps_its_blocks() -> None:

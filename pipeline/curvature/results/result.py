@@ -17,7 +17,7 @@ from typing import Any, Self, TypeAlias
 
 from pipeline.curvature.results import plots, resultfile
 from pipeline.curvature.results.encoding import ResultError
-from scheduler.notebook import Shown
+from scheduler.notebook import NotebookResult
 
 FilePath: TypeAlias = "str | PathLike[str]"
 
@@ -25,7 +25,7 @@ __all__ = ["Result", "ResultError"]
 
 
 @dataclass(frozen=True, eq=False)
-class Result(Shown):
+class Result(NotebookResult):
     """The result of an estimator. Frozen; its tensors are on the CPU.
 
     A result knows nothing of ranks. Where each process has a part of its own (vectors, diagonals), each saves it under
