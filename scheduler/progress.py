@@ -23,13 +23,13 @@ from scheduler.dependencies import requires
 from scheduler.faults import Fault
 from scheduler.schedule import Schedule
 
-__all__ = ["Replay", "progress"]
+__all__ = ["LaneProgress", "progress"]
 
 HopTime = Callable[[int, int], float]
 NeedRow = tuple[int, float, int, float]  # where the ends of the two needs of chunk 0 stand, and how long each travels
 
 
-class Replay(NamedTuple):
+class LaneProgress(NamedTuple):
     """The starts and ends of the actions of each lane, as far as it gets; a fault for each lane that waits for ever."""
 
     starts: list[list[float]]
@@ -42,7 +42,7 @@ def progress(
     durations: Sequence[Iterable[float]] | None = None,
     hop: HopTime = lambda sender, receiver: 0,
     blocks: Iterable[tuple[int, int]] = (),
-) -> Replay:
+) -> LaneProgress:
     """Runs every lane as far as it gets, in time proportional to the number of actions.
 
     Args:
@@ -104,7 +104,7 @@ def progress(
         heads[lane] = head
     position = [len(lane_ends) for lane_ends in ends_of]
     waits = {lane: columns.action(code) for code, waiting in waiting_lanes.items() for lane in waiting}
-    return Replay(starts_of, ends_of, [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)])
+    return LaneProgress(starts_of, ends_of, [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)])
 
 
 def _rows(columns: Columns, hop: HopTime) -> list[NeedRow]:

@@ -57,12 +57,12 @@ def simulate(
         raise refusal(schedule, foreign)
     durations = [costs.of_order(lane, order) for lane, order in enumerate(schedule.orders)]
     blocks = schedule.blocks if release == "block" else ()
-    replay = progress(columns, durations, costs.hops(schedule.placement), blocks)
-    if replay.stuck:
-        raise refusal(schedule, replay.stuck)
+    lane_progress = progress(columns, durations, costs.hops(schedule.placement), blocks)
+    if lane_progress.stuck:
+        raise refusal(schedule, lane_progress.stuck)
     events = chain.from_iterable(
         map(Event._make, zip(order, repeat(lane), starts, ends))
-        for lane, (order, starts, ends) in enumerate(zip(schedule.orders, replay.starts, replay.ends))
+        for lane, (order, starts, ends) in enumerate(zip(schedule.orders, lane_progress.starts, lane_progress.ends))
     )
     held = tuple(costs.held(stage) for stage in range(schedule.stages))
     return Timeline(tuple(sorted(events, key=itemgetter(2))), schedule.lanes, costs.unit, held)

@@ -111,10 +111,10 @@ def _one_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """All actions with their lanes, by when they end if F, I and W take one slot and B two."""
     columns = Columns(schedule)
     foreign = list(columns.foreign())
-    replay = progress(columns, [Costs().of_order(lane, order) for lane, order in enumerate(schedule.orders)])
-    if foreign or replay.stuck:
-        raise refusal(schedule, [*foreign, *replay.stuck])
-    by_end = numpy.argsort(list(chain.from_iterable(replay.ends)), kind="stable").tolist()
+    lane_progress = progress(columns, [Costs().of_order(lane, order) for lane, order in enumerate(schedule.orders)])
+    if foreign or lane_progress.stuck:
+        raise refusal(schedule, [*foreign, *lane_progress.stuck])
+    by_end = numpy.argsort(list(chain.from_iterable(lane_progress.ends)), kind="stable").tolist()
     lanes, actions = columns.lane.tolist(), schedule.actions
     return ((lanes[index], actions[index]) for index in by_end)
 
