@@ -106,7 +106,7 @@ def capped(rounds: int, layers: int = 12, stages: int = 4, chunks: int = 8) -> N
         costs = [source.uniform(1, 100) for _ in range(layers)]
         state = amounts_of([Bytes(source.randint(1, 50)) for _ in costs])
         saved = amounts_of([Bytes(source.randint(1, 20)) for _ in costs])
-        cap = (sum(state.each) + 2.5 * sum(saved.each)) / stages * source.uniform(0.9, 1.5)
+        cap = (sum(state.sizes) + 2.5 * sum(saved.sizes)) / stages * source.uniform(0.9, 1.5)
         specs = [StageSpec(memory=cap, kept=min(chunks, stages - stage)) for stage in range(stages)]
         given = Layers(costs, state, saved)
         every = [[b - a for a, b in zip((0, *cuts), (*cuts, layers))]

@@ -72,8 +72,8 @@ class Job:
     def step(self) -> float:
         """The time of the step: no less than what the lanes of a group, which take turns, work together."""
         timeline = self.timeline
-        together = [sum(timeline.busy[lane] for lane in group) for group in self.turns]
-        return float(max([timeline.makespan, *together]))
+        group_times = [sum(timeline.busy[lane] for lane in group) for group in self.turns]
+        return float(max([timeline.makespan, *group_times]))
 
 
 def advice(job: Job, balance: Sequence[int] | None, slowest: int) -> tuple[Change, ...]:

@@ -112,10 +112,10 @@ def _row(name: str, lanes: int, chunks: int, costs: Costs, release: Literal["ear
     except ScheduleError as error:
         return Row(name, reason=str(error))
     timeline = simulate(schedule, shared, release)
-    several = schedule.stages // lanes
+    stages_per_lane = schedule.stages // lanes
     return Row(
-        name, several, timeline.makespan, timeline.bubble, timeline.span_bubble,
-        max(timeline.peak_in_flight) / several, timeline.peak_memory,
+        name, stages_per_lane, timeline.makespan, timeline.bubble, timeline.span_bubble,
+        max(timeline.peak_in_flight) / stages_per_lane, timeline.peak_memory,
     )
 
 

@@ -120,11 +120,11 @@ class Causes:
     def of(self, event: Event) -> Event | None:
         """The event that ended last of those that it waited for. Where messages take time it is the one sent last,
         unless the lane itself was not free before."""
-        before = self._before.get(event.action)
-        if before is not None and before.end == event.start:
-            return before
-        away = [need for need in self.elsewhere(event) if self._ended(need, event)]
-        causes = away if away and self._exact or before is None else [before, *away]
+        previous = self._before.get(event.action)
+        if previous is not None and previous.end == event.start:
+            return previous
+        remote = [need for need in self.elsewhere(event) if self._ended(need, event)]
+        causes = remote if remote and self._exact or previous is None else [previous, *remote]
         return max(causes, key=lambda need: need.end, default=None)
 
     def _ended(self, need: Event, event: Event) -> bool:

@@ -67,12 +67,12 @@ def between(links: Links, sender: int, receiver: int, lanes: tuple[int, int] | N
                 f"link has nothing for lanes {lanes} (between stages {sender} and {receiver}); it has "
                 f"{sorted(links)}. Give one for each pair of lanes that messages go from and to."
             )
-        way = links[lanes]
+        link = links[lanes]
     elif isinstance(links, Sequence):
-        way = links[min(sender, receiver)]
+        link = links[min(sender, receiver)]
     elif callable(links):
-        way = links(sender, receiver)
-        refuse_unless_cost("link", way)
+        link = links(sender, receiver)
+        refuse_unless_cost("link", link)
     else:
-        way = links
-    return way.time(size) if isinstance(way, Link) else way
+        link = links
+    return link.time(size) if isinstance(link, Link) else link

@@ -111,17 +111,17 @@ def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
     lane_of = dict(sorted(lanes))
     _check(steps, lanes, lane_of)
     durations: dict[tuple[int, Kind], list[list[float]]] = defaultdict(lambda: [[] for _ in steps])
-    ways: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    message_times: dict[int, list[tuple[float, bool]]] = defaultdict(list)
     for number, step in enumerate(steps):
         for event in step.events:
             durations[event.action.stage, event.action.kind][number].append(event.duration)
         for boundary, time, was_free in _messages(step):
-            ways[boundary].append((time, was_free))
+            message_times[boundary].append((time, was_free))
     stages = range(len(lane_of))
     actions = tuple({kind: Sample.of(durations[stage, kind]) for kind in Kind if (stage, kind) in durations}
                     for stage in stages)
     _check_whole(actions)
-    messages = tuple(_sample(ways[boundary]) for boundary in stages[:-1])
+    messages = tuple(_sample(message_times[boundary]) for boundary in stages[:-1])
     held = next((step.held for step in steps if step.held), ())
     outside = median(step.outside for step in steps)
     return Measurement(Placement(tuple(lane_of.values())), steps[0].unit, actions, messages, held, outside)
@@ -206,8 +206,8 @@ def _messages(step: Timeline) -> Iterator[tuple[int, float, bool]]:
         yield min(giver.action.stage, reader.action.stage), time, giver.end >= free
 
 
-def _sample(ways: Sequence[tuple[float, bool]]) -> Sample:
-    waited = [time for time, was_free in ways if was_free]
-    if waited or not ways:
+def _sample(times: Sequence[tuple[float, bool]]) -> Sample:
+    waited = [time for time, was_free in times if was_free]
+    if waited or not times:
         return Sample.of([waited])
-    return Sample.of([[min(time for time, _ in ways)]])
+    return Sample.of([[min(time for time, _ in times)]])

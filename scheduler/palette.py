@@ -15,19 +15,19 @@ __all__ = ["IDLE_COLOUR", "colour", "ink"]
 IDLE_COLOUR = "#eef0f2"
 
 
-def colour(kind: Kind, index: int = 0, of: int = 1) -> str:
+def colour(kind: Kind, index: int = 0, stages: int = 1) -> str:
     """The colour of a kind.
 
     Args:
         kind: what the action does; messages are grey
         index: which of its lane's stages the action is of, from 0
-        of: how many stages a lane has at most
+        stages: how many a lane has at most
 
-    >>> colour(Kind.F), colour(Kind.F, index=1, of=2)
+    >>> colour(Kind.F), colour(Kind.F, index=1, stages=2)
     ('#1f6fa8', '#4690c4')
     """
     deep, pale = _BANDS.get(kind, _MESSAGE)
-    share = index / (of - 1) if of > 1 else 0
+    share = index / (stages - 1) if stages > 1 else 0
     mixed = (round(first + share * (last - first)) for first, last in zip(_parts(deep), _parts(pale)))
     return "#" + "".join(f"{part:02x}" for part in mixed)
 

@@ -171,27 +171,27 @@ def _draw_lanes(axes: Any, drawn: Schedule | Timeline, page: _Page) -> None:
     for lane in range(timeline.lanes):
         axes.broken_barh([(0, page.end)], (lane + _GAP, 1 - 2 * _GAP), color=IDLE_COLOUR, linewidth=0)
     blocks = drawn.blocks if isinstance(drawn, Schedule) and not page.is_dense else frozenset()
-    several = 1 if page.is_dense else max(map(len, map(_stages, timeline.by_lane)))
+    stages_per_lane = 1 if page.is_dense else max(map(len, map(_stages, timeline.by_lane)))
     for lane, row in enumerate(timeline.by_lane):
         if page.is_dense:
             _draw_shares(axes, lane, row, page)
         else:
-            _draw_bars(axes, lane, row, several, page)
-    for lane, at in sorted(blocks):
-        first, second = timeline.by_lane[lane][at : at + 2]
+            _draw_bars(axes, lane, row, stages_per_lane, page)
+    for lane, position in sorted(blocks):
+        first, second = timeline.by_lane[lane][position : position + 2]
         start, end = (float(time) * page.scale[0] for time in (first.start, second.end))
         axes.broken_barh([(start, end - start)], (lane + _GAP, 1 - 2 * _GAP), facecolor="none", edgecolor="#111111")
-    _draw_legend(axes, several, bool(blocks), page)
+    _draw_legend(axes, stages_per_lane, bool(blocks), page)
 
 
-def _draw_bars(axes: Any, lane: int, row: Sequence[Event], several: int, page: _Page) -> None:
+def _draw_bars(axes: Any, lane: int, row: Sequence[Event], stages_per_lane: int, page: _Page) -> None:
     """A lane action by action, each with its chunk, and its stage in the corner, as far as there is room."""
     scale, _ = page.scale
     stages = _stages(row)
     bars: dict[str, list[tuple[float, float]]] = {}
     pixels = page.plot / page.end if page.end else 0.0
     for (stage, kind, chunk), _, start, end in row:
-        fill = colour(kind, stages.index(stage), several)
+        fill = colour(kind, stages.index(stage), stages_per_lane)
         left, wide = float(start) * scale, float(end - start) * scale
         bars.setdefault(fill, []).append((left, wide))
         size = min(11.0, 0.5 * page.row, 1.1 * wide * pixels / len(str(chunk)))
@@ -199,7 +199,7 @@ def _draw_bars(axes: Any, lane: int, row: Sequence[Event], several: int, page: _
             middle = left + wide / 2, lane + 0.53
             axes.text(*middle, str(chunk), fontsize=_points(size), color=ink(fill), ha="center", va="center")
             corner = 0.58 * (_SMALLEST * len(str(stage)) + size * len(str(chunk)) / 2)
-            if several > 1 and corner < wide * pixels / 2:
+            if stages_per_lane > 1 and corner < wide * pixels / 2:
                 at = left + 1.5 / pixels, lane + 0.1
                 axes.text(*at, str(stage), fontsize=_points(_SMALLEST), color=ink(fill), ha="left", va="top")
     for fill, spans in bars.items():
@@ -237,13 +237,13 @@ def _shares(row: Sequence[Event], page: _Page) -> Any:
     return numpy.diff(done) * page.columns / makespan
 
 
-def _draw_legend(axes: Any, several: int, has_blocks: bool, page: _Page) -> None:
+def _draw_legend(axes: Any, stages_per_lane: int, has_blocks: bool, page: _Page) -> None:
     patch = _matplotlib("patches").Patch
     entries = [patch(color=colour(kind), label=f"{kind} {_WORDS[kind]}") for kind in _kinds(page.timeline)]
     entries.append(patch(color=IDLE_COLOUR, label="idle"))
     if has_blocks:
         entries.append(patch(facecolor="none", edgecolor="#111111", label="one block"))
-    if several > 1:
+    if stages_per_lane > 1:
         entries.append(patch(alpha=0, label="the later the stage, the paler"))
     axes.legend(
         handles=entries, loc="lower left", bbox_to_anchor=(0, 1), ncols=page.legend_columns, frameon=False,

@@ -152,8 +152,8 @@ def _wait(schedule: Schedule, position: list[int], lane: int, need: Action) -> F
 def _whereabouts(schedule: Schedule, position: list[int], need: Action) -> str:
     for lane, order in enumerate(schedule.orders):
         if need in order[position[lane]:]:
-            at = order[position[lane]]
-            return f"where lane {lane} waits too." if at == need else f"which lane {lane} runs after {at}."
+            action = order[position[lane]]
+            return f"where lane {lane} waits too." if action == need else f"which lane {lane} runs after {action}."
         if need in order:
             return f"whose end shows when its block ends, on lane {lane}: no action of a block may need the other."
     return f"which no lane runs: add {need}, or drop chunk {need.chunk}."

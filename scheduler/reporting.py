@@ -109,17 +109,17 @@ class Report(NotebookResult):
         return json.dumps(self.as_dict(), indent=1, default=float)
 
     def __str__(self) -> str:
-        more = "s" if self.steps > 1 else ""
+        plural = "s" if self.steps > 1 else ""
         name = self.schedule or "a schedule of one's own"
-        head = f"{name}, {self.chunks} chunks: a step took {self._said(self.step)} ({self.steps} step{more} measured)"
+        head = f"{name}, {self.chunks} chunks: a step took {self._said(self.step)} ({self.steps} step{plural} measured)"
         lines = [f"{head}, planned {self._said(self.planned)} ({self._share(self.planned)} of it)"]
         if self.outside:
             lines.append(f"and outside its actions {self._said(self.outside)}, before the first and after the last")
         lines.append("")
         lines += aligned(self._rows(), left=0)
-        worst = self.stages[self.bottleneck]
-        share = self._share(worst.busy)
-        lines += ["", f"bottleneck: stage {worst.stage} on lane {worst.lane}, busy {share} of the step"]
+        bottleneck = self.stages[self.bottleneck]
+        share = self._share(bottleneck.busy)
+        lines += ["", f"bottleneck: stage {bottleneck.stage} on lane {bottleneck.lane}, busy {share} of the step"]
         lines += [f"  {change.what}: {self._said(change.step)}, saves {change.gain:.1%}" for change in self.changes]
         if not self.changes:
             lines.append("  no change that was tried saves half a percent")
@@ -131,9 +131,9 @@ class Report(NotebookResult):
         yield columns + [name.replace("_", " ") for name in optional]
         for row in self.stages:
             times = (row.busy, row.planned_busy, row.waiting, row.idle)
-            more = [(getattr(row, name), _MORE[name]) for name in optional]
+            extra = [(getattr(row, name), _MORE[name]) for name in optional]
             yield [str(row.stage), str(row.lane), *map(self._said, times),
-                   *("-" if value is None else spell(value) for value, spell in more)]
+                   *("-" if value is None else spell(value) for value, spell in extra)]
 
     def _said(self, time: float) -> str:
         return duration(time, self.unit)

@@ -108,7 +108,7 @@ class Schedule(HasPlacement):
             order: list[Action] = []
             for cell in row:
                 order += cell
-                blocks.update((lane, at) for at in range(len(order) - len(cell), len(order) - 1))
+                blocks.update((lane, position) for position in range(len(order) - len(cell), len(order) - 1))
             orders.append(tuple(order))
         return cls(name, placement, chunks, tuple(orders), frozenset(blocks))
 
@@ -116,8 +116,8 @@ class Schedule(HasPlacement):
         """The rows that `of_cells` takes: for each lane its actions, the two of a block together."""
         rows: list[list[Order]] = [[] for _ in self.orders]
         for lane, order in enumerate(self.orders):
-            for at, action in enumerate(order):
-                if (lane, at - 1) in self.blocks:
+            for position, action in enumerate(order):
+                if (lane, position - 1) in self.blocks:
                     rows[lane][-1] += (action,)
                 else:
                     rows[lane].append((action,))
@@ -176,11 +176,12 @@ class Schedule(HasPlacement):
         return Schedule.of_cells(self.name, self.placement, chunks, rows)
 
     def _refuse_unless_blocks(self) -> None:
-        for lane, at in sorted(self.blocks):
-            if not (0 <= lane < self.lanes and 0 <= at < len(self.orders[lane]) - 1) or (lane, at + 1) in self.blocks:
+        for lane, position in sorted(self.blocks):
+            is_first_of_two = 0 <= lane < self.lanes and 0 <= position < len(self.orders[lane]) - 1
+            if not is_first_of_two or (lane, position + 1) in self.blocks:
                 raise ScheduleError(
-                    f"block ({lane}, {at}) is not the first of two neighbours in the order of lane {lane} that are in "
-                    "no other block. Give (lane, position) of the first of each pair."
+                    f"block ({lane}, {position}) is not the first of two neighbours in the order of lane {lane} that "
+                    "are in no other block. Give (lane, position) of the first of each pair."
                 )
 
     def _only(self, wanted: Callable[[Action], bool]) -> tuple[Order, ...]:

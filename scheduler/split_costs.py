@@ -70,7 +70,7 @@ def _shared(cost: Any, placement: Placement) -> Any:
     return tuple(whole[lane] / stages[lane] for lane in lane_of)
 
 
-def _by_lanes(ways: Sequence[LinkCost], placement: Placement) -> dict[tuple[int, int], LinkCost]:
+def _by_lanes(lane_links: Sequence[LinkCost], placement: Placement) -> dict[tuple[int, int], LinkCost]:
     """A list says nothing about lanes that are not neighbours, such as the last and the first of a loop."""
     lane_of = placement.lane_of
     for stage, (lane, next_lane) in enumerate(zip(lane_of, lane_of[1:])):
@@ -80,8 +80,8 @@ def _by_lanes(ways: Sequence[LinkCost], placement: Placement) -> dict[tuple[int,
                 f"{stage + 1} on lane {next_lane}. Give one number for all, or from Python a dict with one for each "
                 "pair."
             )
-    links = {(lane, lane + 1): way for lane, way in enumerate(ways)}
-    return links | {(next_lane, lane): way for (lane, next_lane), way in links.items()}
+    links = {(lane, lane + 1): link for lane, link in enumerate(lane_links)}
+    return links | {(next_lane, lane): link for (lane, next_lane), link in links.items()}
 
 
 def _in_lanes(link: Callable[[int, int], float], lane_of: Sequence[int]) -> Callable[[int, int], float]:

@@ -119,14 +119,14 @@ def _ascend(columns: Columns) -> Iterator[Fault]:
 
 def _descents(columns: Columns, which: Booleans, words: str) -> Iterator[Fault]:
     """The places of actions whose chunk is below one before it, of the same lane and stage."""
-    chosen = numpy.flatnonzero(which & columns.exists)
-    chosen = chosen[numpy.lexsort((chosen, columns.stage[chosen], columns.lane[chosen]))]
-    group = columns.lane[chosen] * columns.schedule.stages + columns.stage[chosen]
-    level = group * columns.schedule.chunks + columns.chunk[chosen]  # ascends from group to group by itself
+    indices = numpy.flatnonzero(which & columns.exists)
+    indices = indices[numpy.lexsort((indices, columns.stage[indices], columns.lane[indices]))]
+    group = columns.lane[indices] * columns.schedule.stages + columns.stage[indices]
+    level = group * columns.schedule.chunks + columns.chunk[indices]  # ascends from group to group by itself
     highest = numpy.maximum.accumulate(level)
-    for at in numpy.flatnonzero(level < highest):
-        lane, position, action = columns.place(chosen[at])
-        before = columns.place(chosen[numpy.flatnonzero(level == highest[at])[0]])[2]
+    for index in numpy.flatnonzero(level < highest):
+        lane, position, action = columns.place(indices[index])
+        before = columns.place(indices[numpy.flatnonzero(level == highest[index])[0]])[2]
         yield Fault(
             f"lane {lane} runs {action} after {before}, but {words} of a stage ascend in chunks: put {action} first.",
             lane, position,

@@ -58,8 +58,8 @@ def _relaxed(windows: Windows, caps: Floats) -> float:
         enough = (reached[-1] == windows.layers).nonzero()[0]
         if len(enough):  # as long as the slowest stage on the way
             stops = reached[:, enough[0]]
-            ways = zip(windows.lines, [0, *stops], stops)
-            high = max(least, *(float(line.least_ends[stop] - line.most_begins[start]) for line, start, stop in ways))
+            spans = zip(windows.lines, [0, *stops], stops)
+            high = max(least, *(float(line.least_ends[stop] - line.most_begins[start]) for line, start, stop in spans))
             low = float(values[enough[0] - 1]) if enough[0] else low
         if not len(enough) or high - 4 * windows.rounding <= low:
             return high + 4 * windows.rounding

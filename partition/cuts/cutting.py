@@ -115,9 +115,9 @@ def cut_layers(
     for name, times in (("work", layers.work), *of_boundaries.values()):
         wrong = ~(numpy.isfinite(times) & (numpy.asarray(times) >= 0))
         if wrong.any():
-            place = int(wrong.argmax())
+            index = int(wrong.argmax())
             raise PartitionError(
-                f"{name} must be finite and not negative, but {name}[{place}] is {times[place]}. Measure again, or "
+                f"{name} must be finite and not negative, but {name}[{index}] is {times[index]}. Measure again, or "
                 f"replace what is wrong: a layer that costs nothing is 0."
             )
     windows = Windows(layers, specs, messages, lanes)
@@ -141,8 +141,8 @@ def slowest(
     if windows.over(windows.bytes(balance)) > 0:
         return inf
     stops = numpy.cumsum(balance).tolist()
-    ways = zip(windows.lines, [0, *stops[:-1]], stops, strict=True)
-    return max(float(line.ends[stop] - line.begins[start]) for line, start, stop in ways)
+    spans = zip(windows.lines, [0, *stops[:-1]], stops, strict=True)
+    return max(float(line.ends[stop] - line.begins[start]) for line, start, stop in spans)
 
 
 def _unfit(windows: Windows, specs: Sequence[StageSpec], lanes: Sequence[DeviceStages]) -> str:
@@ -162,11 +162,11 @@ def _unfit(windows: Windows, specs: Sequence[StageSpec], lanes: Sequence[DeviceS
             full = windows.too_big(stage, caps, block)
             ends = (starts if full is None else numpy.where(full, inf, starts)).min(axis=0)
         if first == windows.layers or ends.min() == inf:
-            alone = first < windows.layers and _is_too_big(windows, stage, caps, first)
-            why = f"stage {stage} cannot hold layer {first} alone" if alone else f"stage {stage} gets no layer"
-            return f"no balance fits: {why} in {size:.0f} bytes. {_REMEDY}"
-        places = (ends < inf).nonzero()[0]
-        first, reached = first + 1 + int(places[0]), ends[places[0] : places[-1] + 1]
+            is_too_big = first < windows.layers and _is_too_big(windows, stage, caps, first)
+            reason = f"stage {stage} cannot hold layer {first} alone" if is_too_big else f"stage {stage} gets no layer"
+            return f"no balance fits: {reason} in {size:.0f} bytes. {_REMEDY}"
+        indices = (ends < inf).nonzero()[0]
+        first, reached = first + 1 + int(indices[0]), ends[indices[0] : indices[-1] + 1]
     last = first + len(reached) - 1
     if last == windows.layers:
         return f"no balance fits: the stages of a device hold too much together, however its memory is split. {_REMEDY}"

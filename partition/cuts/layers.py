@@ -64,12 +64,12 @@ def amounts_of(layers: Iterable[Bytes], first: Iterable[int] = ()) -> Amounts:
     """
     layer_with = dict.fromkeys(first, 0)
     sizes, shared = [], []
-    for place, amount in enumerate(layers):
+    for index, amount in enumerate(layers):
         sizes.append(amount.total)
         for number, size in amount.shared:
             if number in layer_with:
-                shared.append((layer_with[number], place, size))
-            layer_with[number] = place
+                shared.append((layer_with[number], index, size))
+            layer_with[number] = index
     return Amounts(sizes, shared)
 
 
@@ -87,9 +87,9 @@ def layers_of(profile: Profile) -> Layers:
         )
         for layer in layers
     ]
-    stashed_at = {number: place for place, layer in enumerate(layers) for number, _ in layer.skips.stashes}
+    stashed_at = {number: index for index, layer in enumerate(layers) for number, _ in layer.skips.stashes}
     pops = [
-        (stashed_at[number], place, size) for place, layer in enumerate(layers) for number, size in layer.skips.pops
+        (stashed_at[number], index, size) for index, layer in enumerate(layers) for number, size in layer.skips.pops
     ]
     entry = [number for number, _ in profile.entry]
     return Layers(

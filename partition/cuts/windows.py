@@ -372,16 +372,16 @@ class _PrefixSums:
         sizes = numpy.array(amounts.sizes, dtype=float)
         later = numpy.zeros(len(sizes))
         self.distant: list[tuple[int, int, float]] = []
-        for before, place, size in amounts.shared:
-            if before == place:  # whoever has the one has the other
-                sizes[place] -= size
+        for earlier, layer, size in amounts.shared:
+            if earlier == layer:  # whoever has the one has the other
+                sizes[layer] -= size
                 continue
-            later[place] += size
-            if place - before > 1:
-                self.distant.append((before, place, size))
-        sums, off = _sums(sizes), _sums(later)
-        self.ends = sums - off
-        self.begins = sums - numpy.append(off[1:], off[-1])
+            later[layer] += size
+            if layer - earlier > 1:
+                self.distant.append((earlier, layer, size))
+        sums, shared_sums = _sums(sizes), _sums(later)
+        self.ends = sums - shared_sums
+        self.begins = sums - numpy.append(shared_sums[1:], shared_sums[-1])
 
 
 def slid(padded: Floats, block: WindowBlock) -> Floats:

@@ -138,8 +138,8 @@ def _units(nvml: Any, number: int) -> Iterator[Unit]:
 
 def _instances(nvml: Any, gpu: Any, number: int, whole: Device) -> Iterator[Unit]:
     answers = NvmlQueries(nvml, gpu)
-    for place in range(answers.ask("count", "nvmlDeviceGetMaxMigDeviceCount") or 0):
-        handle = answers.ask("instance", "nvmlDeviceGetMigDeviceHandleByIndex", place)
+    for index in range(answers.ask("count", "nvmlDeviceGetMaxMigDeviceCount") or 0):
+        handle = answers.ask("instance", "nvmlDeviceGetMigDeviceHandleByIndex", index)
         if handle is not None:
             part = NvmlQueries(nvml, handle)
             ids = [part.ask("id", f"nvmlDeviceGet{kind}InstanceId") for kind in ("Gpu", "Compute")]

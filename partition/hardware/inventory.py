@@ -51,8 +51,8 @@ class Devices:
     def __iter__(self) -> Iterator[Device]:
         return iter(self.visible)
 
-    def __getitem__(self, place: int) -> Device:
-        return self.visible[place]
+    def __getitem__(self, index: int) -> Device:
+        return self.visible[index]
 
     def __str__(self) -> str:
         devices = aligned(device_table(self.visible, self.hidden)) if self.all else []
@@ -208,12 +208,12 @@ def devices(environment: Mapping[str, str] | None = None) -> Devices:
 
 def _numbered(units: list[Unit], links: DeviceLinks, numbering: Numbering) -> Devices:
     visible = numbering.visible
-    places = [*visible, *(place for place in range(len(units)) if place not in visible)]
+    unit_indices = [*visible, *(unit_index for unit_index in range(len(units)) if unit_index not in visible)]
     ordered = [
-        replace(units[place].device, index=number if numbering.is_known and number < len(visible) else None)
-        for number, place in enumerate(places)
+        replace(units[unit_index].device, index=number if numbering.is_known and number < len(visible) else None)
+        for number, unit_index in enumerate(unit_indices)
     ]
-    position = {place: number for number, place in enumerate(places)}
+    position = {unit_index: number for number, unit_index in enumerate(unit_indices)}
     notes = list(numbering.notes)
     if not units:
         notes += ["No GPUs: NVIDIA's driver shows none.", *_others()]
@@ -221,7 +221,7 @@ def _numbered(units: list[Unit], links: DeviceLinks, numbering: Numbering) -> De
         notes.append("CUDA_VISIBLE_DEVICES leaves this process no device.")
     elif torch.version.cuda is None:
         notes.append("This torch is built without CUDA: it can use none of these devices.")
-    links_by_position = {frozenset(position[place] for place in pair): link for pair, link in links.items()}
+    links_by_position = {frozenset(position[unit_index] for unit_index in pair): link for pair, link in links.items()}
     return Devices(tuple(ordered[:len(visible)]), tuple(ordered[len(visible):]), links_by_position, tuple(notes))
 
 

@@ -60,7 +60,7 @@ def number_devices(
         environment: variables of the process.
         torch_uuids: the UUIDs of CUDA's devices, where torch has started it.
     """
-    by_uuid = {unit.device.uuid[4:]: place for place, unit in enumerate(units) if unit.device.uuid is not None}
+    by_uuid = {unit.device.uuid[4:]: index for index, unit in enumerate(units) if unit.device.uuid is not None}
     if torch_uuids is not None and all(uuid in by_uuid for uuid in torch_uuids):
         return Numbering([by_uuid[uuid] for uuid in torch_uuids], True, [])
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -91,13 +91,13 @@ def _counted(units: Sequence[Unit], gpus: Sequence[str], visible: str | None, by
 
 def _spread(units: Sequence[Unit], gpus: Sequence[str], numbering: Numbering) -> Numbering:
     """Positions among units from positions among GPUs. If one has instances, CUDA shows the first instance alone."""
-    groups = [[place for place, unit in enumerate(units) if unit.gpu_uuid == uuid] for uuid in gpus]
+    groups = [[index for index, unit in enumerate(units) if unit.gpu_uuid == uuid] for uuid in gpus]
     chosen = [groups[gpu] for gpu in numbering.visible]
-    parts = [place for group in chosen for place in group if units[place].device.is_mig]
+    parts = [index for group in chosen for index in group if units[index].device.is_mig]
     if parts:
         is_known = numbering.is_known or len(parts) == 1
         return Numbering(parts[:1] if is_known else parts, is_known, [*numbering.notes, _ONE_INSTANCE])
-    return numbering._replace(visible=[place for group in chosen for place in group])
+    return numbering._replace(visible=[index for group in chosen for index in group])
 
 
 def _instance(units: Sequence[Unit], visible: str) -> Numbering:
@@ -113,14 +113,14 @@ def _with_prefix(visible: str, prefix: str) -> list[str]:
 
 def _places(entries: Sequence[str], names: Sequence[Sequence[str]]) -> list[int]:
     """Positions of the names that begin so, up to the first entry that fits none or several."""
-    places: list[int] = []
+    positions: list[int] = []
     for entry in entries:
-        exact = [place for place, of_one in enumerate(names) if entry in of_one]
-        fitting = exact or [place for place, of_one in enumerate(names) if any(n.startswith(entry) for n in of_one)]
+        exact = [index for index, of_one in enumerate(names) if entry in of_one]
+        fitting = exact or [index for index, of_one in enumerate(names) if any(n.startswith(entry) for n in of_one)]
         if len(fitting) != 1:
             break
-        places += fitting
-    return _if_once(places)
+        positions += fitting
+    return _if_once(positions)
 
 
 def _numbers(visible: str, count: int) -> list[int]:

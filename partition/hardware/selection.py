@@ -48,8 +48,8 @@ class Choice:
     is_exact: bool
 
     def __str__(self) -> str:
-        ways = [*(f" --{link}-- " for link in self.links), ""]
-        line = "".join(device.label + way for device, way in zip(self.devices, ways, strict=True))
+        separators = [*(f" --{link}-- " for link in self.links), ""]
+        line = "".join(device.label + separator for device, separator in zip(self.devices, separators, strict=True))
         optimality = "no order is better" if self.is_exact else "the best that was found; a better order may exist"
         return "\n".join([f"stages on {line} ({optimality})", *(f"warning: {warning}" for warning in self.warnings)])
 
@@ -66,8 +66,8 @@ class Choice:
         """
         if any(link.bandwidth is None for link in self.pairs.values()):
             return None
-        ways = {pair: scheduler.Link(0, link.bandwidth or 0) for pair, link in self.pairs.items()}
-        return {lanes: ways[frozenset(lanes)] for lanes in permutations(range(len(self.devices)), 2)}
+        links = {pair: scheduler.Link(0, link.bandwidth or 0) for pair, link in self.pairs.items()}
+        return {lanes: links[frozenset(lanes)] for lanes in permutations(range(len(self.devices)), 2)}
 
     @property
     def names(self) -> list[str]:
@@ -159,16 +159,16 @@ def choose(devices: Sequence[Device], links: DeviceLinks, count: int) -> Choice:
         count: how many, from 1 to all of them.
     """
     most_free = max((device.free_bytes or 0 for device in devices), default=0)
-    poor = [why_poor(device, most_free) for device in devices]
-    line, is_exact = best_line([bool(why) for why in poor], {pair: link.rank for pair, link in links.items()}, count)
+    faults = [why_poor(device, most_free) for device in devices]
+    line, is_exact = best_line(list(map(bool, faults)), {pair: link.rank for pair, link in links.items()}, count)
     pairs = {frozenset((a, b)): links[frozenset((line[a], line[b]))] for a, b in combinations(range(count), 2)}
-    warnings = [f"{devices[place].label} {poor[place]}." for place in line if poor[place]]
+    warnings = [f"{devices[place].label} {faults[place]}." for place in line if faults[place]]
     has_nvlink = any(link.nvlinks for link in links.values())
     choice = Choice(tuple(devices[place] for place in line), pairs, (), is_exact)
     for device, next_device, link in zip(choice.devices, choice.devices[1:], choice.links):
-        why = _why_slow(link, has_nvlink)
-        if why:
-            warnings.append(f"{device.label} to {next_device.label} ({link}) {why}.")
+        reason = _why_slow(link, has_nvlink)
+        if reason:
+            warnings.append(f"{device.label} to {next_device.label} ({link}) {reason}.")
     return replace(choice, warnings=tuple(warnings))
 
 

@@ -105,7 +105,7 @@ class Plan(NotebookResult):
         fields = dict(vars(self))
         fields["costs"] = {name: value for name, value in vars(self.costs).items() if value is not None}
         if isinstance(self.costs.link, Mapping):  # by pairs of lanes, which are no keys in JSON
-            fields["costs"]["link"] = {"lanes": [[*lanes, way] for lanes, way in self.costs.link.items()]}
+            fields["costs"]["link"] = {"lanes": [[*lanes, link] for lanes, link in self.costs.link.items()]}
         fields["expected"] = {**self.expected._asdict(), "peaks": [peak._asdict() for peak in self.expected.peaks]}
         return json.dumps(fields, indent=1, default=_plain)
 

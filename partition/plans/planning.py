@@ -229,7 +229,7 @@ def _schedules(
             depths = [[max(1, lanes - lane + extra) for lane in range(lanes)] for extra in (-1, 1, 2)]
             options += [{"warmup": depth} for depth in depths]
         elif name in ("interleaved", "interleaved-zb", "looped-bfs"):
-            options += [{"stages_per_lane": several} for several in (3, 4)]
+            options += [{"stages_per_lane": count} for count in (3, 4)]
         for option in options:
             try:
                 schedule = by_name(name, lanes, chunks, **option)
@@ -345,5 +345,5 @@ def _nearest(best: Trial, labels: Sequence[str], is_all: bool) -> str:
 
 
 def _failure(number: int, error: Exception) -> str:
-    where = "".join(f", {note}" for note in getattr(error, "__notes__", []))
-    return f"not tried: {number} chunks ({type(error).__name__}: {error}{where})"
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", []))
+    return f"not tried: {number} chunks ({type(error).__name__}: {error}{notes})"

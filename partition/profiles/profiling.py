@@ -87,9 +87,9 @@ def profile(
     count = math.ceil(rows / chunks)
     chunk = with_rows(sample, count)
     loss = None if loss_fn is None else VisitedLoss(loss_fn, with_rows(target, count, rows))
-    where = device_of(module, device)
-    saved, entry = layer_bytes(module, chunk, where, loss)
-    works, unit = layer_work(module, chunk, where, timeout, loss)
+    run_device = device_of(module, device)
+    saved, entry = layer_bytes(module, chunk, run_device, loss)
+    works, unit = layer_work(module, chunk, run_device, timeout, loss)
     states = _states(module, saved, optimizer)
     layers = [
         LayerProfile(name, type(layer).__name__, work, *state, sizes.buffers, sizes.saved, sizes.constants,
@@ -101,7 +101,8 @@ def profile(
         sizes, none = saved[-1], Bytes(0)
         loss_profile = LayerProfile("loss", _kind(loss_fn), works[-1], none, none, none, sizes.buffers, sizes.saved,
                                     sizes.constants, sizes.output)  # fmt: skip
-    return Profile(tuple(layers), count, unit, "meta" if where.type == "meta" else str(where), entry, loss_profile)
+    device_name = "meta" if run_device.type == "meta" else str(run_device)
+    return Profile(tuple(layers), count, unit, device_name, entry, loss_profile)
 
 
 def layer_bytes(

@@ -207,9 +207,9 @@ def search(
       penstock schedules search --lanes 4 --chunks 12 --forward 1,1.2,0.9,1 --memory 4
       penstock schedules search --lanes 4 --chunks 8 --placement vee --svg found.svg --to-csv found.csv
     """
-    where = _placement(placement, lanes, stages_per_lane)
+    stage_placement = _placement(placement, lanes, stages_per_lane)
     result = searching.search(
-        costs, lanes, chunks, memory, objective, placement=where, split=not whole, seed=seed, effort=effort
+        costs, lanes, chunks, memory, objective, placement=stage_placement, split=not whole, seed=seed, effort=effort
     )
     print(f"{result}\n")
     _show_grid(result.timeline, result.schedule, result.timeline, **files)
@@ -245,9 +245,9 @@ for _command in schedules.commands.values():
 def _placement(kind: str | None, lanes: int, stages_per_lane: int | None) -> Placement | None:
     """The placement of a search; None where the command leaves it open."""
     if kind == "loop" or kind is None and stages_per_lane is not None:
-        several = 2 if stages_per_lane is None else stages_per_lane
-        refuse_unless_whole("stages_per_lane", several, least=1)
-        return Placement.loop(lanes, lanes * several)
+        count = 2 if stages_per_lane is None else stages_per_lane
+        refuse_unless_whole("stages_per_lane", count, least=1)
+        return Placement.loop(lanes, lanes * count)
     if stages_per_lane is not None:
         raise CommandError(f"--placement {kind} says how many stages a lane has. Drop --stages-per-lane.")
     return None if kind is None else getattr(Placement, kind)(lanes)
@@ -318,8 +318,8 @@ def _path(timeline: Timeline) -> str:
     work = sum(event.end - event.start for event in path)
     words = []
     for _, group in groupby(path, key=attrgetter("lane")):
-        first, *more = [str(event.action) for event in group]
-        words.append(f"{first}..{more[-1]} ({1 + len(more)})" if more else first)
+        first, *rest = [str(event.action) for event in group]
+        words.append(f"{first}..{rest[-1]} ({1 + len(rest)})" if rest else first)
     if len(words) > 2 * _ENDS:
         words[_ENDS:-_ENDS] = [f"({len(words) - 2 * _ENDS} more)"]
     waits = f"{work:.6g} at work, {timeline.makespan - work:.6g} between them"

@@ -40,8 +40,8 @@ def report(files: tuple[str, ...], balance: Any, as_json: bool) -> int:
       penstock report step.json --balance 2,2,4 --json
     """
     layers = None if balance is None else balance if isinstance(balance, tuple) else (balance,)
-    told = reported([_read(file) for file in files], balance=layers)
-    print(told.to_json() if as_json else told)
+    result = reported([_read(file) for file in files], balance=layers)
+    print(result.to_json() if as_json else result)
     return 0
 
 

@@ -63,5 +63,5 @@ def run(
 
 def _say(words: str, error: BaseException) -> None:
     """On stderr, with the error's notes (where a run was saved); over ranks each says who it is."""
-    who = f"rank {os.environ.get('RANK', 0)}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    print("\n".join([who + words, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
+    prefix = f"rank {os.environ.get('RANK', 0)}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    print("\n".join([prefix + words, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)

@@ -27,12 +27,12 @@ def value_at(target: str, values: tuple[type, ...] = ()) -> Any:
     Raises:
         CommandError: there is no such file, module or name.
     """
-    where, colon, name = target.rpartition(":")
-    if not colon or not where or not name:
+    source, colon, name = target.rpartition(":")
+    if not colon or not source or not name:
         raise CommandError(f"{target!r} is no target. Give FILE.py:NAME or MODULE:NAME, such as train.py:build.")
-    module = _script(Path(where)) if where.endswith(".py") else _module(where)
+    module = _script(Path(source)) if source.endswith(".py") else _module(source)
     if name not in vars(module):
-        raise CommandError(f"{where} has no {name!r}. It has {_public(module)}.")
+        raise CommandError(f"{source} has no {name!r}. It has {_public(module)}.")
     value = getattr(module, name)
     return value() if callable(value) and not isinstance(value, values) else value
 

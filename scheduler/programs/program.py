@@ -102,7 +102,7 @@ class Program(HasPlacement):
                     sends[lane, self._host(other_end(action).stage)].append(action)
                 elif action.kind.is_receive:
                     receives[self._host(other_end(action).stage), lane].append(action)
-        return {way: Channel(tuple(sends[way]), tuple(receives[way])) for way in sorted({*sends, *receives})}
+        return {lanes: Channel(tuple(sends[lanes]), tuple(receives[lanes])) for lanes in sorted({*sends, *receives})}
 
     def _host(self, stage: int) -> int:
         if not 0 <= stage < self.placement.stages:

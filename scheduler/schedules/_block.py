@@ -61,16 +61,16 @@ def pattern(block: BuildingBlock, lanes: int) -> list[BlockSlot]:
     """
     lane_of = Placement.vee(lanes).lane_of
     free = [set(range(PERIOD)) for _ in range(lanes)]
-    way: list[BlockSlot] = []
+    slots: list[BlockSlot] = []
     for gap, action in zip(_gaps(block, lanes), _way(block, 2 * lanes)):
-        after = max(len(way) - 1, 0)
-        start = gap + (way[after].start if way else 0)
-        way.append(BlockSlot(_take(free[lane_of[action.stage]], start, action), after, action))
+        after = max(len(slots) - 1, 0)
+        start = gap + (slots[after].start if slots else 0)
+        slots.append(BlockSlot(_take(free[lane_of[action.stage]], start, action), after, action))
     weights = [
         BlockSlot(_take(free[lane_of[action.stage]], start + 1, action), after, action._replace(kind=Kind.W))
-        for after, (start, _, action) in enumerate(way) if action.kind is Kind.I
+        for after, (start, _, action) in enumerate(slots) if action.kind is Kind.I
     ]
-    return way + weights
+    return slots + weights
 
 
 def length_of(action: Action) -> int:
@@ -90,7 +90,7 @@ def _gaps(block: BuildingBlock, lanes: int) -> list[int]:
 
 def _take(free: set[int], start: int, action: Action) -> int:
     """Takes the first slots, not before `start`, that are free modulo six; says where they start."""
-    first = next(at for at in range(start, start + PERIOD) if _residues(at, action) <= free)
+    first = next(slot for slot in range(start, start + PERIOD) if _residues(slot, action) <= free)
     free -= _residues(first, action)
     return first
 

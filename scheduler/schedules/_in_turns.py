@@ -85,8 +85,8 @@ def rounds(lanes: int, chunks: int) -> tuple[int, ...]:
     ((4, 4, 3), (2,))
     """
     count = max(1, chunks // lanes)
-    size, more = divmod(chunks, count)
-    return (size + 1,) * more + (size,) * (count - more)
+    size, remainder = divmod(chunks, count)
+    return (size + 1,) * remainder + (size,) * (count - remainder)
 
 
 def _walk(stages: Sequence[int], groups: Sequence[int], kind: Kind) -> list[Action]:

@@ -71,12 +71,12 @@ class LowerBound:
         """Whether the bound rises to `limit`, or where all times are whole above it: no plan is that short."""
         bounds, decided = self._bounds, dict[tuple[int, int], int]()
         while bounds.value <= limit:
-            news = _decided(self._graph, bounds, limit)
-            news = {where: first for where, first in news.items() if decided.get(where, -1) < first}
-            if not news or not self._passes:
+            decisions = _decided(self._graph, bounds, limit)
+            decisions = {pair: first for pair, first in decisions.items() if decided.get(pair, -1) < first}
+            if not decisions or not self._passes:
                 return False
             self._passes -= 1
-            decided |= news
+            decided |= decisions
             needs = [list(before) for before in self._graph.needs]
             for (action, _), first in decided.items():
                 needs[action].append((first, 0))
@@ -123,13 +123,13 @@ def _preemptive(jobs: list[tuple[float, float, float]]) -> float:
         time = max(time, head)
         heappush(waiting, (-tail, duration))
         while waiting and time < until:
-            minus, remaining = heappop(waiting)
+            negative_tail, remaining = heappop(waiting)
             done = min(remaining, until - time)
             time += done
             if done < remaining:
-                heappush(waiting, (minus, remaining - done))
+                heappush(waiting, (negative_tail, remaining - done))
             else:
-                longest = max(longest, time - minus)
+                longest = max(longest, time - negative_tail)
     return longest
 
 

@@ -100,12 +100,12 @@ class _DispatchedLane(LaneState):
     def _leaves_room(self, stage: int, chunk: int) -> bool:
         """Whether, once the chunks before it are back, the first that has not gone all the way forward here can go; or
         where that is recomputed, and so takes room on its way back too, the oldest that is not back."""
-        problem, forward, back = self._problem, self._done_of(0), self._done_of(1)
-        first = back[0] if self._recomputes else min(forward)
+        problem, forward, backward = self._problem, self._done_of(0), self._done_of(1)
+        first = backward[0] if self._recomputes else min(forward)
         if chunk == first or self._cap == inf:
             return True
         later = problem.held[stage].checkpoint
-        for lane_stage, forwarded, returned in zip(self._stages, forward, back):
+        for lane_stage, forwarded, returned in zip(self._stages, forward, backward):
             later += problem.held[lane_stage].checkpoint * max(0, forwarded - max(returned, first + 1))
         return later + self._alone <= self._cap
 

@@ -28,13 +28,13 @@ def warmups(problem: Problem) -> list[list[int]]:
     lanes = problem.lanes
     if problem.stages != lanes:
         return []
-    waiting = [_while_it_waits(problem, more) for more in (0, 1)]
+    waiting = [_while_it_waits(problem, extra) for extra in (0, 1)]
     most = _limited(problem, waiting[0])[0]
     firsts = [most + round((lanes - most) * share / 4) for share in range(5)]
     choices = [*waiting, *([1 + round((first - 1) * after / max(lanes - 1, 1)) for after in range(lanes - 1, -1, -1)]
                            for first in firsts)]
     limited = [_limited(problem, counts) for counts in choices]
-    return [counts for at, counts in enumerate(limited) if counts not in limited[:at]]
+    return [counts for index, counts in enumerate(limited) if counts not in limited[:index]]
 
 
 def turns(problem: Problem, counts: Sequence[int]) -> Orders:
@@ -128,7 +128,7 @@ class _FilledLane(LaneState):
             self.free = until
 
 
-def _while_it_waits(problem: Problem, more: int) -> list[int]:
+def _while_it_waits(problem: Problem, extra: int) -> list[int]:
     """The number of F of each stage that end before its first I is there, and so many more; each makes the stages
     before it wait if it is not over in time."""
     chunks, duration = problem.chunks, problem.split.duration
@@ -142,7 +142,7 @@ def _while_it_waits(problem: Problem, more: int) -> list[int]:
         backward = action + problem.pairs
         arrival = end + problem.messages.travel[backward] if counts else start + duration[action]
         ahead = (arrival - start) / duration[action] if duration[action] else inf
-        counts.append(1 if not counts else chunks if ahead >= chunks else floor(ahead) + more)
+        counts.append(1 if not counts else chunks if ahead >= chunks else floor(ahead) + extra)
         end = max(arrival, start + counts[-1] * duration[action]) + duration[backward]
     return counts[::-1]
 

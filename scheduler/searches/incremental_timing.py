@@ -90,17 +90,17 @@ class IncrementalTiming:
         time = end[order[first - 1]] if first else 0
         starts = []
         for action in window:
-            arrived = end[sender[action]] + travel[action]
-            if arrived > time:
-                time = arrived
+            arrival_time = end[sender[action]] + travel[action]
+            if arrival_time > time:
+                time = arrival_time
             starts.append(time)
             time += duration[action]
         rest = tail[order[after]] if after < len(order) else problem.offset[lane]
         longest = time + rest
         for action, time in zip(reversed(window), reversed(starts)):
-            away = tail[receiver[action]] + arrival[action]
-            if away > rest:
-                rest = away
+            remote = tail[receiver[action]] + arrival[action]
+            if remote > rest:
+                rest = remote
             rest += duration[action]
             if time + rest > longest:
                 longest = time + rest
@@ -108,10 +108,10 @@ class IncrementalTiming:
 
     def change(self, lane: int, first: int, window: Sequence[int]) -> None:
         """Makes `window` the actions of `lane` from position `first` on; `estimate` did not say inf to it."""
-        order, rank, where = self.orders[lane], self.rank, self._where
+        order, rank, order_index = self.orders[lane], self.rank, self._order_index
         after = first + len(window)
-        begin = min(map(where.__getitem__, window))
-        stop = max(map(where.__getitem__, window)) + 1
+        begin = min(map(order_index.__getitem__, window))
+        stop = max(map(order_index.__getitem__, window)) + 1
         self._reorder(lane, window, begin, stop)
         order[first:after] = window
         for position in range(first, after):
@@ -165,9 +165,9 @@ class IncrementalTiming:
         self._topological, end = run(problem, self.orders, times.duration)
         assert len(self._topological) == problem.count  # a plan can end
         self._clock = _Clock(list(end), end, [0] * problem.count + [-inf])
-        self._where = [0] * problem.count
-        for where, action in enumerate(self._topological):
-            self._where[action] = where
+        self._order_index = [0] * problem.count
+        for index, action in enumerate(self._topological):
+            self._order_index[action] = index
         self._level = [list(accumulate((times.change[action] for action in order), initial=0.0))
                        for order in self.orders]
         self._forward(0)
@@ -188,8 +188,8 @@ class IncrementalTiming:
             else:
                 before.append(action)
         self._topological[begin:stop] = [*before, *window, *after]
-        for where in range(begin, stop):
-            self._where[self._topological[where]] = where
+        for index in range(begin, stop):
+            self._order_index[self._topological[index]] = index
 
     def _forward(self, begin: int) -> None:
         """Starts and ends of all that comes at or after `begin` in the topological order."""
@@ -219,9 +219,9 @@ class IncrementalTiming:
             if longest is None:
                 order, after = orders[lane], rank[action] + 1
                 longest = tail[order[after]] if after < len(order) else self.problem.offset[lane]
-            away = tail[receiver[action]] + arrival[action]
-            if away > longest:
-                longest = away
+            remote = tail[receiver[action]] + arrival[action]
+            if remote > longest:
+                longest = remote
             tail[action] = rest[lane] = longest + duration[action]
 
 
