@@ -108,7 +108,7 @@ class Causes:
     def __init__(self, rows: EventRows, exact: bool) -> None:
         self._exact = exact
         self._events = {event.action: event for row in rows for event in row}
-        self._before = {after.action: event for row in rows for event, after in zip(row, row[1:])}
+        self._previous = {after.action: event for row in rows for event, after in zip(row, row[1:])}
         self._split = frozenset((stage, chunk) for stage, kind, chunk in self._events if kind is Kind.I)
         self._stages = 1 + max((action.stage for action in self._events), default=0)
 
@@ -120,7 +120,7 @@ class Causes:
     def of(self, event: Event) -> Event | None:
         """The event that ended last of those that it waited for. Where messages take time it is the one sent last,
         unless the lane itself was not free before."""
-        previous = self._before.get(event.action)
+        previous = self._previous.get(event.action)
         if previous is not None and previous.end == event.start:
             return previous
         remote = [need for need in self.elsewhere(event) if self._ended(need, event)]

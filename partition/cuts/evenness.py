@@ -55,20 +55,20 @@ class _Floors:
         speeds, work = windows.speeds, windows.work
         total = float((speeds**2).sum())
         fastest = float(speeds.max())
-        alone = numpy.diff(work) / fastest
+        layer_times = numpy.diff(work) / fastest
         levels = float(work[-1]) / total * numpy.geomspace(0.01, 1.5, 24)[:, None]
-        over = numpy.cumsum(numpy.maximum(alone - levels * fastest, 0) ** 2, axis=1)
+        over = numpy.cumsum(numpy.maximum(layer_times - levels * fastest, 0) ** 2, axis=1)
         extra = float(windows.extra.sum())
         least = 2 * levels[:, 0] * (work[-1] + extra) - levels[:, 0] ** 2 * total + over[:, -1]
         best = int(least.argmax())
         self.least = max(float(least[best]), 0.0)
         self._level = float(levels[best, 0]) * fastest
-        trimmed = numpy.minimum(alone, self._level)
+        trimmed = numpy.minimum(layer_times, self._level)
         self._trimmed = numpy.concatenate([[0.0], numpy.cumsum(trimmed)])
         self.spare = windows.stages * float((trimmed**2).mean()) / 2 + 8 * self._level * windows.light_messages
-        near = slice(max(0, best - 3), best + 4)
-        levels = levels[near]
-        self._layers = 2 * levels * work + numpy.pad(over[near], ((0, 0), (1, 0)))  # up to each place
+        levels_near = slice(max(0, best - 3), best + 4)
+        levels = levels[levels_near]
+        self._layers = 2 * levels * work + numpy.pad(over[levels_near], ((0, 0), (1, 0)))  # up to each place
         of_stages = levels**2 * speeds**2 - 2 * levels * windows.extra
         self._stages = numpy.pad(numpy.cumsum(of_stages, axis=1), ((0, 0), (1, 0)))  # up to each
 

@@ -201,7 +201,7 @@ class Windows:
             self.lines.append(line_of[kind])
         self.rounding = 8 * float(numpy.finfo(float).eps) * max(
             float(numpy.abs(part).max()) for line in line_of.values() for part in (line.ends, line.begins))
-        self._rows = _Rows(layers, specs, [lane for lane in lanes or _alone(specs) if lane.memory < inf])
+        self._rows = _Rows(layers, specs, [lane for lane in lanes or _one_stage_each(specs) if lane.memory < inf])
         self.limits = self._rows.limits
 
     @property
@@ -335,13 +335,13 @@ class _Rows:
                     self.lines.append(Line(ends, begins, float(begins[0])))
                     sizes = [count * size for count, amount in zip((1, *counts), sums) for *_, size in amount.distant]
                     self._sizes.append(numpy.array(sizes, dtype=float))
-        pairs = [(before, later) for amount in sums for before, later, _ in amount.distant]
-        self._before, self._later = numpy.array(pairs, dtype=numpy.intp).reshape(-1, 2).T
+        pairs = [(earlier, later) for amount in sums for earlier, later, _ in amount.distant]
+        self._earlier, self._later = numpy.array(pairs, dtype=numpy.intp).reshape(-1, 2).T
 
     @property
     def is_separable(self) -> bool:
         """True where sums alone are the bytes."""
-        return not len(self._before)
+        return not len(self._earlier)
 
     def bytes(self, row: int, block: WindowBlock, chosen: ColumnIndex = ALL) -> Floats:
         """The bytes of windows, in chosen columns of a block."""
@@ -352,11 +352,11 @@ class _Rows:
         """The bytes of the later layer of two that share, in windows that begin between them."""
         first, last, short, long = block
         chosen = ((self._later < last) & (self._later > first - long) & (self._sizes[row] > 0)).nonzero()[0]
-        later, before = self._later[chosen], self._before[chosen]
+        later, earlier = self._later[chosen], self._earlier[chosen]
         stops = numpy.arange(first, last + 1)[:, None]
         columns = long - short + 2
         begin = numpy.clip(stops - later + 1 - short, 0, columns - 1)
-        end = numpy.clip(stops - before - short, 0, columns - 1)
+        end = numpy.clip(stops - earlier - short, 0, columns - 1)
         sizes = numpy.where(stops > later, self._sizes[row][chosen], 0.0)
         lines = numpy.broadcast_to((stops - first) * columns, sizes.shape)
         spots = numpy.concatenate([(lines + begin).ravel(), (lines + end).ravel()])
@@ -407,7 +407,7 @@ def _sums(values: Sequence[float] | Floats) -> Floats:
 _NARROW = 32  # lengths: to find out which can be left out takes as long
 
 
-def _alone(specs: Sequence[StageSpec]) -> list[DeviceStages]:
+def _one_stage_each(specs: Sequence[StageSpec]) -> list[DeviceStages]:
     return [
         DeviceStages((stage,), spec.memory, ((HeldChunks(spec.kept, spec.inputs),),))
         for stage, spec in enumerate(specs)

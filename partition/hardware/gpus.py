@@ -118,10 +118,10 @@ def gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def load_of(answers: NvmlQueries) -> tuple[float | None, float | None]:
+def load_of(queries: NvmlQueries) -> tuple[float | None, float | None]:
     """The watts that a device draws now, and the share of the last second or less in which a kernel ran."""
-    rates = answers.ask("utilisation", "nvmlDeviceGetUtilizationRates")
-    return _per_thousand(answers.ask("power", "nvmlDeviceGetPowerUsage")), None if rates is None else rates.gpu / 100
+    rates = queries.ask("utilisation", "nvmlDeviceGetUtilizationRates")
+    return _per_thousand(queries.ask("power", "nvmlDeviceGetPowerUsage")), None if rates is None else rates.gpu / 100
 
 
 def _units(nvml: Any, number: int) -> Iterator[Unit]:
@@ -137,9 +137,9 @@ def _units(nvml: Any, number: int) -> Iterator[Unit]:
 
 
 def _instances(nvml: Any, gpu: Any, number: int, whole: Device) -> Iterator[Unit]:
-    answers = NvmlQueries(nvml, gpu)
-    for index in range(answers.ask("count", "nvmlDeviceGetMaxMigDeviceCount") or 0):
-        handle = answers.ask("instance", "nvmlDeviceGetMigDeviceHandleByIndex", index)
+    queries = NvmlQueries(nvml, gpu)
+    for index in range(queries.ask("count", "nvmlDeviceGetMaxMigDeviceCount") or 0):
+        handle = queries.ask("instance", "nvmlDeviceGetMigDeviceHandleByIndex", index)
         if handle is not None:
             part = NvmlQueries(nvml, handle)
             ids = [part.ask("id", f"nvmlDeviceGet{kind}InstanceId") for kind in ("Gpu", "Compute")]
@@ -148,11 +148,11 @@ def _instances(nvml: Any, gpu: Any, number: int, whole: Device) -> Iterator[Unit
 
 
 def _read(nvml: Any, handle: Any, gpu: Any, number: int) -> Device:
-    answers = NvmlQueries(nvml, handle)
-    ask = answers.ask
+    queries = NvmlQueries(nvml, handle)
+    ask = queries.ask
     bus = NvmlQueries(nvml, gpu).ask("bus", "nvmlDeviceGetPciInfo")  # of the whole GPU: an instance has none
     memory = ask("memory", "nvmlDeviceGetMemoryInfo")
-    watts, utilisation = load_of(answers)
+    watts, utilisation = load_of(queries)
     processes = ask("processes", "nvmlDeviceGetComputeRunningProcesses")
     return Device(
         index=None,
@@ -168,7 +168,7 @@ def _read(nvml: Any, handle: Any, gpu: Any, number: int) -> Device:
         ),
         watts=watts,
         watt_limit=_per_thousand(ask("limit", "nvmlDeviceGetEnforcedPowerLimit")),
-        unknown=answers.unknown,
+        unknown=queries.unknown,
     )
 
 

@@ -77,13 +77,13 @@ def read_links(nvml: Any, units: Sequence[Unit]) -> DeviceLinks:
 def _link(nvml: Any, pair: tuple[Unit, Unit], ends: tuple[list[str], list[str]], slots: float | None) -> DeviceLink:
     if pair[0].gpu is None or pair[1].gpu is None:
         return DeviceLink()
-    answers = NvmlQueries(nvml, pair[0].gpu)
+    queries = NvmlQueries(nvml, pair[0].gpu)
     if pair[0].device.bus == pair[1].device.bus:
         return DeviceLink(level=0, peer=False)
-    level = answers.ask("level", "nvmlDeviceGetTopologyCommonAncestor", pair[1].gpu)
+    level = queries.ask("level", "nvmlDeviceGetTopologyCommonAncestor", pair[1].gpu)
     if any(unit.device.is_mig for unit in pair):
         return DeviceLink(level=level, bandwidth=slots, peer=False)
-    status = [answers.ask("peer", "nvmlDeviceGetP2PStatus", pair[1].gpu, capability) for capability in (_READ, _NVLINK)]
+    status = [queries.ask("peer", "nvmlDeviceGetP2PStatus", pair[1].gpu, capability) for capability in (_READ, _NVLINK)]
     peer = None if status[0] is None else status[0] == 0
     count = ends[0].count(pair[1].device.bus or "")  # [1] a bridge or a board joins the two
     if not count and status[1] in (0, None):
@@ -100,13 +100,13 @@ def _ends(nvml: Any, unit: Unit, buses: set[str | None]) -> list[str]:
     In a virtual machine NVML may not know the other end. What is no GPU of the host is a switch then, as NCCL has it
     (NCCL, issue 1182).
     """
-    answers = NvmlQueries(nvml, unit.gpu)
+    queries = NvmlQueries(nvml, unit.gpu)
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS if unit.gpu is not None else 0):
-        if answers.ask("state", "nvmlDeviceGetNvLinkState", link) != 1:
+        if queries.ask("state", "nvmlDeviceGetNvLinkState", link) != 1:
             continue
-        kind = answers.ask("kind", "nvmlDeviceGetNvLinkRemoteDeviceType", link)
-        remote = answers.ask("bus", "nvmlDeviceGetNvLinkRemotePciInfo", link)
+        kind = queries.ask("kind", "nvmlDeviceGetNvLinkRemoteDeviceType", link)
+        remote = queries.ask("bus", "nvmlDeviceGetNvLinkRemotePciInfo", link)
         bus = None if remote is None else text_of(remote.busId).upper()
         if bus is not None and bus in buses:
             ends.append(bus)
@@ -126,9 +126,9 @@ def _nvlink_speed(nvml: Any, gpu: Any) -> float | None:
 
 def _slot_bandwidth(nvml: Any, gpu: Any) -> float | None:
     """Bytes per second of a PCIe slot in one direction, of the fastest that card and slot have in common."""
-    answers = NvmlQueries(nvml, gpu)
-    generation = answers.ask("generation", "nvmlDeviceGetMaxPcieLinkGeneration")  # the current one falls when idle
-    width = answers.ask("width", "nvmlDeviceGetMaxPcieLinkWidth")
+    queries = NvmlQueries(nvml, gpu)
+    generation = queries.ask("generation", "nvmlDeviceGetMaxPcieLinkGeneration")  # the current one falls when idle
+    width = queries.ask("width", "nvmlDeviceGetMaxPcieLinkWidth")
     return _LANE[generation] * width or None if generation in _LANE and width is not None else None
 
 

@@ -1,8 +1,8 @@
 """Answers of NVIDIA's management library (NVML), and why one is lacking.
 
     with opened() as nvml:
-        answers = NvmlQueries(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
-        answers.ask("power", "nvmlDeviceGetPowerUsage")  ──► milliwatts, or None and answers.unknown["power"]
+        queries = NvmlQueries(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
+        queries.ask("power", "nvmlDeviceGetPowerUsage")  ──► milliwatts, or None and queries.unknown["power"]
 
 A question that a device, a driver, a container or an instance of MIG does not answer is no error here. The names are
 those of nvidia-ml-py, which calls the driver's library.

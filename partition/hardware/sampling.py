@@ -143,24 +143,24 @@ class _DeviceReader:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.source = "not sampled yet"
-        self._answers: NvmlQueries | None = None
+        self._queries: NvmlQueries | None = None
         self._samples: list[Reading] = []
         self._counters: list[int | None] = []
 
     def open(self, nvml: Any) -> None:
         try:
-            self._answers = NvmlQueries(nvml, nvml.nvmlDeviceGetHandleByUUID(f"{self.device.uuid}"))
+            self._queries = NvmlQueries(nvml, nvml.nvmlDeviceGetHandleByUUID(f"{self.device.uuid}"))
         except nvml.NVMLError as error:
             self.source = words_of(error)
 
     def read(self, clock: Callable[[], float]) -> None:
-        if self._answers is not None:
-            watts, utilisation = load_of(self._answers)
+        if self._queries is not None:
+            watts, utilisation = load_of(self._queries)
             self._samples.append(Reading(clock(), watts, utilisation))
 
     def read_counter(self) -> None:
-        if self._answers is not None:
-            self._counters.append(self._answers.ask("energy", "nvmlDeviceGetTotalEnergyConsumption"))
+        if self._queries is not None:
+            self._counters.append(self._queries.ask("energy", "nvmlDeviceGetTotalEnergyConsumption"))
 
     def usage(self) -> Usage:
         samples = list(self._samples)
@@ -177,7 +177,7 @@ class _DeviceReader:
             return (end - begin) / 1000, "counter"
         if watts is not None:
             return watts * seconds, "samples"
-        return None, self.source if self._answers is None else self._answers.unknown.get("power", self.source)
+        return None, self.source if self._queries is None else self._queries.unknown.get("power", self.source)
 
 
 def _mean(readings: Sequence[tuple[float, float | None]]) -> float | None:

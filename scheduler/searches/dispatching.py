@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from scheduler.searches.formulation import alone
+from scheduler.searches.formulation import one_chunk_peak
 from scheduler.searches.lane_state import LaneState
 from scheduler.searches.problem import LaneOrders, Problem
 
@@ -57,7 +57,7 @@ class _DispatchedLane(LaneState):
         super().__init__(problem, lane)
         self._patient = patient
         self._stages = problem.placement.stages_of(lane)
-        self._alone = alone(self._stages, problem.held)
+        self._one_chunk_peak = one_chunk_peak(self._stages, problem.held)
         memories = [problem.held[stage] for stage in self._stages]
         self._recomputes = any(memory.checkpoint < memory.activation for memory in memories)
         # F of late stages and I of early ones first: they are nearer to giving back what is held
@@ -107,7 +107,7 @@ class _DispatchedLane(LaneState):
         later = problem.held[stage].checkpoint
         for lane_stage, forwarded, returned in zip(self._stages, forward, backward):
             later += problem.held[lane_stage].checkpoint * max(0, forwarded - max(returned, first + 1))
-        return later + self._alone <= self._cap
+        return later + self._one_chunk_peak <= self._cap
 
     def _done_of(self, kind: int) -> list[int]:
         return [self._done[kind, stage] for stage in self._stages]

@@ -17,7 +17,7 @@ from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 from scheduler.searches.problem import MessageWaits, Objective, Problem, Times
 
-__all__ = ["Memory", "alone", "pose"]
+__all__ = ["Memory", "one_chunk_peak", "pose"]
 
 Memory = float | Sequence[float] | None
 
@@ -55,7 +55,7 @@ def pose(
     )
 
 
-def alone(stages: Iterable[int], held: Sequence[ChunkMemory]) -> float:
+def one_chunk_peak(stages: Iterable[int], held: Sequence[ChunkMemory]) -> float:
     """The most that a lane holds if it takes one chunk all the way forward and back before the next."""
     below = peak = 0.0
     for stage in stages:
@@ -118,7 +118,7 @@ def _times(
 def _caps(memory: Memory, placement: Placement, held: Sequence[ChunkMemory]) -> tuple[float, ...]:
     caps = one_each("memory", memory, placement.lanes, "caps")
     for lane, cap in enumerate(caps):
-        least = alone(placement.stages_of(lane), held)
+        least = one_chunk_peak(placement.stages_of(lane), held)
         if cap is None or cap == inf:
             caps[lane] = inf
             continue

@@ -5,7 +5,7 @@ from search_cases import unequal
 
 from scheduler import Costs, Kind, Placement, Schedule, ScheduleError, by_name, names, requires, simulate, verify
 from scheduler.searches.dispatching import dispatch
-from scheduler.searches.formulation import alone, pose
+from scheduler.searches.formulation import one_chunk_peak, pose
 from scheduler.searches.timing import value_of
 
 
@@ -32,7 +32,7 @@ def test_a_plan_has_the_value_of_its_schedule_and_fits_where_that_does(lanes, ch
         assert pose(costs, schedule.placement, chunks, peaks).fits(plan)
         for lane in range(lanes):
             less = [peak * 0.999 if lane == other else peak for other, peak in enumerate(peaks)]
-            if less[lane] >= alone(schedule.placement.stages_of(lane), problem.held):
+            if less[lane] >= one_chunk_peak(schedule.placement.stages_of(lane), problem.held):
                 assert not pose(costs, schedule.placement, chunks, less).fits(plan)
 
 
@@ -80,4 +80,5 @@ def test_one_chunk_alone_holds_what_simulate_says():
             costs = Costs(activation=[2 + stage % 3 for stage in stages], checkpoint=low, kept=0.5)
             problem = pose(costs, placement, 1)
             peaks = simulate(problem.schedule(problem.with_whole(dispatch(problem)), "alone"), costs).peak_memory
-            assert peaks == tuple(alone(placement.stages_of(lane), problem.held) for lane in range(placement.lanes))
+            stages_of_lanes = map(placement.stages_of, range(placement.lanes))
+            assert peaks == tuple(one_chunk_peak(stages, problem.held) for stages in stages_of_lanes)
