@@ -5,8 +5,9 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
@@ -151,15 +152,17 @@ class Plan(NotebookResult):
                 " ".join(str(self.balance[stage]) for stage in stages), spelt_work(busy, expected.unit),
                 *map(spelt_bytes, peak), spelt_bytes(self.memory[lane]) if self.memory else "any",
             ))  # fmt: skip
+        orders = [f"the layers go through devices {order}, in this order"] if order != sorted(order) else []
         return "\n".join([
-            f"{name}, {self.chunks} chunks of {-(-self.rows // self.chunks)} rows, {len(self.balance)} stages on "
-            f"{count} devices, balance {list(self.balance)}",
-            f"recomputed: {recomputed}",
-            f"a step: {spelt_work(expected.step, expected.unit)}, bubble {expected.bubble:.1%}; "
-            f"no order of these stages takes less than {spelt_work(expected.bound, expected.unit)}{gap}",
+            *_wrapped(
+                f"{name}, {self.chunks} chunks of {-(-self.rows // self.chunks)} rows, {len(self.balance)} stages on "
+                f"{count} devices, balance {list(self.balance)}",
+                f"recomputed: {recomputed}",
+                f"a step: {spelt_work(expected.step, expected.unit)}, bubble {expected.bubble:.1%}; "
+                f"no order of these stages takes less than {spelt_work(expected.bound, expected.unit)}{gap}",
+            ),
             *aligned(rows),
-            *([f"the layers go through devices {order}, in this order"] if order != sorted(order) else ()),
-            *self.notes,
+            *_wrapped(*orders, *self.notes),
         ])
 
 
@@ -172,3 +175,8 @@ def _link_of(text: Any) -> Any:
     if isinstance(text, Mapping) and "lanes" in text:
         return {(source, target): _link_of(link) for source, target, link in text["lanes"]}
     return Link(**text) if isinstance(text, Mapping) else text
+
+
+def _wrapped(*sentences: str) -> Iterator[str]:
+    for sentence in sentences:
+        yield from wrap(sentence, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

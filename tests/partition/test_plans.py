@@ -325,6 +325,15 @@ def test_unequal_devices_and_links_move_the_cut() -> None:
     assert slow.expected.unit == "s" and slow.expected.step > 2 * 2  # two boundaries, there and back
 
 
+def test_a_plan_of_many_stages_prints_lines_of_at_most_120_characters_that_lose_no_word() -> None:
+    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(40)]), torch.rand(32, 4)
+    found = plan(model, x, devices=40, chunks=[16], device="meta", speed=[1.0] * 39 + [2.0], optimizer=0)
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 120 and len(found.notes) > 0
+    words = " ".join(str(found).split())
+    assert all(note in words for note in found.notes) and f"balance {[1] * 40}" in words
+
+
 @pytest.mark.inline
 def test_a_pipe_of_a_plan_computes_what_the_module_does() -> None:
     model, x = tall()
