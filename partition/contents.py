@@ -21,33 +21,33 @@ class Contents:
     """The contents of tensors: which storage each has, and of storages what is in them, kept before they are written.
 
     Args:
-        there: the tensors. What is written into others is not kept, nor into those without a storage, as sparse ones.
+        tensors: those. What is written into others is not kept, nor into those without a storage, as sparse ones.
     """
 
-    def __init__(self, there: Iterable[Tensor]) -> None:
-        self._data = [(tensor, tensor.detach()) for tensor in there if not tensor.is_meta and storage_of(tensor) >= 0]
-        self._there = {storage_of(data): data.untyped_storage() for _, data in self._data}
-        self._kept: dict[int, torch.UntypedStorage] = {}
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._data = [(tensor, tensor.detach()) for tensor in tensors if not tensor.is_meta and storage_of(tensor) >= 0]
+        self._storages = {storage_of(data): data.untyped_storage() for _, data in self._data}
+        self._copies: dict[int, torch.UntypedStorage] = {}
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the storage of a tensor as it is now, if it was there; as it was first, where it is kept already."""
         key = storage_of(tensor)
-        if key in self._there and key not in self._kept:
-            self._kept[key] = self._there[key].clone()
+        if key in self._storages and key not in self._copies:
+            self._copies[key] = self._storages[key].clone()
 
     def put_back(self) -> None:
         """Put back all. No version of a tensor tells of it, as of BatchNorm's own writing."""
         for tensor, data in self._data:
             if storage_of(tensor) != storage_of(data):  # `tensor.data = ...`
                 tensor.data = data
-        for device in {contents.device for contents in self._kept.values()}:
+        for device in {copy.device for copy in self._copies.values()}:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)  # another stream may read it still
-        for key, contents in self._kept.items():
-            storage = self._there[key]
-            if storage.nbytes() != contents.nbytes():
-                storage.resize_(contents.nbytes())
-            storage.copy_(contents)
+        for key, copy in self._copies.items():
+            storage = self._storages[key]
+            if storage.nbytes() != copy.nbytes():
+                storage.resize_(copy.nbytes())
+            storage.copy_(copy)
 
 
 @contextmanager
@@ -63,13 +63,13 @@ def unwritten(tensors: Iterable[Tensor]) -> Iterator[Contents]:
     """
     contents = Contents(tensors)
     try:
-        with _Keeping(contents):
+        with _WriteObserver(contents):
             yield contents
     finally:
         contents.put_back()
 
 
-class _Keeping(TorchDispatchMode):
+class _WriteObserver(TorchDispatchMode):
     def __init__(self, contents: Contents) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._contents = contents
@@ -83,10 +83,10 @@ class _Keeping(TorchDispatchMode):
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments into which an operation writes."""
-    written = _written(func)
-    if not written:
+    places = _written(func)
+    if not places:
         return []
-    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
+    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
     return [leaf for value in values for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
 
 

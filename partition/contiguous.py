@@ -143,10 +143,10 @@ def _share_out(sums: Sequence[int], stages: int, cap: int) -> list[int]:
     """Cuts [0, ..., layers]: each as near to the end of an even share as it may be while the rest still fits [2]."""
     layers = len(sums) - 1
     cuts = [0]
-    for left, low in zip(range(stages, 0, -1), _lowest_cuts(sums, stages, cap)):
+    for remaining, low in zip(range(stages, 0, -1), _lowest_cuts(sums, stages, cap)):
         start = cuts[-1]
-        high = min(_longest(sums, start, cap), layers - (left - 1))
-        share = 2 * (sums[-1] - sums[start]) // left
+        high = min(_longest(sums, start, cap), layers - (remaining - 1))
+        share = 2 * (sums[-1] - sums[start]) // remaining
         cuts.append(_nearest(sums, 2 * sums[start] + share, max(low, start + 1), high))
     return cuts
 

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 __all__ = ["REENTRANT", "LateGrads", "Site", "ends_without", "held_by", "late_gradients", "survey", "waiting"]
 
 REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
-Late: TypeAlias = "partial[Sequence[Tensor]]"  # from the gradient of an output to those of the weights
+WeightGradFunction: TypeAlias = "partial[Sequence[Tensor]]"  # from the gradient of an output to those of the weights
 
 
 class Site(NamedTuple):
@@ -39,15 +39,15 @@ class Site(NamedTuple):
         node: the product.
         weights: those whose gradients can wait.
         tails: the edges of the graph from the product to each of them.
-        given: the input.
+        saved_input: the input.
         late: maps the gradient of the output to those that the product gives to its tails.
     """
 
     node: Any
     weights: Sequence[Tensor]
     tails: Sequence[GradientEdge]
-    given: Tensor
-    late: Late
+    saved_input: Tensor
+    late: WeightGradFunction
 
 
 class _WeightRule(NamedTuple):
@@ -58,7 +58,7 @@ class _WeightRule(NamedTuple):
     """
 
     places: tuple[int, ...]
-    late: Callable[[Any, bool], tuple[Tensor, Late] | None]
+    late: Callable[[Any, bool], tuple[Tensor, WeightGradFunction] | None]
 
 
 class LateGrads(NamedTuple):
@@ -87,24 +87,24 @@ def survey(
     names = [node.name() for node in nodes]
     if REENTRANT in names:
         return ()
-    found = [(node, _RULES[name]) for node, name in zip(nodes, names, strict=True) if name in _RULES]
-    return _alone(found, entered, may_wait)
+    uses = [(node, _RULES[name]) for node, name in zip(nodes, names, strict=True) if name in _RULES]
+    return _exclusive_sites(uses, entered, may_wait)
 
 
-def _alone(
-    found: list[tuple[Any, _WeightRule]], entered: Mapping[Any, int], may_wait: Callable[[Tensor], bool]
+def _exclusive_sites(
+    uses: list[tuple[Any, _WeightRule]], entered: Mapping[Any, int], may_wait: Callable[[Tensor], bool]
 ) -> Sequence[Site]:
     """Those of the uses whose weights are used in no other way."""
-    sites = [site for node, rule in found for site in _site(node, rule, entered, may_wait)]
+    sites = [site for node, rule in uses for site in _site(node, rule, entered, may_wait)]
     while True:  # a weight with a part of its gradient in I gets all of it there, as do the weights beside it
-        passed: dict[Any, int] = {}
+        counts: dict[Any, int] = {}
         for _, ends in sites:
             for end in ends:
-                passed[end] = passed.get(end, 0) + 1
-        alone = [(site, ends) for site, ends in sites if all([passed[end] == entered[end] for end in ends])]
-        if len(alone) == len(sites):
+                counts[end] = counts.get(end, 0) + 1
+        exclusive = [(site, ends) for site, ends in sites if all([counts[end] == entered[end] for end in ends])]
+        if len(exclusive) == len(sites):
             return [site for site, _ in sites]
-        sites = alone
+        sites = exclusive
 
 
 @contextmanager
@@ -127,16 +127,16 @@ def ends_without(sites: Sequence[Site], leaves: Sequence[Tensor]) -> list[Tensor
         leaves: all that need a gradient, now or later.
     """
     late = {id(weight) for site in sites for weight in site.weights}
-    now: list[Tensor | GradientEdge] = [leaf for leaf in leaves if id(leaf) not in late]
-    return now + [GradientEdge(site.node, 0) for site in sites]
+    targets: list[Tensor | GradientEdge] = [leaf for leaf in leaves if id(leaf) not in late]
+    return targets + [GradientEdge(site.node, 0) for site in sites]
 
 
-def late_gradients(parts: Sequence[LateGrads], what: str) -> tuple[list[GradientEdge], list[Tensor]]:
+def late_gradients(parts: Sequence[LateGrads], graph_name: str) -> tuple[list[GradientEdge], list[Tensor]]:
     """W: the gradients that waited [3], and the edges from which autograd adds them to those of the weights [4].
 
     Args:
         parts: the gradients that waited.
-        what: how errors name the graph.
+        graph_name: how errors name the graph.
 
     Raises:
         RuntimeError: a tensor from which a gradient is computed was written since I.
@@ -144,16 +144,16 @@ def late_gradients(parts: Sequence[LateGrads], what: str) -> tuple[list[Gradient
     tails: list[GradientEdge] = []
     grads: list[Tensor] = []
     with torch.no_grad():
-        for site, of_output, then in parts:
-            if _versions(site.given, of_output) != then:
+        for site, gradient, versions in parts:
+            if _versions(site.saved_input, gradient) != versions:
                 raise RuntimeError(
-                    f"the input of a weight of {what} (shape {list(site.given.shape)}), or the gradient of its "
-                    "output, was changed in place between the two halves of a backward (a layer that keeps a tensor "
-                    "and writes it in every forward, say). Make a new one in each forward, or use a schedule of whole "
-                    "backwards, such as 1f1b."
+                    f"the input of a weight of {graph_name} (shape {list(site.saved_input.shape)}), or the gradient of "
+                    "its output, was changed in place between the two halves of a backward (a layer that keeps a "
+                    "tensor and writes it in every forward, say). Make a new one in each forward, or use a schedule of "
+                    "whole backwards, such as 1f1b."
                 )
             tails += site.tails
-            grads += site.late(of_output)
+            grads += site.late(gradient)
     return tails, grads
 
 
@@ -162,20 +162,22 @@ def held_by(parts: Iterable[LateGrads]) -> list[Tensor]:
     return [
         tensor
         for site, gradient, _ in parts
-        for tensor in (gradient, site.given, *site.late.args)
+        for tensor in (gradient, site.saved_input, *site.late.args)
         if isinstance(tensor, Tensor)
     ]
 
 
 def _keep(parts: list[LateGrads], site: Site, grads: Sequence[Tensor | None]) -> None:
     if grads[0] is not None:
-        parts.append(LateGrads(site._replace(node=None), grads[0], _versions(site.given, grads[0])))
+        parts.append(LateGrads(site._replace(node=None), grads[0], _versions(site.saved_input, grads[0])))
 
 
-def _versions(given: Tensor, of_output: Tensor) -> tuple[int, int]:
+def _versions(saved_input: Tensor, gradient: Tensor) -> tuple[int, int]:
     """The number of writes in place of each; inference tensors do not count them."""
-    given_version, output_version = (0 if each.is_inference() else each._version for each in (given, of_output))
-    return given_version, output_version
+    input_version, gradient_version = (
+        0 if tensor.is_inference() else tensor._version for tensor in (saved_input, gradient)
+    )
+    return input_version, gradient_version
 
 
 def _site(
@@ -185,23 +187,23 @@ def _site(
 
     Returned with the nodes where the paths end.
     """
-    following = node.next_functions
+    edges = node.next_functions
     weights: list[Tensor] = []
     tails: list[GradientEdge] = []
     ends: list[Any] = []
     for number, place in enumerate(rule.places):
-        down, index = following[place]
-        if down is None and number:  # no bias, or a frozen one
+        target, index = edges[place]
+        if target is None and number:  # no bias, or a frozen one
             continue
-        tail = down, index
-        while down is not None and down.name() in _BETWEEN and entered[down] == 1:
-            down = down.next_functions[0][0]
-        weight = getattr(down, "variable", None)
+        tail = target, index
+        while target is not None and target.name() in _BETWEEN and entered[target] == 1:
+            target = target.next_functions[0][0]
+        weight = getattr(target, "variable", None)
         if weight is None or not may_wait(weight):
             return
         weights.append(weight)
         tails.append(GradientEdge(*tail))
-        ends.append(down)
+        ends.append(target)
     product = rule.late(node, len(weights) > 1)
     if product is not None and not _has_hooks(node):
         yield Site(node, weights, tails, *product), ends
@@ -219,15 +221,15 @@ def _nothing(*_: object) -> None:
     """A hook that changes nothing."""
 
 
-def _of_addmm(node: Any, _: bool) -> tuple[Tensor, Late] | None:
+def _of_addmm(node: Any, _: bool) -> tuple[Tensor, WeightGradFunction] | None:
     return _of_product(node, node._saved_mat1) if node._saved_alpha == 1 else None
 
 
-def _of_mm(node: Any, _: bool) -> tuple[Tensor, Late] | None:
+def _of_mm(node: Any, _: bool) -> tuple[Tensor, WeightGradFunction] | None:
     return _of_product(node, node._saved_self)
 
 
-def _of_product(node: Any, x: Tensor | None) -> tuple[Tensor, Late] | None:
+def _of_product(node: Any, x: Tensor | None) -> tuple[Tensor, WeightGradFunction] | None:
     strides = tuple(node._saved_mat2_sym_strides)
     if x is None or x.layout is not torch.strided or not strides:  # a sparse weight has none
         return None
@@ -236,41 +238,41 @@ def _of_product(node: Any, x: Tensor | None) -> tuple[Tensor, Late] | None:
     return x, partial(_product_by_columns if by_columns else _product_by_rows, x)
 
 
-def _product_by_columns(x: Tensor, given: Tensor) -> Sequence[Tensor]:
-    return (given.t().mm(x.conj()).t(),)
+def _product_by_columns(x: Tensor, gradient: Tensor) -> Sequence[Tensor]:
+    return (gradient.t().mm(x.conj()).t(),)
 
 
-def _product_by_rows(x: Tensor, given: Tensor) -> Sequence[Tensor]:
-    return (x.t().conj().mm(given),)
+def _product_by_rows(x: Tensor, gradient: Tensor) -> Sequence[Tensor]:
+    return (x.t().conj().mm(gradient),)
 
 
-def _of_convolution(node: Any, has_bias: bool) -> tuple[Tensor, Late] | None:
+def _of_convolution(node: Any, has_bias: bool) -> tuple[Tensor, WeightGradFunction] | None:
     x = node._saved_input
     bias = node._saved_bias_sym_sizes_opt if has_bias else None
-    how = (
+    arguments = (
         bias, node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
         node._saved_output_padding, node._saved_groups, [False, True, has_bias],
     )
-    return x, partial(_convolution, x, node._saved_weight, how)
+    return x, partial(_convolution, x, node._saved_weight, arguments)
 
 
-def _convolution(x: Tensor, weight: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence[Tensor]:
-    _, of_weight, of_bias = torch.ops.aten.convolution_backward(given, x, weight, *how)
-    return (of_weight,) if of_bias is None else (of_weight, of_bias)
+def _convolution(x: Tensor, weight: Tensor, arguments: tuple[Any, ...], gradient: Tensor) -> Sequence[Tensor]:
+    _, weight_gradient, bias_gradient = torch.ops.aten.convolution_backward(gradient, x, weight, *arguments)
+    return (weight_gradient,) if bias_gradient is None else (weight_gradient, bias_gradient)
 
 
-def _of_embedding(node: Any, _: bool) -> tuple[Tensor, Late] | None:
+def _of_embedding(node: Any, _: bool) -> tuple[Tensor, WeightGradFunction] | None:
     if node._saved_sparse:
         return None
     padding = node._saved_padding_idx
     padding = padding - 2**64 if padding >= 2**63 else padding  # torch shows -1 as an unsigned number
-    how = node._saved_weight_sym_argsize_0, padding, node._saved_scale_grad_by_freq, False
+    arguments = node._saved_weight_sym_argsize_0, padding, node._saved_scale_grad_by_freq, False
     indices = node._saved_indices
-    return indices, partial(_embedding, indices, how)
+    return indices, partial(_embedding, indices, arguments)
 
 
-def _embedding(indices: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence[Tensor]:
-    return (torch.ops.aten.embedding_backward(given, indices, *how),)
+def _embedding(indices: Tensor, arguments: tuple[Any, ...], gradient: Tensor) -> Sequence[Tensor]:
+    return (torch.ops.aten.embedding_backward(gradient, indices, *arguments),)
 
 
 _RULES = {

@@ -31,11 +31,11 @@ def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         >>> [layer.training for layer in module]
         [True, False]
     """
-    found = [(module, module.training) for module in modules]
+    modes = [(module, module.training) for module in modules]
     try:
         yield
     finally:
-        _tell(found)
+        _tell(modes)
 
 
 class Modes:
@@ -55,12 +55,12 @@ class Modes:
     ) -> None:
         self._model = None if model is None else weakref.ref(model)
         self._exempt = exempt or {}
-        standing: dict[str, list[nn.Module]] = defaultdict(list)
+        stand_ins: dict[str, list[nn.Module]] = defaultdict(list)
         for name, module in [(name, module) for layer in layers for name, module in layer.named_modules()]:
             if model is not None and module is not model.get_submodule(name):
-                standing[name].append(module)
-        self._standing = [] if model is None else [
-            _StandIns(name, model.get_submodule(name), modules) for name, modules in standing.items()
+                stand_ins[name].append(module)
+        self._groups = [] if model is None else [
+            _ModeGroup(name, model.get_submodule(name), modules) for name, modules in stand_ins.items()
         ]  # fmt: skip
 
     @classmethod
@@ -79,14 +79,14 @@ class Modes:
         """The model, as long as it lives."""
         return None if self._model is None else self._model()
 
-    def add(self, module: nn.Module, standing: nn.Module) -> None:
+    def add(self, module: nn.Module, stand_in: nn.Module) -> None:
         """Let something stand for a module from now on: a placeholder of what another process has."""
-        self._standing.append(_StandIns("", module, [standing]))
+        self._groups.append(_ModeGroup("", module, [stand_in]))
 
     def follow(self) -> None:
         """Give what stands for modules of the model the modes of these, where they were changed."""
-        if any([each.is_behind for each in self._standing]):
-            _tell([pair for each in self._standing for pair in each.follow()])
+        if any([group.is_behind for group in self._groups]):
+            _tell([pair for group in self._groups for pair in group.follow()])
 
     def tell(self, layers: Iterable[nn.Module], training: bool) -> None:
         """Tell layers their mode, but for what the model's own `train` leaves in the other one."""
@@ -94,56 +94,56 @@ class Modes:
         for layer in layers:
             layer.train(training)
             if exempt and getattr(layer, "in_model", None) is not None:  # what is in it has its name in the model
-                named = layer.named_modules()
-                _tell([(each, not training if name in exempt else each.training) for name, each in named])
+                named_modules = layer.named_modules()
+                _tell([(inner, not training if name in exempt else inner.training) for name, inner in named_modules])
 
     def lead(self, training: bool) -> None:
         """Give the modules of the model the modes that layers were told."""
         exempt = self._exempt.get(training, ())
-        for each in self._standing:
-            each.lead(training != (each.name in exempt))
+        for group in self._groups:
+            group.lead(training != (group.name in exempt))
 
 
-class _StandIns:
+class _ModeGroup:
     """Modules that stand for one of a model. They have its mode, or one that they were given since.
 
     Args:
         name: of the module.
         module: of the model.
-        standing: what stands for it.
+        stand_ins: what stands for it.
     """
 
-    def __init__(self, name: str, module: nn.Module, standing: Iterable[nn.Module]) -> None:
+    def __init__(self, name: str, module: nn.Module, stand_ins: Iterable[nn.Module]) -> None:
         self.name = name
         self._module = weakref.ref(module)
-        self._standing = [weakref.ref(each) for each in standing]
-        self._seen = module.training
+        self._stand_ins = [weakref.ref(stand_in) for stand_in in stand_ins]
+        self._last_mode = module.training
 
     @property
     def is_behind(self) -> bool:
         """Whether the mode of the module was changed."""
         module = self._module()
-        return module is not None and module.training != self._seen
+        return module is not None and module.training != self._last_mode
 
     def follow(self) -> list[tuple[nn.Module, bool]]:
         """The copies of the module, and the modes they are to have. What holds other modules has its own at once."""
         module, is_behind = self._module(), self.is_behind
         if module is not None:
-            self._seen = module.training
+            self._last_mode = module.training
         copies = []
-        for each in [each for reference in self._standing if (each := reference()) is not None]:
-            training = self._seen if is_behind else each.training
-            if type(each) is type(module):
-                copies.append((each, training))
+        for stand_in in [stand_in for reference in self._stand_ins if (stand_in := reference()) is not None]:
+            training = self._last_mode if is_behind else stand_in.training
+            if type(stand_in) is type(module):
+                copies.append((stand_in, training))
             else:
-                each.training = training
+                stand_in.training = training
         return copies
 
     def lead(self, training: bool) -> None:
         """Give the module the mode that what stands for it was told."""
         module = self._module()
         if module is not None:
-            self._seen = module.training = training
+            self._last_mode = module.training = training
 
 
 def _exempt(model: nn.Module) -> dict[bool, frozenset[str]]:
@@ -152,8 +152,8 @@ def _exempt(model: nn.Module) -> dict[bool, frozenset[str]]:
     exempt: dict[bool, frozenset[str]] = {}
     with modes_kept(model.modules()):
         for training in (False, True):
-            named = model.train(training).named_modules(remove_duplicate=False)
-            exempt[training] = frozenset([name for name, module in named if module.training != training])
+            named_modules = model.train(training).named_modules(remove_duplicate=False)
+            exempt[training] = frozenset([name for name, module in named_modules if module.training != training])
     return exempt
 
 

@@ -65,7 +65,7 @@ class Names:
 
     def __init__(self, layers: Mapping[str, nn.Module | None]) -> None:
         self._layers = layers
-        self._brought = {
+        self._in_model = {
             number: layer.in_model
             for number, layer in layers.items()
             if isinstance(layer, NamedLayer) and layer.in_model is not None
@@ -73,21 +73,21 @@ class Names:
 
     def __bool__(self) -> bool:
         """Whether a layer brings names."""
-        return bool(self._brought)
+        return bool(self._in_model)
 
     @cached_property
     def units(self) -> dict[str, list[str]]:
         """The numbers of the layers that hold it, by each name that layers bring, and by the number of any other."""
         units: dict[str, list[str]] = defaultdict(list)
         for number in self._layers:
-            for name in self._brought[number].names if number in self._brought else (number,):
+            for name in self._in_model[number].names if number in self._in_model else (number,):
                 units[name].append(number)
         return dict(units)
 
     def of(self, numbered: str) -> str:
         """The name of what torch names behind the layer's number. A layer that brings names has that of the root."""
         number, _, name = numbered.partition(".")
-        return name if number in self._brought else numbered
+        return name if number in self._in_model else numbered
 
     def holders(self, name: str) -> list[str]:
         """The numbers of the layers that hold something."""
@@ -95,7 +95,7 @@ class Names:
 
     def bringing(self, name: str) -> list[str]:
         """The numbers of the layers that bring a name."""
-        return [number for number in self.holders(name) if number in self._brought]
+        return [number for number in self.holders(name) if number in self._in_model]
 
     def numbered(self, table: Mapping[str, T]) -> dict[str, T]:
         """The entries of a table that stand under names that layers bring, under the numbers of these."""
@@ -108,9 +108,9 @@ class Names:
     def without_numbers(self, texts: Iterable[str]) -> list[str]:
         """Texts in which torch names things, without the numbers of layers that bring names; each once."""
         patterns = [
-            rf"{re.escape(number)}\.(?=(?:{'|'.join(map(re.escape, brought.names))})\b)"
-            for number, brought in self._brought.items()
-            if brought.names
+            rf"{re.escape(number)}\.(?=(?:{'|'.join(map(re.escape, in_model.names))})\b)"
+            for number, in_model in self._in_model.items()
+            if in_model.names
         ]
         numbers = re.compile(rf"(?<![\w.])(?:{'|'.join(patterns)})")
         return list(dict.fromkeys(numbers.sub("", text) for text in texts))
@@ -123,7 +123,7 @@ class Names:
     @cached_property
     def _places(self) -> Mapping[str, int]:
         """The places in the model, which all of its parts know."""
-        return next((brought.places for brought in self._brought.values()), {})
+        return next((in_model.places for in_model in self._in_model.values()), {})
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -206,12 +206,12 @@ class Layered(nn.Module):
                 texts[:] = names.in_order(names.without_numbers(texts))
 
         with ExitStack() as stack:
-            begin = self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # of torch
+            pre_hook = self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # of torch
                 lambda *args: faults.extend(args[-3:])
             )
-            stack.callback(begin.remove)
-            end = self.register_load_state_dict_post_hook(shorten)  # type: ignore[no-untyped-call]  # of torch
-            stack.callback(end.remove)
+            stack.callback(pre_hook.remove)
+            post_hook = self.register_load_state_dict_post_hook(shorten)  # type: ignore[no-untyped-call]  # of torch
+            stack.callback(post_hook.remove)
             return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(
@@ -219,13 +219,13 @@ class Layered(nn.Module):
     ) -> None:
         names = Names(self._modules)
         if names:
-            own = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
-            brought = {name: value for name, value in own.items() if names.bringing(name)}
-            for name in brought:
+            state = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
+            entries = {name: value for name, value in state.items() if names.bringing(name)}
+            for name in entries:
                 del state_dict[prefix + name]
             if local_metadata.get("assign_to_params_buffers", False):
-                brought = {name: self._to_be_shared(name, value, names) for name, value in brought.items()}
-            state_dict.update({prefix + key: value for key, value in names.numbered(brought).items()})
+                entries = {name: self._to_be_shared(name, value, names) for name, value in entries.items()}
+            state_dict.update({prefix + key: value for key, value in names.numbered(entries).items()})
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _to_be_shared(self, name: str, value: Any, names: Names) -> Any:
@@ -238,14 +238,14 @@ class Layered(nn.Module):
         return nn.Parameter(value, requires_grad=False) if is_parameter else value  # torch then sets requires_grad
 
     def _named(
-        self, named: Callable[..., Iterator[tuple[str, T]]], prefix: str, recurse: bool, remove_duplicate: bool
+        self, iterate: Callable[..., Iterator[tuple[str, T]]], prefix: str, recurse: bool, remove_duplicate: bool
     ) -> Iterator[tuple[str, T]]:
         names, start = Names(self._modules), _dotted(prefix)
         if not names:
-            yield from named(prefix, recurse, remove_duplicate)
+            yield from iterate(prefix, recurse, remove_duplicate)
             return
         by_name: dict[str, T] = {}
-        for name, tensor in named(prefix, recurse, remove_duplicate=False):
+        for name, tensor in iterate(prefix, recurse, remove_duplicate=False):
             if by_name.setdefault(name.removeprefix(start), tensor) is not tensor and isinstance(tensor, nn.Parameter):
                 raise PartitionError(
                     f"two parameters are named {name!r}. Either the layers are parts of two models: cut one model that "
@@ -261,11 +261,11 @@ class Layered(nn.Module):
     def _get(self, get: Callable[[nn.Module, str], T], target: str) -> T:
         layers: Mapping[str, Any] = self._modules
         names = Names(layers)
-        bringing = [layers[number] for number in names.bringing(target)] if names else []
-        for layer in bringing[:-1]:
+        holders = [layers[number] for number in names.bringing(target)] if names else []
+        for layer in holders[:-1]:
             with suppress(AttributeError):  # it is on another rank
                 return get(layer, target)
-        return get(bringing[-1] if bringing else self, target)
+        return get(holders[-1] if holders else self, target)
 
 
 class ModelLayers(Layered, nn.Sequential):
@@ -317,10 +317,10 @@ def sequential(layers: Mapping[str, nn.Module | None], modes: Modes | None = Non
         >>> list(sequential({"4": nn.Linear(2, 2)}).state_dict())
         ['4.weight', '4.bias']
     """
-    made = ModelLayers(modes=modes) if Names(layers) else nn.Sequential()
-    table: dict[str, Any] = made._modules  # a Sequential that holds None could not run
+    container = ModelLayers(modes=modes) if Names(layers) else nn.Sequential()
+    table: dict[str, Any] = container._modules  # a Sequential that holds None could not run
     table.update({number: layer for number, layer in layers.items() if layer is not None})
-    return made
+    return container
 
 
 def plain_of(module: nn.Module) -> dict[str, Any]:
@@ -330,8 +330,8 @@ def plain_of(module: nn.Module) -> dict[str, Any]:
         >>> plain_of(nn.Dropout(0.5))
         {'p': 0.5, 'inplace': False}
     """
-    own = vars(module).items()
-    return {key: value for key, value in own if isinstance(value, bool | int | float | str) and key != "training"}
+    items = vars(module).items()
+    return {key: value for key, value in items if isinstance(value, bool | int | float | str) and key != "training"}
 
 
 def behaviour_of(module: nn.Module) -> dict[str, Any]:
@@ -375,8 +375,8 @@ def starts(name: str) -> Iterator[str]:
 def _rename(table: MutableMapping[str, Any], names: Names, prefix: str) -> None:
     """Take the numbers of layers that bring names out of the keys of a state."""
     numbered = {key.removeprefix(prefix): table.pop(key) for key in list(table) if key.startswith(prefix)}
-    own = {names.of(name): value for name, value in numbered.items() if names.of(name) or not name}
-    table.update({prefix + name: own[name] for name in names.in_order(own)})
+    state = {names.of(name): value for name, value in numbered.items() if names.of(name) or not name}
+    table.update({prefix + name: state[name] for name in names.in_order(state)})
 
 
 def _dotted(prefix: str) -> str:

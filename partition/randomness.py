@@ -21,15 +21,15 @@ def seed_host(seed: int) -> None:
 
 def host_state() -> tuple[object, bytes, int]:
     """The state of Python's and numpy's generators, to be compared."""
-    of_numpy: Any = numpy.random.get_state(legacy=False)
-    return random.getstate(), of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
+    numpy_state: Any = numpy.random.get_state(legacy=False)
+    return random.getstate(), numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
 
 
 def states_of_torch() -> list[Tensor]:
     """The states of torch's default generators, on the host and on accelerators in use, to be compared."""
-    kind = torch.accelerator.current_accelerator()
-    there = () if kind is None else getattr(torch.get_device_module(kind), "default_generators", ())
-    return [generator.get_state() for generator in (torch.default_generator, *there)]
+    accelerator = torch.accelerator.current_accelerator()
+    generators = () if accelerator is None else getattr(torch.get_device_module(accelerator), "default_generators", ())
+    return [generator.get_state() for generator in (torch.default_generator, *generators)]
 
 
 @contextmanager
@@ -55,18 +55,18 @@ def drawing(share: float) -> Iterator[None]:
     def shaped(*size: int) -> Any:
         return uniform(size=size or None)
 
-    drawn = {
+    replacements = {
         random: {"random": numbers, "uniform": uniform},
         numpy.random: {"random": numbers, "random_sample": numbers, "rand": shaped, "uniform": uniform},
     }
-    found = [(module, name, getattr(module, name)) for module, names in drawn.items() for name in names]
+    originals = [(module, name, getattr(module, name)) for module, names in replacements.items() for name in names]
     try:
-        for module, names in drawn.items():
+        for module, names in replacements.items():
             vars(module).update(names)
         yield
     finally:
-        for module, name, own in found:
-            setattr(module, name, own)
+        for module, name, original in originals:
+            setattr(module, name, original)
 
 
 @contextmanager
@@ -77,11 +77,11 @@ def generators_left(devices: Iterable[torch.device] = ()) -> Iterator[None]:
         devices: the accelerators whose generators are left so, besides those of the host. No other is initialised.
     """
     accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
-    kind = next((device.type for device in accelerators), None)
-    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    device_type = next((device.type for device in accelerators), None)
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(sorted(accelerators, key=str), device_type=kind):
+        with torch.random.fork_rng(sorted(accelerators, key=str), device_type=device_type):
             yield
     finally:
-        random.setstate(of_python)
-        numpy.random.set_state(of_numpy)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)

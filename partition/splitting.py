@@ -80,23 +80,23 @@ def check_balance(balance: Iterable[int], layers: int) -> list[int]:
         [3, 1]
     """
     try:
-        given: list[object] = list(balance)
+        entries: list[object] = list(balance)
     except TypeError:
         raise TypeError(
             f"balance must be the layers of each stage, such as [{layers}] for one; got {balance!r}."
         ) from None
-    counts = [whole(count) for count in given]
-    faults = [f"balance[{s}] is {given[s]!r}, not an int" for s, count in enumerate(counts) if count is None]
-    known = [count for count in counts if count is not None]
+    counts = [whole(count) for count in entries]
+    faults = [f"balance[{s}] is {entries[s]!r}, not an int" for s, count in enumerate(counts) if count is None]
+    lengths = [count for count in counts if count is not None]
     faults += [f"balance[{s}] is {count}, below 1" for s, count in enumerate(counts) if count is not None and count < 1]
-    if not given:
+    if not entries:
         faults.append("balance is empty")
-    elif len(known) == len(given) and sum(known) != layers:
-        faults.append(f"balance sums to {sum(known)} but the module has {layers} layers")
+    elif len(lengths) == len(entries) and sum(lengths) != layers:
+        faults.append(f"balance sums to {sum(lengths)} but the module has {layers} layers")
     if faults:
-        shown = known if len(known) == len(given) else given
-        raise PartitionError(f"{'; '.join(faults)} (balance: {shown}). {_remedy(len(given), layers)}")
-    return known
+        shown = lengths if len(lengths) == len(entries) else entries
+        raise PartitionError(f"{'; '.join(faults)} (balance: {shown}). {_remedy(len(entries), layers)}")
+    return lengths
 
 
 def _remedy(stages: int, layers: int) -> str:

@@ -56,7 +56,7 @@ class SavedByStage:
             stage = int(split._stage.split()[1])
             with first_half(split, chunk, sites, retain), ExitStack() as hooks:
                 for site in sites:
-                    self._hold(site.given, stage)
+                    self._hold(site.saved_input, stage)
                     hook = site.node.register_prehook(lambda grads: self._hold(grads[0], stage))
                     hooks.callback(hook.remove)
                 yield
