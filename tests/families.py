@@ -143,7 +143,7 @@ class Plain:
         self.seed = self.chunk = 0
         for number, layer in enumerate(layers):
             if isinstance(layer, Block):
-                (block,) = [self.model.get_submodule(names[id(module)]) for module in layer.own().values()]
+                (block,) = [self.model.get_submodule(names[id(module)]) for module in layer._units().values()]
                 block.register_forward_pre_hook(lambda *_, layer=number: self.begin(layer))
                 block.register_forward_hook(lambda *_, layer=number + 1: self.begin(layer))
 

@@ -31,7 +31,7 @@ _TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: of par
 Hook: TypeAlias = "tuple[Callable[..., Any], bool]"  # on what a module returns; whether it takes keyword arguments
 
 
-class _Module(NamedTuple):
+class _ModuleAttributes(NamedTuple):
     name: str
     module: nn.Module
     attributes: dict[str, Any]
@@ -41,7 +41,7 @@ class _ContainerEntries(NamedTuple):
     """A list, a set or a dict, and its entries; and whose it is."""
 
     owner: str
-    of: Any
+    container: Any
     entries: Any
 
 
@@ -58,22 +58,25 @@ class AttributeSnapshot:
 
     def __init__(self, modules: Iterable[nn.Module], contents: Contents) -> None:
         self.contents = contents
-        every = {id(each): (name, each) for module in modules for name, each in module.named_modules()}
-        own = [each for each in every.values() if not isinstance(each[1], torch.jit.ScriptModule)]
-        self._modules = [_Module(name, module, dict(vars(module))) for name, module in own]
+        named_modules = {
+            id(submodule): (name, submodule) for module in modules for name, submodule in module.named_modules()
+        }
+        plain = [entry for entry in named_modules.values() if not isinstance(entry[1], torch.jit.ScriptModule)]
+        self._modules = [_ModuleAttributes(name, module, dict(vars(module))) for name, module in plain]
         self._entries: dict[int, _ContainerEntries] = {}
         for name, _, attributes in self._modules:
             for key, value in attributes.items():
                 self._reach(f"{name}.{key}" if name else key, value)
 
-    def changed(self, but: Collection[tuple[int, str]] = ()) -> list[str]:
+    def changed(self, ignored: Collection[tuple[int, str]] = ()) -> list[str]:
         """The names of attributes that are not as they were found, but for some, and for tables of hooks."""
-        names = [each.owner for each in self._entries.values() if not _same_entries(each)]
+        names = [entries.owner for entries in self._entries.values() if not _same_entries(entries)]
         for name, module, attributes in self._modules:
-            now = vars(module)
+            current = vars(module)
             names += [
-                f"{name}.{key}" if name else key for key in attributes | now
-                if (id(module), key) not in but and not _same(attributes.get(key, _ABSENT), now.get(key, _ABSENT))
+                f"{name}.{key}" if name else key for key in attributes | current
+                if (id(module), key) not in ignored
+                and not _same(attributes.get(key, _ABSENT), current.get(key, _ABSENT))
             ]  # fmt: skip
         return sorted({name for name in names if name.rpartition(".")[2] not in _TABLES})
 
@@ -83,29 +86,29 @@ class AttributeSnapshot:
         These were registered since, or are functions of a package that classes of its modules are of: they may collect
         what the model's forward reads. Hooks of scripts, of torch, and of other packages are not.
         """
-        own: dict[int, list[Hook]] = {}
+        hooks_by_module: dict[int, list[Hook]] = {}
         packages = {_package(type(module)) for _, module, _ in self._modules} - {"torch", "__main__"}
         for _, module, attributes in self._modules:
-            known = self._entries[id(attributes["_forward_hooks"])].entries
+            earlier_hooks = self._entries[id(attributes["_forward_hooks"])].entries
             hooks = [
                 (hook, key in module._forward_hooks_with_kwargs) for key, hook in module._forward_hooks.items()
-                if key not in known or _package(hook) in packages
+                if key not in earlier_hooks or _package(hook) in packages
             ]  # fmt: skip
-            own.update({id(module): hooks} if hooks else {})
-        return own
+            hooks_by_module.update({id(module): hooks} if hooks else {})
+        return hooks_by_module
 
     def put_back(self) -> None:
         """Put back all."""
         for _, module, attributes in self._modules:
-            now = vars(module)
-            for key in now.keys() - attributes.keys():
-                del now[key]
-            now.update(attributes)
-        for each in self._entries.values():
-            if not _same_entries(each):
-                clear, fill = _LISTS[type(each.of)]
-                clear(each.of)
-                fill(each.of, each.entries)
+            current = vars(module)
+            for key in current.keys() - attributes.keys():
+                del current[key]
+            current.update(attributes)
+        for container_entries in self._entries.values():
+            if not _same_entries(container_entries):
+                clear, fill = _LISTS[type(container_entries.container)]
+                clear(container_entries.container)
+                fill(container_entries.container, container_entries.entries)
         self.contents.put_back()
 
     def _reach(self, owner: str, value: Any) -> None:
@@ -121,46 +124,49 @@ class AttributeSnapshot:
 
 @contextmanager
 def as_found(
-    modules: Iterable[nn.Module], written: Iterable[Tensor] = (), there: Iterable[Tensor] = ()
+    modules: Iterable[nn.Module], written: Iterable[Tensor] = (), others: Iterable[Tensor] = ()
 ) -> Iterator[AttributeSnapshot]:
     """At the end: modules are as they were found.
 
     Args:
         modules: the modules.
         written: tensors that are written within, beside their buffers.
-        there: others, beside those of the modules, that may be: see `Contents.keep`.
+        others: tensors, beside those of the modules, that may be: see `Contents.keep`.
     """
     modules = list(modules)
-    kept = [*written, *[buffer for module in modules for buffer in module.buffers()]]
-    own = [tensor for module in modules for each in module.modules() for tensor in tensors_of(each)]
-    found = AttributeSnapshot(modules, Contents([*own, *there, *kept]))
-    for tensor in kept:
-        found.contents.keep(tensor)
+    written_tensors = [*written, *[buffer for module in modules for buffer in module.buffers()]]
+    model_tensors = [tensor for module in modules for submodule in module.modules() for tensor in tensors_of(submodule)]
+    snapshot = AttributeSnapshot(modules, Contents([*model_tensors, *others, *written_tensors]))
+    for tensor in written_tensors:
+        snapshot.contents.keep(tensor)
     try:
-        yield found
+        yield snapshot
     finally:
-        found.put_back()
+        snapshot.put_back()
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """The parameters, buffers and attributes of a module that are tensors."""
-    own = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
-    return [each for each in own if isinstance(each, Tensor)]
+    values = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
-def _package(of: Any) -> str | None:
+def _package(value: Any) -> str | None:
     """The package that a class, or a function, is of."""
-    name = getattr(getattr(of, "func", of), "__module__", None)  # of a partial
+    name = getattr(getattr(value, "func", value), "__module__", None)  # of a partial
     return None if name is None else str(name).partition(".")[0]
 
 
 def _same_entries(entries: _ContainerEntries) -> bool:
-    now = entries.of
-    if len(now) != len(entries.entries):
+    current = entries.container
+    if len(current) != len(entries.entries):
         return False
-    if isinstance(now, dict):
-        return all(one is other and _same(now[one], entries.entries[one]) for one, other in zip(now, entries.entries))
-    return all(map(_same, now, entries.entries))
+    if isinstance(current, dict):
+        return all(
+            key is earlier_key and _same(current[key], entries.entries[key])
+            for key, earlier_key in zip(current, entries.entries)
+        )
+    return all(map(_same, current, entries.entries))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -17,8 +17,8 @@ from partition.contents import storage_of
 from partition.models.as_found import Hook, as_found, tensors_of
 from partition.models.flow import Flow
 from partition.models.inputs import Leaves, called_with
-from partition.models.runs import ArgumentKey, ModelCall, renewed
-from partition.models.stand_ins import Volatile
+from partition.models.runs import ArgumentKey, CallArguments, renewed
+from partition.models.stand_ins import VolatileAttributes
 from partition.modes import modes_kept
 from partition.randomness import drawing, host_state, seed_host
 
@@ -85,16 +85,16 @@ def near(one: Tensor, other: Tensor, largest: float) -> bool:
     return not other.numel() or float((one - other).detach().abs().max()) <= most
 
 
-class Called(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a module.
 
     Attributes:
         name: of the module.
         begin, end: when, in the order of all begins and ends.
-        given: what it was called with.
+        arguments: what it was called with.
         returned: the leaves of what it returned, and their tree.
-        entered: by (id, version) of a tensor among the leaves of its arguments, which one.
-        left: the (id, version) of each leaf that it returned.
+        argument_keys: by (id, version) of a tensor among the leaves of its arguments, which one.
+        output_states: the (id, version) of each leaf that it returned.
         number: of the call, in the order of all begins.
         nodes: of the flow: those of these tensors.
     """
@@ -102,31 +102,31 @@ class Called(NamedTuple):
     name: str
     begin: int
     end: int
-    given: ModelCall
+    arguments: CallArguments
     returned: tuple[Leaves, TreeSpec]
-    entered: dict[tuple[int, int], ArgumentKey]
-    left: list[tuple[int, int]]
+    argument_keys: dict[tuple[int, int], ArgumentKey]
+    output_states: list[tuple[int, int]]
     number: int
     nodes: dict[ArgumentKey, int]
 
 
-class Seen(NamedTuple):
+class ModelRun(NamedTuple):
     """One run of a model.
 
     Attributes:
         calls: of all modules, in the order in which they began.
         flow: of the values.
         output: the nodes of what is made of what the model returned.
-        drawn: the times at which a module began or ended, and Python or numpy had drawn since the time before.
+        draw_times: the times at which a module began or ended, and Python or numpy had drawn since the time before.
     """
 
-    calls: list[Called]
+    calls: list[ModuleCall]
     flow: Flow
     output: list[int]
-    drawn: list[int]
+    draw_times: list[int]
 
 
-class Watched(NamedTuple):
+class ModelRecord(NamedTuple):
     """A model, and what it did on its sample.
 
     Attributes:
@@ -136,91 +136,91 @@ class Watched(NamedTuple):
         in_eval_mode, in_train_mode: what was seen.
         volatile: the attributes that forwards set, and the parameters and buffers that they write, in either mode.
         written: the tensors of the model, and of the sample, that they write.
-        hooks: that may collect what they read, by the id of a module: see `Found.hooks`.
+        hooks: that may collect what they read, by the id of a module: see `AttributeSnapshot.hooks`.
     """
 
     model: nn.Module
     sample: Any
     always: Mapping[str, Any]
-    in_eval_mode: Seen
-    in_train_mode: Seen
-    volatile: Volatile
+    in_eval_mode: ModelRun
+    in_train_mode: ModelRun
+    volatile: VolatileAttributes
     written: list[Tensor]
     hooks: Mapping[int, Sequence[Hook]]
 
     @property
-    def done(self) -> list[tuple[int, str]]:
+    def flags(self) -> list[tuple[int, str]]:
         """The flags among what is volatile."""
         return [key for key, is_done in self.volatile.items() if is_done]
 
     @property
-    def runs(self) -> tuple[Seen, Seen]:
+    def runs(self) -> tuple[ModelRun, ModelRun]:
         """Both."""
         return self.in_eval_mode, self.in_train_mode
 
 
-def watched(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> Watched:
+def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> ModelRecord:
     """Run a model on its sample, in train mode and in eval mode, and watch it; `make` chooses of what it returns."""
     always = always_of(model, sample)
     tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
-    modes: list[Seen] = []
-    written: set[tuple[int, str]] = set()
+    runs: list[ModelRun] = []
+    attribute_keys: set[tuple[int, str]] = set()
     flags: set[tuple[int, str]] = set()  # set to True by one of the runs: they say that something is done
-    own = [tensor for module in model.modules() for tensor in tensors_of(module)]
+    model_tensors = [tensor for module in model.modules() for tensor in tensors_of(module)]
     storages: set[int] = set()  # that are written
-    with as_found([model], there=tensors) as found, training(model), torch.no_grad():
+    with as_found([model], others=tensors) as snapshot, training(model), torch.no_grad():
 
         def before_write(tensor: Tensor) -> None:
-            found.contents.keep(tensor)
+            snapshot.contents.keep(tensor)
             storages.add(storage_of(tensor))
 
         for _ in range(2):
-            calls: list[Called] = []
+            calls: list[ModuleCall] = []
             flow = Flow(chain(model.parameters(), model.buffers(), tensors), before_write)
-            drawn: list[int] = []
-            with _calling(model, calls, flow, drawn) as tick, flow.watching(), _setting() as values:
+            draw_times: list[int] = []
+            with _calling(model, calls, flow, draw_times) as tick, flow.watching(), _setting() as values:
                 leaves = tree_leaves(make(run_model(model, sample, always)))
                 tick()
-            flags = {key for key, value in values.items() if value is True} - written | flags - values.keys()
-            written |= values.keys()
+            flags = {key for key, value in values.items() if value is True} - attribute_keys | flags - values.keys()
+            attribute_keys |= values.keys()
             output = [flow.node(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-            modes.append(Seen(sorted(calls, key=lambda call: call.begin), flow, output, drawn))
+            runs.append(ModelRun(sorted(calls, key=lambda call: call.begin), flow, output, draw_times))
             for module in model.modules():
                 vars(module)["training"] = False
-        hooks = found.hooks()
-    in_train_mode, in_eval_mode = modes
-    volatile = {key: key in flags for key in written} | dict.fromkeys(_names(model, storages), False)
-    written_to = [tensor for tensor in [*own, *tensors] if storage_of(tensor) in storages]
-    return Watched(model, sample, always, in_eval_mode, in_train_mode, volatile, written_to, hooks)
+        hooks = snapshot.hooks()
+    in_train_mode, in_eval_mode = runs
+    volatile = {key: key in flags for key in attribute_keys} | dict.fromkeys(_names(model, storages), False)
+    written = [tensor for tensor in [*model_tensors, *tensors] if storage_of(tensor) in storages]
+    return ModelRecord(model, sample, always, in_eval_mode, in_train_mode, volatile, written, hooks)
 
 
-def drawn_behind(drawn: Iterable[int], calls: Sequence[Called]) -> list[int]:
+def draws_behind(draw_times: Iterable[int], calls: Sequence[ModuleCall]) -> list[int]:
     """The times at which Python or numpy drew behind the first of some calls, and in none of them."""
     return [
-        time for time in drawn
+        time for time in draw_times
         if calls and time > calls[0].begin and not any(call.begin < time <= call.end for call in calls)
     ]  # fmt: skip
 
 
-def draws_matter(seen: Watched, names: Container[str]) -> bool:
+def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
     """Whether the calls of some modules, or what the model returns, may depend on what Python and numpy draw.
 
     They do not where they are the same at either end of what is drawn, as for `random.random() < 0.0`, and where
     nothing is drawn but uniformly.
     """
-    found = []
+    outcomes = []
     for share in (0.0, nextafter(1.0, 0.0)):
-        calls, drawn = list[Called](), list[int]()
-        with as_found([seen.model], seen.written), training(seen.model), torch.no_grad(), drawing(share):
+        calls, draw_times = list[ModuleCall](), list[int]()
+        with as_found([record.model], record.written), training(record.model), torch.no_grad(), drawing(share):
             seed_host(0)
-            with _calling(seen.model, calls, Flow(()), drawn) as tick:
-                returned = run_model(seen.model, seen.sample, seen.always)
+            with _calling(record.model, calls, Flow(()), draw_times) as tick:
+                returned = run_model(record.model, record.sample, record.always)
                 tick()
         calls = sorted([call for call in calls if call.name in names], key=lambda call: call.begin)
-        if drawn_behind(drawn, calls):
+        if draws_behind(draw_times, calls):
             return True
-        found.append(([call.name for call in calls], returned))
-    (names_at_0, at_0), (names_at_1, at_1) = found
+        outcomes.append(([call.name for call in calls], returned))
+    (names_at_0, at_0), (names_at_1, at_1) = outcomes
     return names_at_0 != names_at_1 or not same(at_0, at_1)
 
 
@@ -236,22 +236,22 @@ def _names(model: nn.Module, storages: Container[int]) -> list[tuple[int, str]]:
 @contextmanager
 def _setting() -> Iterator[dict[tuple[int, str], Any]]:
     """Within: note the attributes of modules that are set, and their values."""
-    own, values = nn.Module.__setattr__, dict[tuple[int, str], Any]()
+    set_attribute, values = nn.Module.__setattr__, dict[tuple[int, str], Any]()
 
     def note(module: nn.Module, name: str, value: Any) -> None:
         values[id(module), name] = value
-        own(module, name, value)
+        set_attribute(module, name, value)
 
     nn.Module.__setattr__ = note  # type: ignore[method-assign, assignment]
     try:
         yield values
     finally:
-        nn.Module.__setattr__ = own  # type: ignore[method-assign]
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
 
 
 @contextmanager
 def _calling(
-    model: nn.Module, calls: list[Called], flow: Flow, drawn: list[int]
+    model: nn.Module, calls: list[ModuleCall], flow: Flow, draw_times: list[int]
 ) -> Iterator[Callable[[], int]]:
     """Within: note the calls of modules in the model, and when Python or numpy has drawn. It yields the clock."""
     numbers = count()
@@ -259,28 +259,30 @@ def _calling(
 
     def tick() -> int:
         nonlocal state
-        before, state = state, host_state()
+        earlier, state = state, host_state()
         time = flow.tick()
-        if state != before:
-            drawn.append(time)
+        if state != earlier:
+            draw_times.append(time)
         return time
 
-    begun: list[tuple[int, int, ModelCall, dict[tuple[int, int], ArgumentKey], dict[ArgumentKey, int]]] = []
+    open_calls: list[tuple[int, int, CallArguments, dict[tuple[int, int], ArgumentKey], dict[ArgumentKey, int]]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = ModelCall(*renewed((args, kwargs)))
-        tensors = {key: leaf for key, leaf in given.leaves.items() if isinstance(leaf, Tensor)}
-        entered = {_state(tensors[key]): key for key in sorted(reversed(tensors), key=given.is_argument)}
+        arguments = CallArguments(*renewed((args, kwargs)))
+        tensors = {key: leaf for key, leaf in arguments.leaves.items() if isinstance(leaf, Tensor)}
+        argument_keys = {_state(tensors[key]): key for key in sorted(reversed(tensors), key=arguments.is_argument)}
         nodes = {key: flow.node(leaf) for key, leaf in tensors.items()}
-        begun.append((next(numbers), tick(), given, entered, nodes))
+        open_calls.append((next(numbers), tick(), arguments, argument_keys, nodes))
 
     def after(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
-            number, begin, given, entered, nodes = begun.pop()
+            number, begin, arguments, argument_keys, nodes = open_calls.pop()
             leaves, tree = tree_flatten(returned)
-            left = [_state(leaf) for leaf in leaves]
-            flow.leave(number, leaves)
-            calls.append(Called(name, begin, tick(), given, (leaves, tree), entered, left, number, nodes))
+            output_states = [_state(leaf) for leaf in leaves]
+            flow.record_return(number, leaves)
+            calls.append(
+                ModuleCall(name, begin, tick(), arguments, (leaves, tree), argument_keys, output_states, number, nodes)
+            )
 
         return note
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from partition.errors import PartitionError
 from partition.models.passing import Argument, Passing, Return, Slot
 from partition.models.runs import ArgumentKey, BlockChain
-from partition.models.sources import FoundSources, Sources
+from partition.models.sources import Sources, ValueSources
 
 
 class NotCarriedError(PartitionError):
@@ -49,19 +49,23 @@ def carrying(chain: BlockChain, runs: Sequence[Sources]) -> BlockChain:
     for number in range(chain.first, chain.last + 1):
         places: dict[ArgumentKey, int] = {}
         for sources in runs:
-            given, block = sources.blocks[chain.first].given.leaves, sources.blocks[number]
+            first_leaves, block = sources.blocks[chain.first].arguments.leaves, sources.blocks[number]
             if number > chain.first and any(sources.of((), until=block.begin)):
                 raise NotCarriedError(number, block.name, "")  # Python was told a number: it may compute between blocks
-            for key, leaf in block.given.leaves.items():
+            for key, leaf in block.arguments.leaves.items():
                 if key in chain.entries or not _is_computed(sources, number, key, leaf):
                     continue
-                likely = [key, *given] if key in given else given
-                same = [other for other in likely if isinstance(leaf, Tensor) and given[other] is leaf]
+                candidates = [key, *first_leaves] if key in first_leaves else first_leaves
+                matches = [
+                    candidate
+                    for candidate in candidates
+                    if isinstance(leaf, Tensor) and first_leaves[candidate] is leaf
+                ]
                 if number == chain.first and _is_plain(leaf):
-                    same = [key]
-                if not same:
+                    matches = [key]
+                if not matches:
                     raise NotCarriedError(number, block.name, key[0])
-                places[key] = kept.setdefault(same[0], len(kept))
+                places[key] = kept.setdefault(matches[0], len(kept))
         carried.append(tuple(places.items()))
     return chain._replace(kept=tuple(kept), carried=tuple(carried))
 
@@ -74,14 +78,14 @@ def _is_computed(sources: Sources, number: int, key: ArgumentKey, leaf: Any) -> 
     block = sources.blocks[number]
     nodes = [block.nodes[key]] if key in block.nodes else []
     may_be_told = nodes or _is_plain(leaf) or isinstance(leaf, complex)
-    found = sources.of(nodes, until=block.begin if may_be_told else -1)
-    if any(words.startswith("what block ") for words in found.lost):
+    origins = sources.of(nodes, until=block.begin if may_be_told else -1)
+    if any(words.startswith("what block ") for words in origins.lost):
         raise PartitionError(
-            f"block {block.name!r} is called with {found.lost[0]}: its argument {key[0]!r}. Return it; if it was "
+            f"block {block.name!r} is called with {origins.lost[0]}: its argument {key[0]!r}. Return it; if it was "
             "written into a tensor that the model hands to several blocks, write to a copy."
         )
-    is_drawn = bool(nodes) and any(time <= block.begin for time in sources.seen.drawn)
-    return bool(found.slots or found.lost) or is_drawn
+    is_drawn = bool(nodes) and any(time <= block.begin for time in sources.run.draw_times)
+    return bool(origins.slots or origins.lost) or is_drawn
 
 
 def _is_whole(leaf: Any) -> bool:
@@ -103,21 +107,23 @@ def passing_of(chains: Sequence[BlockChain], shares: Sequence[Mapping[str, Any]]
             called with, nor a module returns.
     """
     readers: dict[Slot, int] = {}
-    written: set[Slot] = set()
+    written_slots: set[Slot] = set()
     for sources in runs:
         slots, nodes = sources.written()
-        written |= slots | {slot for node in nodes for slot in _returns(sources, chains, node)}
-        made: dict[int, set[int]] = {}  # by part: nodes that its modules return to later ones
+        written_slots |= slots | {slot for node in nodes for slot in _returns(sources, chains, node)}
+        returned_nodes: dict[int, set[int]] = {}  # by part: nodes that its modules return to later ones
         losses: list[str] = []
         for reader in range(len(chains), 0, -1):
-            before = chains[reader - 1]
-            past, after = chains[:reader], chains[reader : reader + 1]
-            slots, lost, returned = _read(sources, past, after, shares[reader], made.pop(reader, set()))
+            last_chain = chains[reader - 1]
+            earlier_chains, next_chains = chains[:reader], chains[reader : reader + 1]
+            slots, lost, returned = _read(
+                sources, earlier_chains, next_chains, shares[reader], returned_nodes.pop(reader, set())
+            )
             for node in returned:
-                made.setdefault(_part_of(sources, chains, node), set()).add(node)
+                returned_nodes.setdefault(_part_of(sources, chains, node), set()).add(node)
                 slots |= _returns(sources, chains, node)
-            losses += [f"{words} is used behind block {sources.blocks[before.last].name!r}" for words in lost[:1]]
-            for slot in slots - {(before.last, place) for place in before.exits}:
+            losses += [f"{words} is used behind block {sources.blocks[last_chain.last].name!r}" for words in lost[:1]]
+            for slot in slots - {(last_chain.last, place) for place in last_chain.exits}:
                 readers[slot] = max(reader, readers.get(slot, 0))
         begin = sources.blocks[0].begin
         lost = sources.of((), shares[0], since=-1, until=begin).lost
@@ -128,43 +134,48 @@ def passing_of(chains: Sequence[BlockChain], shares: Sequence[Mapping[str, Any]]
                 "from a module that is called once; turn off what drops layers at random (layerdrop=0); name the "
                 "module that computes it among the blocks, blocks=[...]; or write the model as an nn.Sequential."
             )
-    ordered = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
-    return Passing(tuple(ordered), tuple([readers[slot] for slot in ordered]), frozenset(written))
+    slots_in_order = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
+    return Passing(tuple(slots_in_order), tuple([readers[slot] for slot in slots_in_order]), frozenset(written_slots))
 
 
 def _returns(sources: Sources, chains: Sequence[BlockChain], node: int) -> set[Slot]:
     """The slots of a node that a module returned: none where that is behind all blocks."""
-    part, call, left = _part_of(sources, chains, node), sources.call_of(node), sources.seen.flow.nodes[node].left
-    assert call is not None and left is not None  # it did
-    return {(chain.first, Return(call.name, place)) for chain in chains[part : part + 1] for place in left[1]}
+    part, call = _part_of(sources, chains, node), sources.call_of(node)
+    returned_by = sources.run.flow.nodes[node].returned_by
+    assert call is not None and returned_by is not None  # it did
+    return {(chain.first, Return(call.name, place)) for chain in chains[part : part + 1] for place in returned_by[1]}
 
 
 def _part_of(sources: Sources, chains: Sequence[BlockChain], node: int) -> int:
     """The part that computes a node: 0 before the first chain, 1 before the second, ..."""
-    time = sources.seen.flow.nodes[node].time
+    time = sources.run.flow.nodes[node].time
     return sum([sources.blocks[chain.first].begin < time for chain in chains])
 
 
 def _read(
     sources: Sources,
-    past: Sequence[BlockChain],
-    after: Sequence[BlockChain],
+    earlier_chains: Sequence[BlockChain],
+    next_chains: Sequence[BlockChain],
     share: Mapping[str, Any],
-    made: Collection[int],
-) -> FoundSources:
-    """The sources of what the part behind some chains makes: for the next one or the output; `made` for later ones."""
-    blocks, before = sources.blocks, past[-1]
-    reached = blocks[before.first]
-    kept = {reached.nodes[key]: reached.begin for key in before.kept if key in reached.nodes}
-    offered: dict[int, list[tuple[int, Slot]]] = {}
-    for number in [chain.first for chain in past]:
+    returned_nodes: Collection[int],
+) -> ValueSources:
+    """The sources of what the part behind some chains makes: for the next one or the output.
+
+    Args:
+        returned_nodes: what it makes for later ones.
+    """
+    blocks, last_chain = sources.blocks, earlier_chains[-1]
+    first_block = blocks[last_chain.first]
+    arrivals = {first_block.nodes[key]: first_block.begin for key in last_chain.kept if key in first_block.nodes}
+    offers: dict[int, list[tuple[int, Slot]]] = {}
+    for number in [chain.first for chain in earlier_chains]:
         for key, node in blocks[number].nodes.items():
-            if _is_whole(blocks[number].given[key]):
-                offered.setdefault(node, []).append((blocks[number].begin, (number, Argument(key))))
-    nodes, until = sources.seen.output, sources.seen.flow.tick()
-    for chain in after:
-        first = blocks[chain.first]
-        nodes = [first.nodes[key] for key in (*chain.entries, *chain.kept) if key in first.nodes]
-        until = first.begin
-    end = blocks[before.last].end
-    return sources.of([*nodes, *made], share, kept, end, until, offered, by=end)
+            if _is_whole(blocks[number].arguments[key]):
+                offers.setdefault(node, []).append((blocks[number].begin, (number, Argument(key))))
+    nodes, until = sources.run.output, sources.run.flow.tick()
+    for chain in next_chains:
+        next_block = blocks[chain.first]
+        nodes = [next_block.nodes[key] for key in (*chain.entries, *chain.kept) if key in next_block.nodes]
+        until = next_block.begin
+    end = blocks[last_chain.last].end
+    return sources.of([*nodes, *returned_nodes], share, arrivals, end, until, offers, by=end)

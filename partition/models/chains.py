@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from partition.errors import PartitionError
-from partition.models.calls import Called
+from partition.models.calls import ModuleCall
 from partition.models.inputs import Leaves
 from partition.models.runs import ArgumentKey, BlockChain
 
 _LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
 
 
-def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]]:
+def found_blocks(model: nn.Module, calls: Sequence[ModuleCall]) -> list[list[ModuleCall]]:
     """The blocks of a model, in ways to be tried in turn.
 
     All chains of blocks of one type that have a good part of the parameters, which may be called several times; each of
@@ -29,27 +29,27 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
     Raises:
         PartitionError: there are none.
     """
-    once, within = _once(calls), defaultdict[str, list[Called]](list)
+    single_calls, calls_by_parent = _single_calls(calls), defaultdict[str, list[ModuleCall]](list)
     for call in calls:
-        within[call.name.rpartition(".")[0]].append(call)
+        calls_by_parent[call.name.rpartition(".")[0]].append(call)
     runs = []
-    for name, of_children in within.items():
+    for name, of_children in calls_by_parent.items():
         children = {child for _, child in model.get_submodule(name).named_children()}
-        called, links = {model.get_submodule(call.name) for call in of_children}, _links(of_children)
-        if called == children and len(set(map(type, called))) == 1 and all(len(link) > 1 for link in links):
+        modules, links = {model.get_submodule(call.name) for call in of_children}, _links(of_children)
+        if modules == children and len(set(map(type, modules))) == 1 and all(len(link) > 1 for link in links):
             runs += links
     chains = [_continued(run, runs) for run in runs]
     # Rather what is called once; and layers rather than the stages that they fill.
-    chains.sort(key=lambda run: (any(call.name not in once for call in run), -_size(model, run), -len(run)))
-    several = chains[:1]
+    chains.sort(key=lambda run: (any(call.name not in single_calls for call in run), -_size(model, run), -len(run)))
+    separate = chains[:1]
     for run in chains[1:]:
-        is_apart = all(run[0].begin > other[-1].end or run[-1].end < other[0].begin for other in several)
+        is_apart = all(run[0].begin > chain[-1].end or run[-1].end < chain[0].begin for chain in separate)
         if is_apart and _size(model, run) > _LEAST * _size(model, chains[0]):
-            several.append(run)
-    ways = [sorted([call for run in several for call in run], key=_begin), *several] if several[1:] else several
-    for some in (sorted(once.values(), key=_begin), calls):
-        names = set(_units(model, "", {call.name for call in some}))
-        units = _apart([call for call in some if call.name in names and _has_hidden(call)])
+            separate.append(run)
+    ways = [sorted([call for run in separate for call in run], key=_begin), *separate] if separate[1:] else separate
+    for candidates in (sorted(single_calls.values(), key=_begin), calls):
+        names = set(_units(model, "", {call.name for call in candidates}))
+        units = _outermost([call for call in candidates if call.name in names and _has_hidden(call)])
         if len(units) > 1 and 2 * _size(model, units) > _all_size(model):
             ways += [way for way in (units, _with_parameters(model, units)) if way not in ways]
     if not ways:
@@ -60,44 +60,44 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
     return ways
 
 
-def named_blocks(model: nn.Module, given: str | Sequence[str], calls: Sequence[Called]) -> list[Called]:
+def named_blocks(model: nn.Module, selection: str | Sequence[str], calls: Sequence[ModuleCall]) -> list[ModuleCall]:
     """The blocks that the caller names.
 
     Raises:
         PartitionError: there is no such module, or it is not called.
     """
     names = []
-    known = dict(model.named_modules())
-    for name in [given] if isinstance(given, str) else given:
-        if name not in known:
+    modules = dict(model.named_modules())
+    for name in [selection] if isinstance(selection, str) else selection:
+        if name not in modules:
             raise PartitionError(f"blocks: {type(model).__name__} has no module {name!r}.")
-        is_container = isinstance(known[name], nn.ModuleList | nn.Sequential | nn.ModuleDict)
-        names += [f"{name}.{key}" for key in known[name]._modules] if is_container else [name]
+        is_container = isinstance(modules[name], nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        names += [f"{name}.{key}" for key in modules[name]._modules] if is_container else [name]
     blocks = [call for call in calls if call.name in names]
     for name in names:
         if not any(block.name == name for block in blocks):
             raise PartitionError(f"block {name!r} is not called in a forward.")
-    for one, other in zip(blocks, blocks[1:], strict=False):
-        if other.begin < one.end:
-            raise PartitionError(f"block {other.name!r} is called within block {one.name!r}. Name one of the two.")
+    for block, later in zip(blocks, blocks[1:], strict=False):
+        if later.begin < block.end:
+            raise PartitionError(f"block {later.name!r} is called within block {block.name!r}. Name one of the two.")
     return blocks
 
 
-def broken_links(blocks: Sequence[Called], in_train_mode: Sequence[Called]) -> set[int]:
+def broken_links(blocks: Sequence[ModuleCall], in_train_mode: Sequence[ModuleCall]) -> set[int]:
     """The numbers of blocks that are not called in train mode with what the one before returned: dropout is between."""
-    found = called_again(in_train_mode, blocks)
-    return {number for number, (one, other) in enumerate(zip(found, found[1:]), 1) if not _shared(one, other)}
+    calls = called_again(in_train_mode, blocks)
+    return {number for number, (earlier, later) in enumerate(zip(calls, calls[1:]), 1) if not _shared(earlier, later)}
 
 
-def called_again(calls: Sequence[Called], blocks: Sequence[Called]) -> list[Called]:
+def called_again(calls: Sequence[ModuleCall], blocks: Sequence[ModuleCall]) -> list[ModuleCall]:
     """The calls of blocks in another run; none where they are not called there as often, and in this order."""
     names = [block.name for block in blocks]
-    found = [call for call in calls if call.name in names]
-    return found if [call.name for call in found] == names else []
+    block_calls = [call for call in calls if call.name in names]
+    return block_calls if [call.name for call in block_calls] == names else []
 
 
 def chains_of(
-    model: nn.Module, blocks: Sequence[Called], calls: Sequence[Called], begins: Container[int]
+    model: nn.Module, blocks: Sequence[ModuleCall], calls: Sequence[ModuleCall], begins: Container[int]
 ) -> tuple[BlockChain, ...]:
     """The chains that blocks make, in their order: a block whose hidden state is not that of the one before begins one.
 
@@ -111,7 +111,7 @@ def chains_of(
         PartitionError: a block has no hidden state.
     """
     trained = _with_parameters(model, calls)
-    runs: list[list[Called]] = []
+    runs: list[list[ModuleCall]] = []
     for number, block in enumerate(blocks):
         run = runs[-1] if runs else []
         is_next = run and number not in begins and _continues(run, block)
@@ -125,25 +125,25 @@ def chains_of(
     return tuple(chains)
 
 
-def _with_parameters(model: nn.Module, calls: Iterable[Called]) -> list[Called]:
+def _with_parameters(model: nn.Module, calls: Iterable[ModuleCall]) -> list[ModuleCall]:
     """The calls of modules that have parameters."""
     return [call for call in calls if next(model.get_submodule(call.name).parameters(), None) is not None]
 
 
-def _continues(run: Sequence[Called], block: Called) -> bool:
+def _continues(run: Sequence[ModuleCall], block: ModuleCall) -> bool:
     """Whether a block takes its hidden state from the last of a run, as that does from the one before it."""
     link, first = _shared(run[-1], block), run[0]
-    is_alike = _plain(block) == _plain(first) and all(key in first.given.leaves for _, key in link)
+    is_alike = _plain(block) == _plain(first) and all(key in first.arguments.leaves for _, key in link)
     return bool(link) and is_alike and (len(run) == 1 or link == _shared(*run[:2]))
 
 
-def _plain(call: Called) -> tuple[TreeSpec, Leaves]:
+def _plain(call: ModuleCall) -> tuple[TreeSpec, Leaves]:
     """The tree of what a module returns, and what is plain in it: the size of an image, say."""
     leaves, tree = call.returned
     return tree, [leaf if isinstance(leaf, bool | int | float | str) else None for leaf in leaves]
 
 
-def _chain(run: Sequence[Called]) -> BlockChain:
+def _chain(run: Sequence[ModuleCall]) -> BlockChain:
     """The chain of blocks that follow each other.
 
     Raises:
@@ -152,9 +152,9 @@ def _chain(run: Sequence[Called]) -> BlockChain:
     first = run[0]
     leaves, tree = first.returned
     exits = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][:1]
-    entries = [key for key, leaf in first.given.leaves.items() if isinstance(leaf, Tensor)][:1]
+    entries = [key for key, leaf in first.arguments.leaves.items() if isinstance(leaf, Tensor)][:1]
     links = _shared(first, run[1]) if len(run) > 1 else list(zip(exits, entries, strict=False))
-    hidden = [first.given[entry] for _, entry in links]
+    hidden = [first.arguments[entry] for _, entry in links]
     if not any(isinstance(leaf, Tensor) for leaf in hidden):
         raise PartitionError(
             f"block {first.name!r} is not called with a tensor, or returns none: it has no hidden state. Name others: "
@@ -178,36 +178,36 @@ def _units(model: nn.Module, name: str, called: Container[str]) -> Iterator[str]
             yield from _units(model, path, called)
 
 
-def _apart(calls: Iterable[Called]) -> list[Called]:
+def _outermost(calls: Iterable[ModuleCall]) -> list[ModuleCall]:
     """The calls, in order, that lie within no other: a module may have another name outside of what calls it."""
-    found: list[Called] = []
+    outermost: list[ModuleCall] = []
     for call in calls:
-        if not found or call.begin > found[-1].end:
-            found.append(call)
-    return found
+        if not outermost or call.begin > outermost[-1].end:
+            outermost.append(call)
+    return outermost
 
 
-def _once(calls: Sequence[Called]) -> dict[str, Called]:
+def _single_calls(calls: Sequence[ModuleCall]) -> dict[str, ModuleCall]:
     times = Counter(call.name for call in calls)
     return {call.name: call for call in calls if times[call.name] == 1}
 
 
-def _continued(run: Sequence[Called], runs: Sequence[Sequence[Called]]) -> list[Called]:
+def _continued(run: Sequence[ModuleCall], runs: Sequence[Sequence[ModuleCall]]) -> list[ModuleCall]:
     """A run, and those that follow it: the blocks of the next resolution, say."""
-    whole = list(run)
-    for other in sorted(runs, key=lambda run: run[0].begin):
-        if other[0].begin > whole[-1].end and _shared(whole[-1], other[0]) == _shared(*whole[-2:]):
-            whole += other
-    return whole
+    chain = list(run)
+    for candidate in sorted(runs, key=lambda run: run[0].begin):
+        if candidate[0].begin > chain[-1].end and _shared(chain[-1], candidate[0]) == _shared(*chain[-2:]):
+            chain += candidate
+    return chain
 
 
-def _has_hidden(call: Called) -> bool:
+def _has_hidden(call: ModuleCall) -> bool:
     """Whether a module was called with a tensor, and returned one."""
-    both = (call.given.leaves.values(), call.returned[0])
+    both = (call.arguments.leaves.values(), call.returned[0])
     return all(any(isinstance(leaf, Tensor) for leaf in leaves) for leaves in both)
 
 
-def _size(model: nn.Module, run: Sequence[Called]) -> int:
+def _size(model: nn.Module, run: Sequence[ModuleCall]) -> int:
     return sum(_all_size(model.get_submodule(name)) for name in {call.name for call in run})
 
 
@@ -215,13 +215,13 @@ def _all_size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _begin(call: Called) -> int:
+def _begin(call: ModuleCall) -> int:
     return call.begin
 
 
-def _links(run: Iterable[Called]) -> list[list[Called]]:
+def _links(run: Iterable[ModuleCall]) -> list[list[ModuleCall]]:
     """Calls in groups, as long as each is called with something that the one before returned."""
-    links: list[list[Called]] = []
+    links: list[list[ModuleCall]] = []
     for call in run:
         if links and _shared(links[-1][-1], call):
             links[-1].append(call)
@@ -230,6 +230,10 @@ def _links(run: Iterable[Called]) -> list[list[Called]]:
     return links
 
 
-def _shared(one: Called, other: Called) -> list[tuple[int, ArgumentKey]]:
+def _shared(earlier: ModuleCall, later: ModuleCall) -> list[tuple[int, ArgumentKey]]:
     """The leaves of what one returned that are leaves of the other's arguments."""
-    return [(place, other.entered[state]) for place, state in enumerate(one.left) if state in other.entered]
+    return [
+        (place, later.argument_keys[state])
+        for place, state in enumerate(earlier.output_states)
+        if state in later.argument_keys
+    ]

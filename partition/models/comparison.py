@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
 from partition.errors import PartitionError
 from partition.models.as_found import as_found
-from partition.models.calls import Watched, equal, near, run_model, same, training
+from partition.models.calls import ModelRecord, equal, near, run_model, same, training
 from partition.models.inputs import Leaves
 from partition.randomness import generators_left, seed_host
 
@@ -21,28 +21,28 @@ _PIECE = 2**12  # numbers of a gradient of which one is made
 _ANOTHER = "Give a sample, and a dtype, in which the model alone can be trained."
 
 
-def compare(seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
+def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
     """See that the layers compute what the model computes.
 
     Args:
-        seen: the model.
+        record: of the model on the sample.
         layers: its parts.
         make: what is made of what the model returns.
 
     Raises:
         PartitionError: they do not.
     """
-    model, sample = seen.model, seen.sample
+    model, sample = record.model, record.sample
     kind = type(model).__name__
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    missing = set(names.values()) - {names.get(id(each), "") for each in layers.parameters()}
+    missing = set(names.values()) - {names.get(id(parameter), "") for parameter in layers.parameters()}
     if missing:
         raise PartitionError(f"{kind}: no part has the parameters {', '.join(sorted(missing)[:5])}.")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
-        with as_found([model], seen.written) as found:
-            expected = make(run_model(model, sample, seen.always))
-            kept = found.changed(seen.done)
+        with as_found([model], record.written) as snapshot:
+            expected = make(run_model(model, sample, record.always))
+            attributes = snapshot.changed(record.flags)
         for leaf in tree_iter(expected):
             if isinstance(leaf, Tensor) and leaf.dim() == 0:
                 raise PartitionError(
@@ -52,7 +52,7 @@ def compare(seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any]) ->
         theirs, their_tree = tree_flatten(expected)
         if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in theirs):
             raise PartitionError(f"{kind} itself returns NaN on the sample, which tells nothing. {_ANOTHER}")
-        with as_found([model, layers], seen.written):
+        with as_found([model, layers], record.written):
             ours, tree = tree_flatten(layers(sample))
         if tree != their_tree:
             counts = [sum(isinstance(leaf, Tensor) for leaf in leaves) for leaves in (theirs, ours)]
@@ -68,45 +68,47 @@ def compare(seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any]) ->
                 "computes it among the blocks, blocks=[...], or write the model as an nn.Sequential."
             )
         _compare_grads(kind, ours, theirs, parameters, names)
-    if kept:
-        _compare_next(seen, layers, make, kept)
+    if attributes:
+        _compare_next(record, layers, make, attributes)
 
 
-def compare_in_train_mode(seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
+def compare_in_train_mode(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
     """See that they return the same in train mode, under one seed.
 
     Args:
-        seen: the model.
+        record: of the model on the sample.
         layers: its parts.
         make: what is made of what the model returns.
 
     Raises:
         PartitionError: they do not.
     """
-    with training(seen.model, layers), torch.no_grad():
-        kept, theirs, ours = _calls(seen, layers, make, [seen.sample])
+    with training(record.model, layers), torch.no_grad():
+        attributes, theirs, ours = _calls(record, layers, make, [record.sample])
         if not same(ours, theirs):
             raise PartitionError(
-                f"{type(seen.model).__name__} does not return in train mode what its parts return: what is drawn for "
+                f"{type(record.model).__name__} does not return in train mode what its parts return: what is drawn for "
                 "dropout in one part is used in another, layers are dropped (as layerdrop=... does), or blocks hand "
                 "something over beside what they return. Turn that off, name other blocks, blocks=[...], or write an "
                 "nn.Sequential."
             )
-        if kept:
-            _compare_next(seen, layers, make, kept)
+        if attributes:
+            _compare_next(record, layers, make, attributes)
 
 
-def _compare_next(seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any], kept: Iterable[str]) -> None:
+def _compare_next(
+    record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], attributes: Iterable[str]
+) -> None:
     """See that they return the same behind another call: what one call keeps may count in the next.
 
     Raises:
         PartitionError: they do not.
     """
-    other = tree_map_only(Tensor, lambda leaf: leaf / 2 if leaf.is_floating_point() else leaf, seen.sample)
+    other_sample = tree_map_only(Tensor, lambda leaf: leaf / 2 if leaf.is_floating_point() else leaf, record.sample)
     with torch.no_grad():
-        _, theirs, ours = _calls(seen, layers, make, [other, seen.sample])
+        _, theirs, ours = _calls(record, layers, make, [other_sample, record.sample])
     if not same(ours, theirs):
-        raise PartitionError(keeps(seen.model, kept))
+        raise PartitionError(keeps(record.model, attributes))
 
 
 def keeps(model: nn.Module, names: Iterable[str]) -> str:
@@ -118,19 +120,19 @@ def keeps(model: nn.Module, names: Iterable[str]) -> str:
 
 
 def _calls(
-    seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any], xs: Sequence[Any]
+    record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], xs: Sequence[Any]
 ) -> tuple[list[str], Any, Any]:
     """The attributes that calls one after the other change, and what the model and its parts return in the last."""
-    runs: list[Callable[[Any], Any]] = [lambda x: make(run_model(seen.model, x, seen.always)), layers]
-    returned, kept = [], list[str]()
+    runs: list[Callable[[Any], Any]] = [lambda x: make(run_model(record.model, x, record.always)), layers]
+    returned, attributes = [], list[str]()
     for run in runs:
-        with as_found([seen.model, layers], seen.written) as found:
+        with as_found([record.model, layers], record.written) as snapshot:
             for x in xs:
                 seed_host(0)
                 last = run(x)
             returned.append(last)
-            kept = kept or found.changed(seen.done)
-    return kept, *returned
+            attributes = attributes or snapshot.changed(record.flags)
+    return attributes, *returned
 
 
 def _compare_grads(
@@ -140,16 +142,18 @@ def _compare_grads(
         expected = _shrunk_grads(theirs, parameters, retain=True)
     except RuntimeError as error:
         raise PartitionError(f"{kind} itself has no gradients on the sample: {error} {_ANOTHER}") from None
-    found = _shrunk_grads(ours, parameters)
+    gradients = _shrunk_grads(ours, parameters)
     largest: dict[str, float] = {}  # of each module: the gradient of a bias alone may be nothing but rounding
     for key, gradient in expected.items():
         owner = names[key].rpartition(".")[0]
         largest[owner] = max(largest.get(owner, 0.0), float(gradient.abs().max()) if gradient.numel() else 0.0)
     for key, name in [(id(parameter), names[id(parameter)]) for parameter in parameters]:
-        mine, its = found.get(key), expected.get(key)
+        actual, reference = gradients.get(key), expected.get(key)
         scale = largest.get(name.rpartition(".")[0], 0.0)
-        if (mine is None) != (its is None) or mine is not None and its is not None and not near(mine, its, scale):
-            if its is not None and not its.isfinite().all():
+        if (actual is None) != (reference is None) or (
+            actual is not None and reference is not None and not near(actual, reference, scale)
+        ):
+            if reference is not None and not reference.isfinite().all():
                 raise PartitionError(f"{kind}: the gradient of {name} is not finite on the sample. {_ANOTHER}")
             raise PartitionError(
                 f"{kind}: the gradient of {name} is not that of the model: something between two blocks, a hook or a "
@@ -189,7 +193,7 @@ def _shrunk(gradient: Tensor) -> Tensor:
 
 def _furthest(ours: Leaves, theirs: Leaves) -> str:
     gaps = [
-        float((one - other).detach().abs().max()) for one, other in zip(ours, theirs, strict=False)
-        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+        float((our_leaf - their_leaf).detach().abs().max()) for our_leaf, their_leaf in zip(ours, theirs, strict=False)
+        if isinstance(our_leaf, Tensor) and isinstance(their_leaf, Tensor) and our_leaf.shape == their_leaf.shape
     ]  # fmt: skip
     return f" (the furthest number is {max(gaps):.1e} away)" if gaps else ""

@@ -1,7 +1,7 @@
 """The flow of values through one run of a model: from which values each tensor was computed.
 
     Flow.watching() ── each operation outside torch's kernels ──► StorageVersion: when, and from which nodes
-                    └─ numbers that Python is told: x.item(), a mask that chooses rows ──► Flow.told
+                    └─ numbers that Python is told: x.item(), a mask that chooses rows ──► Flow.host_reads
 
 No number is compared, so what follows from a flow is true of other inputs that take the same way through the model's
 code. What Python is told may decide the way: what is computed later counts as computed from it.
@@ -30,46 +30,46 @@ class StorageVersion(NamedTuple):
     Attributes:
         time: of the operation, on the clock of the flow, or when it was first seen; -1: it was there before.
         parents: the nodes that it was given.
-        before: the node of the same storage into which it wrote; None: it made the storage.
+        previous: the node of the same storage into which it wrote; None: it made the storage.
         drawn: whether random numbers were drawn for it.
-        left: where it is what a module returned: the number of that call, and the places among the leaves.
+        returned_by: where it is what a module returned: the number of that call, and the places among the leaves.
     """
 
     time: int
     parents: tuple[int, ...] = ()
-    before: int | None = None
+    previous: int | None = None
     drawn: bool = False
-    left: tuple[int, tuple[int, ...]] | None = None
+    returned_by: tuple[int, tuple[int, ...]] | None = None
 
 
 class Flow:
     """The flow of values through one run.
 
     Args:
-        there: tensors that are there before it. Others that no operation makes, Python has made: of what it was told.
+        tensors: those that are there before it. Others that no operation makes, Python has made: of what it was told.
         before_write: called with a tensor before something is written there.
 
     Attributes:
         before_write: see above.
         nodes: in the order in which they were computed.
-        told: when Python was told numbers, and of which nodes.
+        host_reads: when Python was told numbers, and of which nodes.
         roots: the nodes that no operation has made, and their storages.
     """
 
-    def __init__(self, there: Iterable[Tensor], before_write: Callable[[Tensor], object] = id) -> None:
+    def __init__(self, tensors: Iterable[Tensor], before_write: Callable[[Tensor], object] = id) -> None:
         self.before_write = before_write
         self.nodes: list[StorageVersion] = []
-        self.told: list[tuple[int, tuple[int, ...]]] = []
+        self.host_reads: list[tuple[int, tuple[int, ...]]] = []
         self.roots: dict[int, int] = {}
         self._time = -1
-        self._now: dict[int, tuple[int, Any]] = {}  # the node of each storage, and what keeps its address its own
-        for tensor in there:
+        self._latest: dict[int, tuple[int, Any]] = {}  # the node of each storage, and what keeps its address its own
+        for tensor in tensors:
             self.node(tensor)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within: note what is computed."""
-        with _Operations(self), _Tellings(self):
+        with _OperationObserver(self), _ReadObserver(self):
             yield
 
     def tick(self) -> int:
@@ -80,45 +80,47 @@ class Flow:
     def node(self, tensor: Tensor) -> int:
         """The node that a tensor's numbers are."""
         storage = storage_of(tensor)
-        if storage not in self._now:
+        if storage not in self._latest:
             self.roots[self._put(tensor, StorageVersion(-1 if self._time < 0 else self.tick()))] = storage
-        return self._now[storage][0]
+        return self._latest[storage][0]
 
-    def leave(self, call: int, leaves: Iterable[Any]) -> None:
+    def record_return(self, call: int, leaves: Iterable[Any]) -> None:
         """Note what a module returns."""
         places: dict[int, list[int]] = {}
         tensors = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for place, leaf in tensors:
             places.setdefault(self.node(leaf), []).append(place)
         time = self.tick()
-        for leaf, before in [(leaf, self.node(leaf)) for _, leaf in tensors]:
-            if before in places:
-                self._put(leaf, StorageVersion(time, (before,), before, left=(call, tuple(places.pop(before)))))
+        for leaf, node in [(leaf, self.node(leaf)) for _, leaf in tensors]:
+            if node in places:
+                self._put(leaf, StorageVersion(time, (node,), node, returned_by=(call, tuple(places.pop(node)))))
 
-    def computed(self, given: Iterable[Any], made: Iterable[Any], written: Iterable[Tensor], drawn: bool) -> None:
+    def record_operation(
+        self, inputs: Iterable[Any], outputs: Iterable[Any], written: Iterable[Tensor], drawn: bool
+    ) -> None:
         """Note an operation."""
         time = self.tick()
-        before = {id(tensor): self.node(tensor) for tensor in written}
-        parents = tuple({self.node(leaf) for leaf in given if isinstance(leaf, Tensor)})
-        storages = {storage_of(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        previous = {id(tensor): self.node(tensor) for tensor in written}
+        parents = tuple({self.node(leaf) for leaf in inputs if isinstance(leaf, Tensor)})
+        storages = {storage_of(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
         for tensor in written:
-            self._put(tensor, StorageVersion(time, parents, before[id(tensor)], drawn))
-        for leaf in made:
+            self._put(tensor, StorageVersion(time, parents, previous[id(tensor)], drawn))
+        for leaf in outputs:
             if isinstance(leaf, Tensor) and storage_of(leaf) not in storages:
                 self._put(leaf, StorageVersion(time, parents, None, drawn))
 
-    def tell(self, tensors: Iterable[Tensor]) -> None:
+    def record_host_read(self, tensors: Iterable[Tensor]) -> None:
         """Note that Python is told numbers."""
-        self.told.append((self.tick(), tuple([self.node(tensor) for tensor in tensors])))
+        self.host_reads.append((self.tick(), tuple([self.node(tensor) for tensor in tensors])))
 
-    def _put(self, tensor: Tensor, node: StorageVersion) -> int:
+    def _put(self, tensor: Tensor, version: StorageVersion) -> int:
         storage = storage_of(tensor)
-        self._now[storage] = len(self.nodes), tensor if storage < 0 else StorageWeakRef(tensor.untyped_storage())
-        self.nodes.append(node)
+        self._latest[storage] = len(self.nodes), tensor if storage < 0 else StorageWeakRef(tensor.untyped_storage())
+        self.nodes.append(version)
         return len(self.nodes) - 1
 
 
-class _Operations(TorchDispatchMode):
+class _OperationObserver(TorchDispatchMode):
     def __init__(self, flow: Flow) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._flow = flow
@@ -130,20 +132,20 @@ class _Operations(TorchDispatchMode):
         written = written_by(func, args, kwargs)
         for tensor in written:
             self._flow.before_write(tensor)
-        made = func(*args, **kwargs)
-        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        leaves = list(tree_iter(made))
-        told = _told(func, given)
-        if told:
-            self._flow.tell(told)
+        result = func(*args, **kwargs)
+        arguments = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = list(tree_iter(result))
+        host_reads = _host_reads(func, arguments)
+        if host_reads:
+            self._flow.record_host_read(host_reads)
         name = func.overloadpacket.__name__
-        read = [] if name.startswith("new_") or name.endswith("_like") else given  # these read shapes alone
+        inputs = [] if name.startswith("new_") or name.endswith("_like") else arguments  # these read shapes alone
         drawn = may_draw and not all(map(torch.equal, states, states_of_torch()))
-        self._flow.computed(read, leaves, written, drawn)
-        return made
+        self._flow.record_operation(inputs, outputs, written, drawn)
+        return result
 
 
-class _Tellings(TorchFunctionMode):
+class _ReadObserver(TorchFunctionMode):
     """Methods that read memory without an operation."""
 
     def __init__(self, flow: Flow) -> None:
@@ -152,13 +154,13 @@ class _Tellings(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
-            self._flow.tell(args[:1])
+            self._flow.record_host_read(args[:1])
         return func(*args, **(kwargs or {}))
 
 
-def _told(func: Any, given: list[Tensor]) -> list[Tensor]:
+def _host_reads(func: Any, arguments: list[Tensor]) -> list[Tensor]:
     """The arguments whose numbers an operation tells to Python: itself, or by the shape of what it makes."""
     if torch.Tag.dynamic_output_shape in func.tags:
         is_index = func.overloadpacket.__name__ == "index"  # whole numbers choose as many as they are
-        return [leaf for leaf in given[1:] if leaf.dtype in (torch.bool, torch.uint8)] if is_index else given
-    return given if torch.Tag.data_dependent_output in func.tags else []
+        return [leaf for leaf in arguments[1:] if leaf.dtype in (torch.bool, torch.uint8)] if is_index else arguments
+    return arguments if torch.Tag.data_dependent_output in func.tags else []

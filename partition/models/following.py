@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partition.models.stand_ins import Volatile
+from partition.models.stand_ins import VolatileAttributes
 from partition.names import plain_of
 
 
-class Following:
+class ModuleCopies:
     """Copies, and the modules that they follow and do not keep alive. A copy of it follows nothing.
 
     Args:
@@ -24,38 +24,42 @@ class Following:
         volatile: what a forward sets or writes, which each copy has for itself.
     """
 
-    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = (), volatile: Volatile | None = None) -> None:
+    def __init__(
+        self, pairs: Iterable[tuple[nn.Module, nn.Module]] = (), volatile: VolatileAttributes | None = None
+    ) -> None:
         self._volatile = volatile or {}
-        self._pairs = [_FollowingCopy(module, copy, self._volatile) for module, copy in pairs]
+        self._copies = [_ModuleCopy(module, copy, self._volatile) for module, copy in pairs]
         self._written = self._versions()
 
     def add(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Let other copies follow, too."""
-        self._pairs += [_FollowingCopy(module, copy, self._volatile) for module, copy in pairs]
+        self._copies += [_ModuleCopy(module, copy, self._volatile) for module, copy in pairs]
 
-    def __reduce__(self) -> tuple[type[Following], tuple[()]]:
-        return Following, ()
+    def __reduce__(self) -> tuple[type[ModuleCopies], tuple[()]]:
+        return ModuleCopies, ()
 
     def follow(self) -> bool:
         """Give the copies what the modules have now. Returns whether that is something else."""
-        changed = [pair.follow() for pair in self._pairs]
+        changed = [copy.follow() for copy in self._copies]
         before, self._written = self._written, self._versions()
         return any(changed) or before != self._written
 
     def _versions(self) -> list[int]:
         """The versions of the buffers, as far as torch counts."""
-        buffers = [buffer for pair in self._pairs for buffer in pair.buffers]
-        return [each._version for each in buffers if not each.is_inference()]
+        buffers = [buffer for copy in self._copies for buffer in copy.buffers]
+        return [buffer._version for buffer in buffers if not buffer.is_inference()]
 
 
-class _FollowingCopy:
+class _ModuleCopy:
     """A module and its copy, which gets what is set on the module, and keeps what is set on itself."""
 
-    def __init__(self, module: nn.Module, copy: nn.Module, volatile: Volatile) -> None:
+    def __init__(self, module: nn.Module, copy: nn.Module, volatile: VolatileAttributes) -> None:
         self._module = weakref.ref(module)
         self._copy = copy
-        self._own = frozenset([name for key, name in volatile if key == id(module)])
-        self._shared = [name for name, own in module._buffers.items() if own is not None and copy._buffers[name] is own]
+        self._volatile = frozenset([name for key, name in volatile if key == id(module)])
+        self._shared = [
+            name for name, buffer in module._buffers.items() if buffer is not None and copy._buffers[name] is buffer
+        ]
         self._count = 0
         self._settings: Sequence[str] = ()
         self._seen = {**plain_of(module), **module._buffers}
@@ -70,21 +74,21 @@ class _FollowingCopy:
         module = self._module()
         if module is None:
             return False
-        here, there = vars(self._copy), vars(module)
-        if len(there) != self._count:  # names have come or gone
-            self._count = len(there)
-            self._settings = [name for name in plain_of(module) if name not in self._own]
+        copied, original = vars(self._copy), vars(module)
+        if len(original) != self._count:  # names have come or gone
+            self._count = len(original)
+            self._settings = [name for name in plain_of(module) if name not in self._volatile]
         buffers: Any = module._buffers
-        return self._follow(self._settings, here, there) | self._follow(self._shared, self._copy._buffers, buffers)
+        return self._follow(self._settings, copied, original) | self._follow(self._shared, self._copy._buffers, buffers)
 
-    def _follow(self, names: Iterable[str], here: dict[str, Any], there: dict[str, Any]) -> bool:
+    def _follow(self, names: Iterable[str], target: dict[str, Any], source: dict[str, Any]) -> bool:
         """Give one table the entries of another that are new there. Returns whether there are any."""
-        new = {name: there[name] for name in names if name in there and there[name] is not self._seen.get(name)}
-        self._seen.update(new)
-        here.update((name, _beside(value, here.get(name))) for name, value in new.items())
-        return bool(new)
+        changed = {name: source[name] for name in names if name in source and source[name] is not self._seen.get(name)}
+        self._seen.update(changed)
+        target.update((name, _on_its_device(value, target.get(name))) for name, value in changed.items())
+        return bool(changed)
 
 
-def _beside(value: Any, there: Any) -> Any:
+def _on_its_device(value: Any, earlier: Any) -> Any:
     """A value, where another is: a part may lie on another device."""
-    return value.to(there.device) if isinstance(value, Tensor) and isinstance(there, Tensor) else value
+    return value.to(earlier.device) if isinstance(value, Tensor) and isinstance(earlier, Tensor) else value

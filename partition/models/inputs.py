@@ -15,7 +15,7 @@ from partition.models.shapes import TensorShape
 Leaves: TypeAlias = list[Any]
 
 
-class UnreadError(PartitionError):
+class UnsentInputError(PartitionError):
     """The numbers of an input are read where they have not been sent.
 
     Attributes:
@@ -30,20 +30,20 @@ class UnreadError(PartitionError):
         self.leaf = leaf
 
 
-class Unread(Tensor):
+class UnsentInput(Tensor):
     """An input of which only the shape has been sent, since its numbers are not read. Reading them is an error."""
 
     _leaf: int
     _name: str
 
     @staticmethod
-    def __new__(cls, shape: TensorShape, device: torch.device, leaf: int, name: str) -> Unread:
-        made: Unread = Tensor._make_wrapper_subclass(cls, shape.shape, dtype=shape.dtype, device=device)
-        made._leaf, made._name = leaf, name
-        return made
+    def __new__(cls, shape: TensorShape, device: torch.device, leaf: int, name: str) -> UnsentInput:
+        tensor: UnsentInput = Tensor._make_wrapper_subclass(cls, shape.shape, dtype=shape.dtype, device=device)
+        tensor._leaf, tensor._name = leaf, name
+        return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not annotated
-        return f"Unread({self._name}, {tuple(self.shape)}, {self.dtype})"
+        return f"UnsentInput({self._name}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -51,17 +51,17 @@ class Unread(Tensor):
     ) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if func.is_view or name in _CASTS:  # of its first argument
-            unread = args[0]
+            unsent = args[0]
             on_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-            made = func(TensorShape.of(unread).poison(torch.device("meta")), *args[1:], **on_meta)
-            device, leaf, of = kwargs.get("device") or unread.device, unread._leaf, unread._name
-            if isinstance(made, Tensor):
-                return Unread(TensorShape.of(made), device, leaf, of)
-            return tree_map_only(Tensor, lambda part: Unread(TensorShape.of(part), device, leaf, of), made)
+            result = func(TensorShape.of(unsent).poison(torch.device("meta")), *args[1:], **on_meta)
+            device, leaf, label = kwargs.get("device") or unsent.device, unsent._leaf, unsent._name
+            if isinstance(result, Tensor):
+                return UnsentInput(TensorShape.of(result), device, leaf, label)
+            return tree_map_only(Tensor, lambda part: UnsentInput(TensorShape.of(part), device, leaf, label), result)
         if not name.startswith("new_") and not name.endswith("_like"):
-            unread = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Unread))
-            raise UnreadError(unread._leaf, unread._name, name)
-        args, kwargs = tree_map_only(Unread, lambda leaf: TensorShape.of(leaf).poison(leaf.device), (args, kwargs))
+            unsent = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, UnsentInput))
+            raise UnsentInputError(unsent._leaf, unsent._name, name)
+        args, kwargs = tree_map_only(UnsentInput, lambda leaf: TensorShape.of(leaf).poison(leaf.device), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -118,7 +118,7 @@ class ModelInputs(NamedTuple):
     def arrived(self, travelling: tuple[Any, ...], device: torch.device) -> Leaves:
         """The leaves again."""
         return [
-            Unread(TensorShape(leaf[0], getattr(torch, leaf[1])), device, number, self._name(number))
+            UnsentInput(TensorShape(leaf[0], getattr(torch, leaf[1])), device, number, self._name(number))
             if isinstance(leaf, tuple) and not is_read else leaf
             for number, (leaf, is_read) in enumerate(zip(travelling, self.read, strict=True))
         ]  # fmt: skip

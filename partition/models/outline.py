@@ -25,29 +25,38 @@ from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
-from partition.models.following import Following
+from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
 from partition.models.passing import Passing
 from partition.models.references import by_name, put_in, references_of
 from partition.models.returns import caught, check_noted
 from partition.models.runs import (
     BlockChain,
-    ModelCall,
+    CallArguments,
     OutlineRun,
-    Reached,
+    OutlineRunEnd,
     Switches,
-    around,
     chain_of,
+    containers_of,
     names_of,
     numbers_of,
     this_run,
 )
-from partition.models.shapes import MadeUp, TensorShape, is_without_memory
-from partition.models.stand_ins import Absent, Shadow, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
+from partition.models.shapes import MadeUpBuffer, TensorShape, is_without_memory
+from partition.models.stand_ins import (
+    AbsentModule,
+    Shadow,
+    StandIn,
+    VolatileAttributes,
+    autocast_of,
+    forget_oldest,
+    rebuilt,
+    shallow,
+)
 from partition.names import OF_EVERY_MODULE, behaviour_of, places_of
 
 
-class _Made(NamedTuple):
+class _CachedArguments(NamedTuple):
     """The arguments of blocks.
 
     Attributes:
@@ -57,7 +66,7 @@ class _Made(NamedTuple):
     """
 
     inputs: list[weakref.ref[Tensor]]
-    calls: list[ModelCall]
+    calls: list[CallArguments]
     tensors: list[Tensor]
     versions: list[int]
 
@@ -66,7 +75,7 @@ class _ArgumentCache:
     """The arguments of blocks that were made from inputs. It is no module, so no one takes it for the state of one."""
 
     def __init__(self) -> None:
-        self.made: OrderedDict[Any, _Made] = OrderedDict()
+        self.entries: OrderedDict[Any, _CachedArguments] = OrderedDict()
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[_ArgumentCache], tuple[()]]:
@@ -82,14 +91,14 @@ class Outline(nn.Module):
         model: the model.
         chains: its blocks.
         inputs: what it is called with.
-        apart: the names of the modules that lie in parts, beside the blocks.
+        part_names: the names of the modules that lie in parts, beside the blocks.
         volatile: the attributes that a forward sets.
         passing: the values that pass blocks by.
         shaping: the numbers of the blocks that are asked for the shapes of what they return.
         hooks: on what blocks return, which hand that to the model's forward, by the id of a block.
 
     Attributes:
-        first_names: of the modules `apart`, and of those that contain blocks, by each of their names.
+        first_names: of the modules `part_names`, and of those that contain blocks, by each of their names.
     """
 
     def __init__(
@@ -97,8 +106,8 @@ class Outline(nn.Module):
         model: nn.Module,
         chains: tuple[BlockChain, ...],
         inputs: ModelInputs,
-        apart: Sequence[str],
-        volatile: Volatile,
+        part_names: Sequence[str],
+        volatile: VolatileAttributes,
         passing: Passing = Passing(),
         shaping: Container[int] = (),
         hooks: Mapping[int, Sequence[Hook]] = MappingProxyType({}),
@@ -109,38 +118,40 @@ class Outline(nn.Module):
         self.passing = passing
         self.places = places_of(model)
         numbers = numbers_of(model, chains)
-        blocks = {own: model.get_submodule(name) for name, own in numbers.items()}
+        blocks = {calls: model.get_submodule(name) for name, calls in numbers.items()}
         stand_ins = {
-            own: StandIn(block, own, volatile, any([number in shaping for number in own]), hooks.get(id(block), ()))
-            for own, block in blocks.items()
+            calls: StandIn(
+                block, calls, volatile, any([number in shaping for number in calls]), hooks.get(id(block), ())
+            )
+            for calls, block in blocks.items()
         }
-        replaced: dict[str, Shadow] = {name: stand_ins[own] for name, own in numbers.items()}
-        containers = around(model, chains)
+        replaced: dict[str, Shadow] = {name: stand_ins[calls] for name, calls in numbers.items()}
+        containers = containers_of(model, chains)
         all_names = names_of(model)
         first_names = {name: names[0] for names in all_names.values() for name in names}
-        firsts = {key: names[0] for key, names in all_names.items()}
-        firsts.update((id(each), name) for name, each in model.named_parameters())
+        names_by_id = {key: names[0] for key, names in all_names.items()}
+        names_by_id.update((id(parameter), name) for name, parameter in model.named_parameters())
         self._references = {
-            name: by_name(references_of(model.get_submodule(name)), firsts) for name in sorted(containers)
+            name: by_name(references_of(model.get_submodule(name)), names_by_id) for name in sorted(containers)
         }
-        self.first_names = {name: first_names[name] for name in (*apart, *containers)}
-        for name in apart:
-            absent = Absent(model.get_submodule(name), volatile, first_names[name])
+        self.first_names = {name: first_names[name] for name in (*part_names, *containers)}
+        for name in part_names:
+            absent = AbsentModule(model.get_submodule(name), volatile, first_names[name])
             block = next((block for block in numbers if name.startswith(f"{block}.")), None)
             if block is None:
                 replaced[name] = absent
             else:  # the model calls what is within a block
-                *above, key = name.removeprefix(f"{block}.").split(".")
-                replaced[block].get_submodule(".".join(["shadow", *above]))._modules[key] = absent
-        known: dict[int, nn.Module] = {}
-        root = _outlined(model, replaced, containers, "", volatile, known)
+                *parents, key = name.removeprefix(f"{block}.").split(".")
+                replaced[block].get_submodule(".".join(["shadow", *parents]))._modules[key] = absent
+        copies_by_id: dict[int, nn.Module] = {}
+        root = _outlined(model, replaced, containers, "", volatile, copies_by_id)
         self._roots: dict[torch.device | None, nn.Module] = {None: root}
-        shown = [(model.get_submodule(name), each.shadow) for name, each in replaced.items()]
-        own = [(module, known[id(module)]) for module in model.modules() if id(module) in known]
-        self._following = Following([*own, *shown], volatile)
+        replaced_pairs = [(model.get_submodule(name), stand_in.shadow) for name, stand_in in replaced.items()]
+        copied_pairs = [(module, copies_by_id[id(module)]) for module in model.modules() if id(module) in copies_by_id]
+        self._copies = ModuleCopies([*copied_pairs, *replaced_pairs], volatile)
         self.settings = {name: _lasting(model.get_submodule(name), volatile) for name in sorted(containers)}
         self._in_eval_mode = dict.fromkeys(self.settings, False)
-        self._memory = _ArgumentCache()
+        self._cache = _ArgumentCache()
 
     def lead(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Let copies of the model's modules follow what is set on these.
@@ -148,7 +159,7 @@ class Outline(nn.Module):
         Args:
             pairs: modules and their copies.
         """
-        self._following.add(pairs)
+        self._copies.add(pairs)
 
     def __deepcopy__(self, memo: Any) -> Outline:
         """It holds nothing of a part: copies of parts share it."""
@@ -156,16 +167,16 @@ class Outline(nn.Module):
 
     def alone(self) -> Outline:
         """The same outline, which keeps nothing where this one would find it."""
-        made: Outline = shallow(self)  # type: ignore[assignment]  # of the same type
-        vars(made).update(_roots={None: self._roots[None]}, _memory=_ArgumentCache())
-        return made
+        outline: Outline = shallow(self)  # type: ignore[assignment]  # of the same type
+        vars(outline).update(_roots={None: self._roots[None]}, _cache=_ArgumentCache())
+        return outline
 
     def run(
         self,
         run: OutlineRun,
         leaves: Leaves,
         device: torch.device,
-        own: Mapping[str, Any],
+        units: Mapping[str, Any],
         modes: Mapping[str, bool] = MappingProxyType({}),
     ) -> Any:
         """Run the model's forward.
@@ -174,27 +185,27 @@ class Outline(nn.Module):
             run: what the blocks do.
             leaves: of the inputs.
             device: where it computes.
-            own: the modules and parameters that are there, by their names in the model.
+            units: the modules and parameters that are there, by their names in the model.
             modes: of the modules that contain others, by their names in the model: train mode or not. Others are in
                 eval mode.
 
         Returns:
             What the model returns; None where the run ended at a block.
         """
-        copies = _put_in(self._on(device), own, {**self._in_eval_mode, **modes})
+        copies = _put_in(self._on(device), units, {**self._in_eval_mode, **modes})
         for name, references in self._references.items():
             put_in(copies[name], references, copies[""])
-        there = [*copies.items(), *own.items()]
-        modules = [(self.first_names[name], each) for name, each in there if name in self.first_names]
-        absent = [each for name in self.settings for each in copies[name]._parameters.values()]
-        run.spare([*own.values(), *leaves, *absent])
+        present = [*copies.items(), *units.items()]
+        modules = [(self.first_names[name], module) for name, module in present if name in self.first_names]
+        absent = [parameter for name in self.settings for parameter in copies[name]._parameters.values()]
+        run.spare([*units.values(), *leaves, *absent])
         versions = self._versions(copies)
         args, kwargs = self.inputs.called(leaves)
         token = this_run.set(run)
         try:
             with caught(run, modules):
                 returned = copies[""](*args, **kwargs)
-        except Reached:
+        except OutlineRunEnd:
             returned = None
         finally:
             this_run.reset(token)
@@ -223,7 +234,7 @@ class Outline(nn.Module):
         call = self.beside(number, device, travelling)
         return *call.replaced([*zip(chain.entries, hidden, strict=True), *carried]), call.switches
 
-    def beside(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> ModelCall:
+    def beside(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> CallArguments:
         """The arguments of a block, with nan where the hidden state goes.
 
         One run finds it for all blocks of a chain. It is kept for the call, as long as the inputs live from which it
@@ -240,27 +251,29 @@ class Outline(nn.Module):
                 for leaf in travelling
             ],
         )  # fmt: skip
-        made = self._memory.made.get(key)
-        if made is not None and all([one() is other for one, other in zip(made.inputs, tensors, strict=True)]):
-            if made.versions != [tensor._version for tensor in made.tensors]:
+        cached = self._cache.entries.get(key)
+        if cached is not None and all(
+            [reference() is tensor for reference, tensor in zip(cached.inputs, tensors, strict=True)]
+        ):
+            if cached.versions != [tensor._version for tensor in cached.tensors]:
                 raise PartitionError(
                     "a block has written into a tensor that the model hands to several blocks. What comes later would "
                     "depend on which blocks share a stage; write to a copy."
                 )
-            return self.reached(made.calls, number)
+            return self.reached(cached.calls, number)
         run = OutlineRun(self.chains, end)
         self.run(run, self.inputs.arrived(travelling, device), device, {})
-        forget = partial(self._memory.made.pop, key, None)
-        made_from = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
+        forget = partial(self._cache.entries.pop, key, None)
+        inputs = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
         leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
-        counted = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
-        versions = [leaf._version for leaf in counted.values()]
-        with self._memory.lock:
-            self._memory.made[key] = _Made(made_from, run.calls, list(counted.values()), versions)
-            forget_oldest(self._memory.made)
+        versioned = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
+        versions = [leaf._version for leaf in versioned.values()]
+        with self._cache.lock:
+            self._cache.entries[key] = _CachedArguments(inputs, run.calls, list(versioned.values()), versions)
+            forget_oldest(self._cache.entries)
         return self.reached(run.calls, number)
 
-    def reached(self, calls: Sequence[ModelCall], number: int) -> ModelCall:
+    def reached(self, calls: Sequence[CallArguments], number: int) -> CallArguments:
         """The call of a block in a run.
 
         Raises:
@@ -277,9 +290,9 @@ class Outline(nn.Module):
 
     def begin_call(self) -> None:
         """Forget what was made in an earlier call: it was made of the inputs, and of the model as it was then."""
-        with self._memory.lock:
-            self._memory.made.clear()
-            if self._following.follow():
+        with self._cache.lock:
+            self._cache.entries.clear()
+            if self._copies.follow():
                 self._roots = {None: self._roots[None]}
 
     def _on(self, device: torch.device) -> nn.Module:
@@ -299,91 +312,94 @@ def _outlined(
     replaced: Mapping[str, nn.Module],
     containers: set[str],
     name: str,
-    volatile: Volatile,
-    known: dict[int, nn.Module],
+    volatile: VolatileAttributes,
+    copies: dict[int, nn.Module],
 ) -> nn.Module:
     """A copy without numbers of parameters of a module that contains blocks.
 
     Args:
-        known: the copies that there are, of modules in it too, by the module's id.
+        copies: the copies that there are, of modules in it too, by the module's id.
     """
-    if id(module) in known:
-        return known[id(module)]
-    made = known[id(module)] = shallow(module, volatile)
-    vars(made)["training"] = False
-    vars(made)["_parameters"] = {
-        key: None if each is None else TensorShape.of(each).poison(each.device)
-        for key, each in module._parameters.items()
+    if id(module) in copies:
+        return copies[id(module)]
+    module_copy = copies[id(module)] = shallow(module, volatile)
+    vars(module_copy)["training"] = False
+    vars(module_copy)["_parameters"] = {
+        key: None if parameter is None else TensorShape.of(parameter).poison(parameter.device)
+        for key, parameter in module._parameters.items()
     }
-    vars(made)["_buffers"] = {
-        key: TensorShape.of(each).poison(each.device) if isinstance(each, MadeUp) else each
-        for key, each in module._buffers.items()
+    vars(module_copy)["_buffers"] = {
+        key: TensorShape.of(buffer).poison(buffer.device) if isinstance(buffer, MadeUpBuffer) else buffer
+        for key, buffer in module._buffers.items()
     }
-    for key in references_of(made):
-        del vars(made)[key]  # they would be those of when the model was cut
+    for key in references_of(module_copy):
+        del vars(module_copy)[key]  # they would be those of when the model was cut
     for key, child in module._modules.items():
         path = f"{name}.{key}" if name else key
         if path in replaced:
-            made._modules[key] = replaced[path]
+            module_copy._modules[key] = replaced[path]
         elif child is not None and path in containers:
-            made._modules[key] = _outlined(child, replaced, containers, path, volatile, known)
+            module_copy._modules[key] = _outlined(child, replaced, containers, path, volatile, copies)
         elif child is not None:
-            made._modules[key] = _copied(child, volatile, known)
-    return made
+            module_copy._modules[key] = _copied(child, volatile, copies)
+    return module_copy
 
 
-def _copied(module: nn.Module, volatile: Volatile, known: dict[int, nn.Module]) -> nn.Module:
+def _copied(module: nn.Module, volatile: VolatileAttributes, copies: dict[int, nn.Module]) -> nn.Module:
     """A copy of a module without parameters, in eval mode, which shares the buffers that no forward writes."""
     shared = {
-        id(buffer): buffer for each in module.modules() for key, buffer in each._buffers.items()
-        if buffer is not None and (id(each), key) not in volatile
+        id(buffer): buffer for submodule in module.modules() for key, buffer in submodule._buffers.items()
+        if buffer is not None and (id(submodule), key) not in volatile
     }
-    made = copy.deepcopy(module, shared).eval()
-    known.update((id(one), other) for one, other in zip(module.modules(), made.modules(), strict=True))
-    return made
+    module_copy = copy.deepcopy(module, shared).eval()
+    copies.update(
+        (id(submodule), submodule_copy)
+        for submodule, submodule_copy in zip(module.modules(), module_copy.modules(), strict=True)
+    )
+    return module_copy
 
 
-def _put_in(root: nn.Module, own: Mapping[str, Any], modes: Mapping[str, bool]) -> dict[str, nn.Module]:
+def _put_in(root: nn.Module, units: Mapping[str, Any], modes: Mapping[str, bool]) -> dict[str, nn.Module]:
     """The root with some modules and parameters put in, and copies of what contains them, in their modes: by name."""
-    copies, made = {"": shallow(root)}, dict[int, nn.Module]()
+    copies, copies_by_id = {"": shallow(root)}, dict[int, nn.Module]()
     for name, training in modes.items():
-        _copy(name, copies, made)
+        _copy(name, copies, copies_by_id)
         vars(copies[name])["training"] = training
-    for name, each in own.items():
-        above, _, key = name.rpartition(".")
-        _copy(above, copies, made)
-        tables = [vars(copies[above])[table] for table in ("_parameters", "_buffers", "_modules")]
-        next(table for table in tables if key in table)[key] = each
+    for name, unit in units.items():
+        parent, _, key = name.rpartition(".")
+        _copy(parent, copies, copies_by_id)
+        tables = [vars(copies[parent])[table] for table in ("_parameters", "_buffers", "_modules")]
+        next(table for table in tables if key in table)[key] = unit
     return copies
 
 
-def _copy(name: str, copies: dict[str, nn.Module], made: dict[int, nn.Module]) -> None:
+def _copy(name: str, copies: dict[str, nn.Module], copies_by_id: dict[int, nn.Module]) -> None:
     """Put a copy of a module into the copy of what contains it; of a block's stand-in it is what that shows.
 
     Args:
         name: of the module.
         copies: those that there are, by name.
-        made: the same, by the id of the module: it may have several names.
+        copies_by_id: the same, by the id of the module: it may have several names.
     """
     if name in copies:
         return
-    above, _, key = name.rpartition(".")
-    _copy(above, copies, made)
-    table: dict[str, Any] = copies[above]._modules
-    own = table[key]
-    if id(own) not in made:
-        made[id(own)] = shallow(own)
-        if isinstance(own, StandIn):
-            made[id(own)]._modules["shadow"] = shallow(own.shadow)
-    table[key] = found = made[id(own)]
-    copies[name] = found.shadow if isinstance(found, StandIn) else found
+    parent, _, key = name.rpartition(".")
+    _copy(parent, copies, copies_by_id)
+    table: dict[str, Any] = copies[parent]._modules
+    original = table[key]
+    if id(original) not in copies_by_id:
+        copies_by_id[id(original)] = shallow(original)
+        if isinstance(original, StandIn):
+            copies_by_id[id(original)]._modules["shadow"] = shallow(original.shadow)
+    table[key] = module_copy = copies_by_id[id(original)]
+    copies[name] = module_copy.shadow if isinstance(module_copy, StandIn) else module_copy
 
 
-def _lasting(module: nn.Module, volatile: Volatile) -> dict[str, Any]:
+def _lasting(module: nn.Module, volatile: VolatileAttributes) -> dict[str, Any]:
     """The attributes of a module that no forward sets."""
-    others = OF_EVERY_MODULE | references_of(module).keys()
-    own = {key: value for key, value in vars(module).items() if key not in others}
-    return {key: value for key, value in own.items() if (id(module), key) not in volatile} | behaviour_of(module)
+    excluded = OF_EVERY_MODULE | references_of(module).keys()
+    attributes = {key: value for key, value in vars(module).items() if key not in excluded}
+    return {key: value for key, value in attributes.items() if (id(module), key) not in volatile} | behaviour_of(module)
 
 
 def _stream(device: torch.device) -> int:

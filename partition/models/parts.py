@@ -39,51 +39,51 @@ class Part(NamedLayer):
 
     Args:
         outline: of the model.
-        own: the modules, parameters and buffers, by their names in the model.
+        units: the modules, parameters and buffers, by their names in the model.
     """
 
-    def __init__(self, outline: Outline, own: Mapping[str, nn.Module | Tensor]) -> None:
+    def __init__(self, outline: Outline, units: Mapping[str, nn.Module | Tensor]) -> None:
         super().__init__()
-        self._of = (outline,)  # not as a child
-        self._names = tuple(own)
-        for name, each in own.items():
-            above, _, key = name.rpartition(".")
-            place = self._holder(above)
-            if isinstance(each, nn.Module):
-                place.add_module(key, each)
-            elif isinstance(each, nn.Parameter):
-                place.register_parameter(key, each)
+        self._outline = (outline,)  # not as a child
+        self._names = tuple(units)
+        for name, unit in units.items():
+            parent, _, key = name.rpartition(".")
+            holder = self._holder(parent)
+            if isinstance(unit, nn.Module):
+                holder.add_module(key, unit)
+            elif isinstance(unit, nn.Parameter):
+                holder.register_parameter(key, unit)
             else:
-                place.register_buffer(key, each)
+                holder.register_buffer(key, unit)
 
     def _holder(self, name: str) -> nn.Module:
         """The module that has a name, in which there may be others. It is added if it is not there."""
-        place: nn.Module = self
+        holder: nn.Module = self
         for step in name.split(".") if name else ():
-            if step not in place._modules:
-                place.add_module(step, Holder())
-            place = place._modules[step]  # type: ignore[assignment]  # just added
-        return place
+            if step not in holder._modules:
+                holder.add_module(step, Holder())
+            holder = holder._modules[step]  # type: ignore[assignment]  # just added
+        return holder
 
     @property
     def outline(self) -> Outline:
         """The outline of the model."""
-        return self._of[0]
+        return self._outline[0]
 
     @property
     def in_model(self) -> InModel:
         return InModel(self._names, self.outline.places, {})
 
-    def own(self) -> dict[str, Any]:
+    def _units(self) -> dict[str, Any]:
         """The modules and parameters as they are now, by their names in the model."""
-        found: dict[str, Any] = {}
+        units: dict[str, Any] = {}
         for name in self._names:
-            place: Any = self
+            unit: Any = self
             for step in name.split("."):
-                module = place._modules.get(step)
-                place = getattr(place, step) if module is None else module
-            found[name] = place
-        return found
+                module = unit._modules.get(step)
+                unit = getattr(unit, step) if module is None else module
+            units[name] = unit
+        return units
 
     @property
     def begin(self) -> Callable[[], object]:
@@ -93,11 +93,11 @@ class Part(NamedLayer):
         return ", ".join(self._names)
 
 
-class Around(Part):
+class OutlinePart(Part):
     """A part that runs the forward of the model itself, before, between or after its blocks."""
 
-    def __init__(self, outline: Outline, own: Mapping[str, nn.Module | Tensor]) -> None:
-        super().__init__(outline, own)
+    def __init__(self, outline: Outline, units: Mapping[str, nn.Module | Tensor]) -> None:
+        super().__init__(outline, units)
         for name in outline.settings:
             self._holder(name)
 
@@ -111,7 +111,7 @@ class Around(Part):
         return super().in_model._replace(settings=self.outline.settings)
 
 
-class Beginning(Around):
+class Beginning(OutlinePart):
     """All that a model computes before its first block."""
 
     def forward(self, x: Any) -> PartValue:
@@ -119,7 +119,7 @@ class Beginning(Around):
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         chain = self.outline.chains[0]
         run = OutlineRun(self.outline.chains, chain.first, wanted=self.outline.passing.wanted(chain.first))
-        self.outline.run(run, leaves, device, self.own(), self.modes)
+        self.outline.run(run, leaves, device, self._units(), self.modes)
         nothing = (None,) * len(self.outline.passing.slots)
         return _reached(self.outline, run, chain, self.outline.inputs.travelling(leaves), nothing)
 
@@ -132,19 +132,19 @@ class Block(Part):
         number: of the block.
         names: its names in the model.
         block: the block.
-        lent: the names of what is in it and in other parts, too.
+        shared_names: the names of what is in it and in other parts, too.
     """
 
     def __init__(
-        self, outline: Outline, number: int, names: Sequence[str], block: nn.Module, lent: Collection[str] = ()
+        self, outline: Outline, number: int, names: Sequence[str], block: nn.Module, shared_names: Collection[str] = ()
     ) -> None:
         super().__init__(outline, dict.fromkeys(names, block))
         self._number = number
-        self._lent = tuple([each for each in lent if each.startswith(f"{names[0]}.")])
+        self._shared_names = tuple([name for name in shared_names if name.startswith(f"{names[0]}.")])
 
     @property
     def in_model(self) -> InModel:
-        names = [part for name in self._names for part in _parted(name, self.block, self._lent)]
+        names = [part_name for name in self._names for part_name in _parted(name, self.block, self._shared_names)]
         return InModel(tuple(names), self.outline.places, {})
 
     def forward(self, value: PartValue) -> PartValue:
@@ -162,7 +162,7 @@ class Block(Part):
     @property
     def block(self) -> nn.Module:
         """The block itself."""
-        block = self.own()[self._names[0]]
+        block = self._units()[self._names[0]]
         assert isinstance(block, nn.Module)
         return block
 
@@ -191,44 +191,44 @@ class Block(Part):
         return leaves
 
 
-class Middle(Around):
+class Middle(OutlinePart):
     """All that a model computes between two chains of blocks: between an encoder and a decoder, before a skip is read.
 
     Args:
         outline: of the model.
-        own: its modules and parameters.
+        units: its modules and parameters.
         number: of the chain that follows.
     """
 
-    def __init__(self, outline: Outline, own: Mapping[str, nn.Module | Tensor], number: int) -> None:
-        super().__init__(outline, own)
+    def __init__(self, outline: Outline, units: Mapping[str, nn.Module | Tensor], number: int) -> None:
+        super().__init__(outline, units)
         self._number = number
 
     def forward(self, value: PartValue) -> PartValue:
         before, after = self.outline.chains[self._number - 1 : self._number + 1]
         run, leaves, device = _after(self.outline, before, value, after.first, self.modes)
-        self.outline.run(run, leaves, device, self.own(), self.modes)
+        self.outline.run(run, leaves, device, self._units(), self.modes)
         return _reached(self.outline, run, after, value[2], self.outline.passing.behind(self._number, value[3]))
 
 
-class End(Around):
+class End(OutlinePart):
     """All that a model computes after its last block.
 
     Args:
         outline: of the model.
-        own: its modules and parameters.
+        units: its modules and parameters.
         output: what is made of what the model returns.
     """
 
     def __init__(
-        self, outline: Outline, own: Mapping[str, nn.Module | Tensor], output: Callable[[Any], Any]
+        self, outline: Outline, units: Mapping[str, nn.Module | Tensor], output: Callable[[Any], Any]
     ) -> None:
-        super().__init__(outline, own)
+        super().__init__(outline, units)
         self._output = output
 
     def forward(self, value: PartValue) -> Any:
         run, leaves, device = _after(self.outline, self.outline.chains[-1], value, None, self.modes)
-        return self._output(self.outline.run(run, leaves, device, self.own(), self.modes))
+        return self._output(self.outline.run(run, leaves, device, self._units(), self.modes))
 
 
 def _after(
@@ -237,12 +237,12 @@ def _after(
     """A run that goes on where a chain has ended, the leaves of its inputs, and where it computes."""
     hidden, kept, travelling, passing = value
     device = next(leaf.device for leaf in hidden if leaf is not None)
-    told = outline.passing.told(passing, chain.last, dict(zip(chain.exits, hidden, strict=True)))
-    written = outline.passing.arguments(passing)
-    written.setdefault(chain.first, {}).update(zip(chain.kept, kept, strict=True))
+    outputs = outline.passing.outputs(passing, chain.last, dict(zip(chain.exits, hidden, strict=True)))
+    arguments = outline.passing.arguments(passing)
+    arguments.setdefault(chain.first, {}).update(zip(chain.kept, kept, strict=True))
     rewind = _rewound(device) if any(modes.values()) else int
     returns, wanted = outline.passing.returns(passing), {} if end is None else outline.passing.wanted(end)
-    run = OutlineRun(outline.chains, end, told, written, chain.last, rewind, returns, wanted)
+    run = OutlineRun(outline.chains, end, outputs, arguments, chain.last, rewind, returns, wanted)
     return run, outline.inputs.arrived(travelling, device), device
 
 
@@ -252,11 +252,11 @@ def _rewound(device: torch.device) -> Callable[[], object]:
     if device.type == "cpu":
         return partial(torch.set_rng_state, state)
     module = torch.get_device_module(device)
-    there = module.get_rng_state(device)
+    device_state = module.get_rng_state(device)
 
     def rewind() -> None:
         torch.set_rng_state(state)
-        module.set_rng_state(there, device)
+        module.set_rng_state(device_state, device)
 
     return rewind
 
@@ -269,15 +269,15 @@ def _reached(
     return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
 
 
-def _parted(name: str, module: nn.Module, lent: Collection[str]) -> Iterator[str]:
+def _parted(name: str, module: nn.Module, shared_names: Collection[str]) -> Iterator[str]:
     """The name of a module; of one that contains what is lent those of what it consists of."""
-    if not any(each.startswith(f"{name}.") for each in lent):
+    if not any(shared_name.startswith(f"{name}.") for shared_name in shared_names):
         yield name
         return
     yield from [f"{name}.{key}" for key in (*module._parameters, *module._buffers)]
     for key, child in module._modules.items():
         if child is not None:
-            yield from _parted(f"{name}.{key}", child, lent)
+            yield from _parted(f"{name}.{key}", child, shared_names)
 
 
 def _check_dtypes(hidden: Iterable[Any], dtypes: Iterable[torch.dtype | None]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from partition.models.runs import ArgumentKey, ModelCall
+from partition.models.runs import ArgumentKey, CallArguments
 
 
 class Argument(NamedTuple):
@@ -47,7 +47,7 @@ class Passing(NamedTuple):
     Example:
         >>> passing = Passing(((1, 0), (3, 2)), (2, 4))
         >>> values = passing.filled(1, ["an output"], (None, None))
-        >>> passing.told(values, 3, {0: "a hidden state"})
+        >>> passing.outputs(values, 3, {0: "a hidden state"})
         {1: {0: 'an output'}, 3: {0: 'a hidden state'}}
         >>> passing.behind(2, values)
         (None, None)
@@ -65,7 +65,7 @@ class Passing(NamedTuple):
         ])
 
     def entered(
-        self, number: int, call: ModelCall, returned: Mapping[tuple[str, int], Any], values: tuple[Any, ...]
+        self, number: int, call: CallArguments, returned: Mapping[tuple[str, int], Any], values: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """The values, with those that the block of this number is called with, and what modules before it returned."""
         return tuple([
@@ -100,7 +100,7 @@ class Passing(NamedTuple):
                 by_block.setdefault(block, {})[place.key] = value
         return by_block
 
-    def told(self, values: tuple[Any, ...], last: int, hidden: Mapping[int, Any]) -> dict[int, dict[int, Any]]:
+    def outputs(self, values: tuple[Any, ...], last: int, hidden: Mapping[int, Any]) -> dict[int, dict[int, Any]]:
         """The values that are there, and the hidden state that the last block has returned: by block, by place."""
         by_block: dict[int, dict[int, Any]] = {}
         for (block, place), value in zip(self.slots, values, strict=True):

@@ -1,7 +1,7 @@
 """Attributes that refer to modules and parameters, beside the tables that hold them: a list of blocks, a dict of heads.
 
     the model     self.blocks = [block 0, block 1]       and add_module("0", block 0), ...
-    by_name       [Named("0"), Named("1")]
+    by_name       [NameReference("0"), ...]
     in a run      [stand-in 0, stand-in 1]               what stands there under these names
 """
 
@@ -17,12 +17,12 @@ _EVERY_MODULE = frozenset(vars(nn.Module()))
 _KINDS = (nn.Module, nn.Parameter)
 
 
-class Named(NamedTuple):
+class NameReference(NamedTuple):
     """A module or a parameter, by its name in the model."""
 
     name: str
 
-    def found(self, root: nn.Module) -> Any:
+    def resolve(self, root: nn.Module) -> Any:
         """The one that has this name now."""
         above, _, key = self.name.rpartition(".")
         return getattr(root.get_submodule(above), key) if key else root
@@ -30,9 +30,9 @@ class Named(NamedTuple):
 
 def references_of(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that refer to modules or parameters, in lists, tuples and dicts."""
-    own = vars(module).items()
+    attributes = vars(module).items()
     return {
-        key: value for key, value in own
+        key: value for key, value in attributes
         if key not in _EVERY_MODULE and any(isinstance(leaf, _KINDS) for leaf in tree_leaves(value))
     }  # fmt: skip
 
@@ -44,24 +44,29 @@ def by_name(references: Mapping[str, Any], names: Mapping[int, str]) -> dict[str
         references: by attribute.
         names: by the id of a module, or of a parameter.
     """
-    known = {
+    resolvable = {
         key: value for key, value in references.items()
         if all(id(leaf) in names for leaf in tree_leaves(value) if isinstance(leaf, _KINDS))
     }  # fmt: skip
-    return {key: tree_map_only(_KINDS, lambda leaf: Named(names[id(leaf)]), value) for key, value in known.items()}
+    return {
+        key: tree_map_only(_KINDS, lambda leaf: NameReference(names[id(leaf)]), value)
+        for key, value in resolvable.items()
+    }
 
 
 def put_in(module: nn.Module, references: Mapping[str, Any], root: nn.Module) -> None:
     """Let the attributes of a module refer to what has these names in a root."""
     for key, value in references.items():
-        vars(module)[key] = tree_map_only(Named, lambda named: named.found(root), value, is_leaf=_is_named)
+        vars(module)[key] = tree_map_only(
+            NameReference, lambda reference: reference.resolve(root), value, is_leaf=_is_reference
+        )
 
 
-def renewed_references(module: nn.Module, made: Mapping[int, Any]) -> None:
-    """Let the attributes of a copy refer to copies, `made` by the ids of what they were made of."""
+def renewed_references(module: nn.Module, copies: Mapping[int, Any]) -> None:
+    """Let the attributes of a copy refer to `copies`, by the ids of what they were made of."""
     for key, value in references_of(module).items():
-        vars(module)[key] = tree_map_only(_KINDS, lambda leaf: made.get(id(leaf), leaf), value)
+        vars(module)[key] = tree_map_only(_KINDS, lambda leaf: copies.get(id(leaf), leaf), value)
 
 
-def _is_named(value: Any) -> bool:
-    return isinstance(value, Named)
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, NameReference)

@@ -29,20 +29,20 @@ def caught(run: OutlineRun, modules: Iterable[tuple[str, nn.Module]]) -> Iterato
     Raises:
         PartitionError: one that is to be noted is called twice.
     """
-    before = [
+    originals = [
         (module, name, vars(module).get(_CALL)) for name, module in {id(pair[1]): pair for pair in modules}.values()
         if name in run.wanted or name in run.returns
     ]  # fmt: skip
     try:
-        for module, name, found in before:
-            vars(module)[_CALL] = _catching(run, name, module._call_impl if found is None else found)
+        for module, name, original in originals:
+            vars(module)[_CALL] = _catching(run, name, module._call_impl if original is None else original)
         yield
     finally:
-        for module, _, found in before:
-            if found is None:
+        for module, _, original in originals:
+            if original is None:
                 del vars(module)[_CALL]
             else:
-                vars(module)[_CALL] = found
+                vars(module)[_CALL] = original
 
 
 def check_noted(run: OutlineRun) -> None:
@@ -57,7 +57,7 @@ def check_noted(run: OutlineRun) -> None:
 
 def _catching(run: OutlineRun, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def catching(*args: Any, **kwargs: Any) -> Any:
-        returned = run.as_told(name, call(*args, **kwargs))
+        returned = run.with_returns(name, call(*args, **kwargs))
         leaves = tree_leaves(returned)
         for place, copies in run.wanted.get(name, {}).items():
             if (name, place) in run.noted:

@@ -51,7 +51,7 @@ def _accelerators() -> tuple[str, ...]:
     return () if kind is None else (kind.type,)
 
 
-class ModelCall:
+class CallArguments:
     """The arguments of a call, and the switches with which it is made.
 
     A key leads to a leaf of an argument: (0, 1) to b of call((a, b)), ("mask", 0) to m of call(mask=m).
@@ -154,7 +154,7 @@ class BlockChain(NamedTuple):
         return self.first + len(self.blocks) - 1
 
 
-class Reached(BaseException):
+class OutlineRunEnd(BaseException):
     """The end of a run at a block. It is no error, and the model does not catch it."""
 
 
@@ -171,9 +171,9 @@ class OutlineRun:
     Args:
         chains: the blocks.
         end: the number of the block at which it ends; None: it goes on to the end of the model.
-        told: by a block's number, what it returns: by place among the leaves. Other leaves are those that it is called
-            with, or nan.
-        written: by a block's number, what is to stand in some of its arguments: the run goes on with it.
+        outputs: by a block's number, what it returns: by place among the leaves. Other leaves are those that it is
+            called with, or nan.
+        arguments: by a block's number, what is to stand in some of its arguments: the run goes on with it.
         resume: the number of a block behind which this part begins.
         rewind: called there: what was drawn before was drawn by another part.
         returns: of modules that lie in other parts or contain blocks, what they returned there: by name, by place among
@@ -190,43 +190,45 @@ class OutlineRun:
         self,
         chains: Sequence[BlockChain],
         end: int | None,
-        told: Mapping[int, Mapping[int, Any]] = MappingProxyType({}),
-        written: Mapping[int, Mapping[ArgumentKey, Any]] = MappingProxyType({}),
+        outputs: Mapping[int, Mapping[int, Any]] = MappingProxyType({}),
+        arguments: Mapping[int, Mapping[ArgumentKey, Any]] = MappingProxyType({}),
         resume: int | None = None,
         rewind: Callable[[], object] = int,
         returns: Mapping[str, Mapping[int, Any]] = MappingProxyType({}),
         wanted: Mapping[str, Mapping[int, bool]] = MappingProxyType({}),
     ) -> None:
-        self.calls: list[ModelCall] = []
+        self.calls: list[CallArguments] = []
         self.returns = returns
         self.wanted = wanted
         self.noted: dict[tuple[str, int], Any] = {}
         self._chains = chains
         self._end = end
-        self._told = told
-        there = {id(leaf) for leaves in (*told.values(), *returns.values()) for leaf in leaves.values()}
-        self._known = _TensorsBefore(there, set())
-        self._written = written
+        self._outputs = outputs
+        ids = {id(leaf) for leaves in (*outputs.values(), *returns.values()) for leaf in leaves.values()}
+        self._before = _TensorsBefore(ids, set())
+        self._arguments = arguments
         self._resume = resume
         self._rewind = rewind
-        self._handed: list[tuple[Any, int]] = []  # by the last block that was reached: its hidden state, and versions
+        self._hidden: list[tuple[Any, int]] = []  # by the last block that was reached: its hidden state, and versions
 
-    def spare(self, own: Iterable[Any]) -> None:
+    def spare(self, entries: Iterable[Any]) -> None:
         """Write into none of these, modules and tensors: what a part has is there, and inputs are the caller's."""
-        own = list(own)
-        self._known.ids.update([id(tensor) for tensor in own if isinstance(tensor, Tensor)])
-        if self._written:
-            modules = [each for each in own if isinstance(each, nn.Module)]
-            tensors = [tensor for each in modules for tensor in (*each.parameters(), *each.buffers())]
-            self._known.storages.update([storage_of(each) for each in (*own, *tensors) if isinstance(each, Tensor)])
+        entries = list(entries)
+        self._before.ids.update([id(tensor) for tensor in entries if isinstance(tensor, Tensor)])
+        if self._arguments:
+            modules = [entry for entry in entries if isinstance(entry, nn.Module)]
+            tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+            self._before.storages.update(
+                [storage_of(entry) for entry in (*entries, *tensors) if isinstance(entry, Tensor)]
+            )
 
-    def as_told(self, name: str, returned: Any) -> Any:
+    def with_returns(self, name: str, returned: Any) -> Any:
         """The output of a module, with what another part computed of it."""
-        told = self.returns.get(name)
-        if told is None:
+        values = self.returns.get(name)
+        if values is None:
             return returned
         leaves, tree = tree_flatten(returned)
-        for place, value in told.items():
+        for place, value in values.items():
             leaves[place] = value
         return tree_unflatten(leaves, tree)
 
@@ -250,43 +252,44 @@ class OutlineRun:
                 "was cut. Turn off what drops layers at random (layerdrop=0), or cut the model with a sample that is "
                 "like this call."
             )
-        call = ModelCall(args, kwargs)
+        call = CallArguments(args, kwargs)
         chain = chain_of(self._chains, number)
         if number > chain.first:
-            self._check_handed(number, [call[key] for key in chain.entries])
+            self._check_hidden(number, [call[key] for key in chain.entries])
         self.calls.append(call)
         if number == self._end:
-            raise Reached
-        written = self._written.get(number, {})
-        for key, tensor in written.items():
-            there = call[key]
-            are = isinstance(there, Tensor) and isinstance(tensor, Tensor)  # None where it was decided otherwise
-            is_known = not are or not self._known.ids.isdisjoint((id(there), id(there._base)))
-            if not (is_known or is_without_memory(there) or storage_of(there) in self._known.storages):
-                _overwrite(there, tensor)
+            raise OutlineRunEnd
+        arguments = self._arguments.get(number, {})
+        for key, tensor in arguments.items():
+            argument = call[key]
+            # None where it was decided otherwise
+            are_tensors = isinstance(argument, Tensor) and isinstance(tensor, Tensor)
+            is_known = not are_tensors or not self._before.ids.isdisjoint((id(argument), id(argument._base)))
+            if not (is_known or is_without_memory(argument) or storage_of(argument) in self._before.storages):
+                _overwrite(argument, tensor)
         if number == self._resume:
             self._rewind()
-        told = self._told.get(number, {})
+        outputs = self._outputs.get(number, {})
         leaves = list(chain.returned)
         if absent is None:
             for place, key in zip(chain.exits, chain.entries, strict=True):
-                hidden, is_real = call[key], number == chain.first or key in written
+                hidden, is_real = call[key], number == chain.first or key in arguments
                 leaves[place] = lost(hidden, hidden.device) if is_real and isinstance(hidden, Tensor) else hidden
-        elif any(leaf is None and place not in told for place, leaf in enumerate(leaves)):
+        elif any(leaf is None and place not in outputs for place, leaf in enumerate(leaves)):
             leaves = tree_leaves(absent(*args, **kwargs))
-        for place, leaf in told.items():
+        for place, leaf in outputs.items():
             leaves[place] = leaf
-        self._handed = [(leaves[place], _version(leaves[place])) for place in chain.exits]
+        self._hidden = [(leaves[place], _version(leaves[place])) for place in chain.exits]
         return tree_unflatten(leaves, chain.tree)
 
-    def _check_handed(self, number: int, hidden: Sequence[Any]) -> None:
+    def _check_hidden(self, number: int, hidden: Sequence[Any]) -> None:
         """See that a block is called with what the one before it in its chain returned.
 
         Raises:
             PartitionError: the model computes something between the two, which it did not on the sample.
         """
-        for (handed, version), there in zip(self._handed, hidden, strict=True):
-            if id(there) not in self._known.ids and (there is not handed or _version(there) != version):
+        for (output, version), leaf in zip(self._hidden, hidden, strict=True):
+            if id(leaf) not in self._before.ids and (leaf is not output or _version(leaf) != version):
                 names = [name for chain in self._chains for name in chain.blocks]
                 raise PartitionError(
                     f"block {names[number]!r} is not called with what block {names[number - 1]!r} returned, as it was "
@@ -313,7 +316,7 @@ def numbers_of(model: nn.Module, chains: Iterable[BlockChain]) -> dict[str, tupl
     return numbers
 
 
-def around(model: nn.Module, chains: Iterable[BlockChain]) -> set[str]:
+def containers_of(model: nn.Module, chains: Iterable[BlockChain]) -> set[str]:
     """The names of the modules that contain blocks."""
     blocks = [name.split(".") for name in numbers_of(model, chains)]
     return {".".join(steps[:length]) for steps in blocks for length in range(len(steps))}
@@ -334,11 +337,11 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def _overwrite(there: Tensor, tensor: Tensor) -> None:
+def _overwrite(target: Tensor, source: Tensor) -> None:
     """Copy numbers into a tensor whose own were computed from nan, and to which no gradient goes: 0 * nan is nan."""
-    owner = there if there._base is None else there._base
-    if owner.grad_fn is not None:
-        owner.detach_()
-    place = owner.as_strided(there.size(), there.stride(), there.storage_offset())  # `there` may not know of that yet
-    own = tuple([slice(None) if stride else slice(1) for stride in there.stride()])  # an expanded one has each once
-    place[own].copy_(tensor[own])
+    base = target if target._base is None else target._base
+    if base.grad_fn is not None:
+        base.detach_()
+    view = base.as_strided(target.size(), target.stride(), target.storage_offset())  # `target` may not know of that yet
+    index = tuple([slice(None) if stride else slice(1) for stride in target.stride()])  # an expanded one has each once
+    view[index].copy_(source[index])

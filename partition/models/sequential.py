@@ -21,16 +21,16 @@ from torch.utils._pytree import tree_flatten, tree_iter
 from partition.compilation import uncompiled
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
-from partition.models.calls import Called, Watched, drawn_behind, draws_matter, in_eval_mode, watched
+from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, in_eval_mode, record_model
 from partition.models.carrying import NotCarriedError, carrying, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks
 from partition.models.comparison import compare, compare_in_train_mode, keeps
-from partition.models.inputs import ModelInputs, UnreadError
+from partition.models.inputs import ModelInputs, UnsentInputError
 from partition.models.outline import Outline
 from partition.models.parts import Beginning, Block, End, Middle
 from partition.models.passing import Passing
-from partition.models.runs import BlockChain, around, chain_of, names_of
-from partition.models.shapes import MadeUp, TensorShape
+from partition.models.runs import BlockChain, chain_of, containers_of, names_of
+from partition.models.shapes import MadeUpBuffer, TensorShape
 from partition.models.shares import phases_of, shares_of
 from partition.models.sources import Sources
 from partition.models.stand_ins import rebuilt
@@ -106,7 +106,7 @@ def to_sequential(
                 f"module {name!r} is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. "
                 "Cut the model before it is compiled."
             )
-    lazy = [name for name, each in [*model.named_parameters(), *model.named_buffers()] if is_lazy(each)]
+    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
     if lazy:
         raise PartitionError(
             f"{', '.join(lazy[:5])} have no shape before the model is called. Call it with a batch, then cut it."
@@ -124,52 +124,52 @@ def to_sequential(
 
 
 def _first_cut(
-    model: nn.Module, sample: Any, given: str | Sequence[str] | None, output: Callable[[Any], Any]
+    model: nn.Module, sample: Any, names: str | Sequence[str] | None, output: Callable[[Any], Any]
 ) -> nn.Sequential:
     """The layers of the first way to cut that fits.
 
     Raises:
         PartitionError: none does; the words are those of the last that was compared, which asks least of a model.
     """
-    seen = watched(model, sample, output)
-    calls = seen.in_eval_mode.calls
-    ways = [named_blocks(model, given, calls)] if given is not None else found_blocks(model, calls)
+    record = record_model(model, sample, output)
+    calls = record.in_eval_mode.calls
+    ways = [named_blocks(model, names, calls)] if names is not None else found_blocks(model, calls)
     errors: list[PartitionError] = []
     for blocks in ways:
-        has_hooks = any(id(model.get_submodule(call.name)) in seen.hooks for call in blocks)
-        for hooks in ({}, seen.hooks) if has_hooks else ({},):  # what they collect may be read by no one
+        has_hooks = any(id(model.get_submodule(call.name)) in record.hooks for call in blocks)
+        for hooks in ({}, record.hooks) if has_hooks else ({},):  # what they collect may be read by no one
             try:
-                return _cut(seen, blocks, output, hooks)
+                return _cut(record, blocks, output, hooks)
             except PartitionError as error:
                 errors.append(error)
     raise next((error for error in reversed(errors) if error.__cause__ is None), errors[-1])
 
 
 def _cut(
-    seen: Watched, blocks: Sequence[Called], output: Callable[[Any], Any], hooks: Mapping[int, Sequence[Hook]]
+    record: ModelRecord, blocks: Sequence[ModuleCall], output: Callable[[Any], Any], hooks: Mapping[int, Sequence[Hook]]
 ) -> nn.Sequential:
     """The layers, compared with the model; stand-ins for blocks have some hooks.
 
     Raises:
         PartitionError: they compute something else.
     """
-    model, sample, always, volatile = seen.model, seen.sample, seen.always, seen.volatile
+    model, sample, always, volatile = record.model, record.sample, record.always, record.volatile
     leaves, tree = tree_flatten(sample)
     names = tuple(sample) if isinstance(sample, Mapping) else None
     inputs = ModelInputs(names, tree, always, tuple([not isinstance(leaf, Tensor) for leaf in leaves]))
     containers: list[nn.Module] = []  # copies of these have nothing that is volatile
     try:
-        chains, shares, apart, passing = _divided(seen, blocks)
-        containers = [model.get_submodule(name) for name in around(model, chains)]
+        chains, shares, part_names, passing = _divided(record, blocks)
+        containers = [model.get_submodule(name) for name in containers_of(model, chains)]
         shaping = _shaping(chains, passing, blocks)
         while True:
-            outline = Outline(model, chains, inputs, apart, volatile, passing, shaping, hooks)
+            outline = Outline(model, chains, inputs, part_names, volatile, passing, shaping, hooks)
             layers = _layers(model, outline, shares, output)
             try:
-                compare(seen, layers, output)
-                compare_in_train_mode(seen, layers, output)
+                compare(record, layers, output)
+                compare_in_train_mode(record, layers, output)
                 return layers
-            except UnreadError as error:
+            except UnsentInputError as error:
                 read = [is_read or number == error.leaf for number, is_read in enumerate(inputs.read)]
                 inputs = inputs._replace(read=tuple(read))
     except PartitionError:
@@ -185,42 +185,42 @@ def _cut(
 
 
 def _divided(
-    seen: Watched, blocks: Sequence[Called]
+    record: ModelRecord, blocks: Sequence[ModuleCall]
 ) -> tuple[tuple[BlockChain, ...], list[dict[str, Any]], list[str], Passing]:
     """The chains, the shares of what is around them, the modules with parameters there, and what passes blocks by.
 
     A block that is called with more than its chain's first block and the hidden state begins another.
     """
-    model, begins = seen.model, broken_links(blocks, seen.in_train_mode.calls)
-    _check_draws(seen, {block.name for block in blocks})
+    model, begins = record.model, broken_links(blocks, record.in_train_mode.calls)
+    _check_draws(record, {block.name for block in blocks})
     while True:
-        chains = chains_of(model, blocks, seen.in_eval_mode.calls, begins)
-        _check_containers(seen, chains)
-        runs = [run for run in seen.runs if called_again(run.calls, blocks)]
-        shares, apart = shares_of(model, chains, phases_of(model, runs, chains), seen.volatile)
-        elsewhere = {*apart, *[name for share in shares for name, unit in share.items() if _is_parameter(unit)]}
-        containers = around(model, chains) - {""}
-        sources = [Sources(model, run, called_again(run.calls, blocks), elsewhere, containers) for run in runs]
+        chains = chains_of(model, blocks, record.in_eval_mode.calls, begins)
+        _check_containers(record, chains)
+        runs = [run for run in record.runs if called_again(run.calls, blocks)]
+        shares, part_names = shares_of(model, chains, phases_of(model, runs, chains), record.volatile)
+        unit_names = {*part_names, *[name for share in shares for name, unit in share.items() if _is_parameter(unit)]}
+        containers = containers_of(model, chains) - {""}
+        sources = [Sources(model, run, called_again(run.calls, blocks), unit_names, containers) for run in runs]
         try:
             chains = tuple([carrying(chain, sources) for chain in chains])
-            return chains, shares, apart, passing_of(chains, shares, sources)
+            return chains, shares, part_names, passing_of(chains, shares, sources)
         except NotCarriedError as error:
             if any(chain.first == error.number for chain in chains):
                 raise
             begins = begins | {error.number}
 
 
-def _check_draws(seen: Watched, names: Collection[str]) -> None:
+def _check_draws(record: ModelRecord, names: Collection[str]) -> None:
     """See that Python and numpy draw no numbers that matter behind the first block, outside of blocks.
 
     Raises:
         PartitionError: they do.
     """
-    for run in seen.runs:
+    for run in record.runs:
         calls = [call for call in run.calls if call.name in names]
-        drawn = drawn_behind(run.drawn, calls)
-        if drawn and draws_matter(seen, names):
-            places = [f"before block {call.name!r}" for call in calls if call.begin >= drawn[0]]
+        draws = draws_behind(run.draw_times, calls)
+        if draws and draws_matter(record, names):
+            places = [f"before block {call.name!r}" for call in calls if call.begin >= draws[0]]
             raise PartitionError(
                 f"random numbers of Python or numpy are drawn {(*places, 'behind the last block')[0]}, to drop layers, "
                 "say. Each part would draw them again: turn that off, or draw before the first block, or in a block."
@@ -228,24 +228,24 @@ def _check_draws(seen: Watched, names: Collection[str]) -> None:
 
 
 def _is_parameter(unit: nn.Module | Tensor) -> bool:
-    return isinstance(unit, nn.Parameter | MadeUp)
+    return isinstance(unit, nn.Parameter | MadeUpBuffer)
 
 
-def _check_containers(seen: Watched, chains: Sequence[BlockChain]) -> None:
+def _check_containers(record: ModelRecord, chains: Sequence[BlockChain]) -> None:
     """See that no module that contains blocks writes what it has, or tells a hook the gradients of its input.
 
     Raises:
         PartitionError: one does.
     """
-    for name in around(seen.model, chains):
-        module = seen.model.get_submodule(name)
+    for name in containers_of(record.model, chains):
+        module = record.model.get_submodule(name)
         if module._backward_hooks:
             raise PartitionError(
                 f"{type(module).__name__}, which contains blocks, has a backward hook, and no part runs it from its "
                 "input to its output. Hooks on blocks and on what is in them work, and full_backward_pre_hooks."
             )
         for key in (*module._parameters, *module._buffers):
-            if (id(module), key) in seen.volatile:
+            if (id(module), key) in record.volatile:
                 kind = "parameter" if key in module._parameters else "buffer"
                 raise PartitionError(
                     f"the forward of {type(module).__name__}, which contains blocks, writes its {kind} {key!r}, "
@@ -253,7 +253,7 @@ def _check_containers(seen: Watched, chains: Sequence[BlockChain]) -> None:
                 )
 
 
-def _shaping(chains: Sequence[BlockChain], passing: Passing, blocks: Sequence[Called]) -> set[int]:
+def _shaping(chains: Sequence[BlockChain], passing: Passing, blocks: Sequence[ModuleCall]) -> set[int]:
     """The blocks that return more than the hidden state in its shape, where more than blocks sees what they return."""
     is_seen = len(chains) > 1 or passing.slots
     return {
@@ -262,11 +262,11 @@ def _shaping(chains: Sequence[BlockChain], passing: Passing, blocks: Sequence[Ca
     }  # fmt: skip
 
 
-def _returns_hidden_state(block: Called, chain: BlockChain) -> bool:
+def _returns_hidden_state(block: ModuleCall, chain: BlockChain) -> bool:
     leaves = block.returned[0]
     tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     return tensors == sorted(chain.exits) and all(
-        _shape(leaves[place]) == _shape(block.given[key])
+        _shape(leaves[place]) == _shape(block.arguments[key])
         for place, key in zip(chain.exits, chain.entries, strict=True)
     )  # fmt: skip
 
@@ -278,35 +278,39 @@ def _shape(value: Any) -> TensorShape | None:
 def _layers(
     model: nn.Module, outline: Outline, shares: Sequence[Mapping[str, Any]], output: Callable[[Any], Any]
 ) -> nn.Sequential:
-    seen: set[str] = set()
+    placed_names: set[str] = set()
     blocks = tuple([f"{block}." for chain in outline.chains for block in chain.blocks])
-    lent = {name for share in shares for name in share if name.startswith(blocks)}
+    shared_names = {name for share in shares for name in share if name.startswith(blocks)}
     names = names_of(model)
     layers: list[nn.Module] = []
     for number, share in enumerate(shares):
-        again = {name for name in (seen | lent) & set(share) if isinstance(share[name], nn.Module)}
-        own = {name: _sharing(each) if name in again else each for name, each in share.items()}
-        outline.lead([pair for name in again for pair in zip(share[name].modules(), own[name].modules(), strict=True)])
-        seen.update(share)
+        copied_names = {
+            name for name in (placed_names | shared_names) & set(share) if isinstance(share[name], nn.Module)
+        }
+        units = {name: _sharing(unit) if name in copied_names else unit for name, unit in share.items()}
+        outline.lead(
+            [pair for name in copied_names for pair in zip(share[name].modules(), units[name].modules(), strict=True)]
+        )
+        placed_names.update(share)
         if number == 0:
-            layers.append(Beginning(outline, own))
+            layers.append(Beginning(outline, units))
         elif number < len(outline.chains):
-            layers.append(Middle(outline, own, number))
+            layers.append(Middle(outline, units, number))
         else:
-            layers.append(End(outline, own, output))
+            layers.append(End(outline, units, output))
             break
         chain = outline.chains[number]
         for index, block in enumerate(map(model.get_submodule, chain.blocks), chain.first):
-            layers.append(Block(outline, index, names[id(block)], block, lent))
+            layers.append(Block(outline, index, names[id(block)], block, shared_names))
     return _of(model, layers)
 
 
 def _of(model: nn.Module, layers: Iterable[nn.Module]) -> ModelLayers:
     """Layers that hold what is the model's. What stands for one of its modules, a copy too, is in the mode of that."""
     layers = list(layers)
-    made = ModelLayers(*layers, modes=Modes.of(model, layers))
-    made.training = model.training
-    return made
+    container = ModelLayers(*layers, modes=Modes.of(model, layers))
+    container.training = model.training
+    return container
 
 
 def _sharing(module: nn.Module) -> nn.Module:

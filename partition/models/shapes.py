@@ -25,7 +25,7 @@ class TensorShape(NamedTuple):
         return torch.full((), _poison(self.dtype), dtype=self.dtype, device=device).expand(self.shape)
 
 
-class MadeUp(Tensor):
+class MadeUpBuffer(Tensor):
     """A buffer with numbers that are made up, in the place of one that has none yet. No outline keeps them."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain

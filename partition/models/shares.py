@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from partition.contents import storage_of
 from partition.errors import PartitionError
-from partition.models.calls import Seen
+from partition.models.calls import ModelRun
 from partition.models.runs import BlockChain, names_of, numbers_of
-from partition.models.shapes import MadeUp
-from partition.models.stand_ins import Volatile
+from partition.models.shapes import MadeUpBuffer
+from partition.models.stand_ins import VolatileAttributes
 
 
 class Phases(NamedTuple):
@@ -29,26 +29,26 @@ class Phases(NamedTuple):
     read: dict[int, set[int]]
 
 
-def phases_of(model: nn.Module, runs: Iterable[Seen], chains: Sequence[BlockChain]) -> Phases:
+def phases_of(model: nn.Module, runs: Iterable[ModelRun], chains: Sequence[BlockChain]) -> Phases:
     """The phases in which a model used things, in some runs."""
-    found = Phases(defaultdict(set), defaultdict(set))
+    phases = Phases(defaultdict(set), defaultdict(set))
     names = names_of(model)
     blocks = {name for chain in chains for name in chain.blocks}
     for calls, flow, *_ in runs:
-        called = [call for call in calls if call.name in blocks]
-        ends = [time for chain in chains for time in (called[chain.first].begin, called[chain.last].end)]
+        block_calls = [call for call in calls if call.name in blocks]
+        ends = [time for chain in chains for time in (block_calls[chain.first].begin, block_calls[chain.last].end)]
         for call in calls:
             for name in names[id(model.get_submodule(call.name))]:
-                found.called[name].add(bisect_right(ends, call.begin))
-        for time, given in [*[(node.time, node.parents) for node in flow.nodes], *flow.told]:
-            for node in given:
+                phases.called[name].add(bisect_right(ends, call.begin))
+        for time, nodes in [*[(node.time, node.parents) for node in flow.nodes], *flow.host_reads]:
+            for node in nodes:
                 if node in flow.roots:
-                    found.read[flow.roots[node]].add(bisect_right(ends, time))
-    return found
+                    phases.read[flow.roots[node]].add(bisect_right(ends, time))
+    return phases
 
 
 def shares_of(
-    model: nn.Module, chains: Sequence[BlockChain], phases: Phases, volatile: Volatile
+    model: nn.Module, chains: Sequence[BlockChain], phases: Phases, volatile: VolatileAttributes
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The shares of the parts that are no blocks, in order; and the modules with parameters among them.
 
@@ -58,62 +58,62 @@ def shares_of(
         PartitionError: a module is called within a chain, or several parts would write its buffers.
     """
     shares: list[dict[str, Any]] = [{} for _ in range(len(chains) + 1)]
-    apart = []
+    part_names = []
     units = dict(_units(model, "", numbers_of(model, chains)))
-    within = _called_from_without(model, chains, phases, units)
-    units.update(within)
+    inner_modules = _called_from_without(model, chains, phases, units)
+    units.update(inner_modules)
     modules = {name: unit for name, unit in units.items() if isinstance(unit, nn.Module)}
     for name, unit in units.items():
-        used = _used(name, unit, modules, phases)
+        phases_used = _used(name, unit, modules, phases)
         has_parameters = name in modules and (
             any(True for _ in modules[name].parameters())
-            or any(isinstance(buffer, MadeUp) for buffer in modules[name].buffers())
+            or any(isinstance(buffer, MadeUpBuffer) for buffer in modules[name].buffers())
         )
         if has_parameters:
-            apart.append(name)
-            if name not in within and any(phase % 2 for phase in phases.called.get(name, ())):
+            part_names.append(name)
+            if name not in inner_modules and any(phase % 2 for phase in phases.called.get(name, ())):
                 raise PartitionError(
                     f"module {name!r} is called between blocks, and belongs to none. Name blocks that contain it: "
                     "blocks=[...]."
                 )
-        owners = {phase // 2 for phase in used if phase % 2 == 0}
+        owners = {phase // 2 for phase in phases_used if phase % 2 == 0}
         if not owners and (has_parameters or name not in modules or modules[name].state_dict()):
-            owners = {phase // 2 for phase in used} or {len(chains)}  # handed to blocks from before; or unused
+            owners = {phase // 2 for phase in phases_used} or {len(chains)}  # handed to blocks from before; or unused
         writes = [f"{name}.{key}" for key in _written_buffers(modules[name], volatile)] if name in modules else []
-        if len(owners) + (name in within) > 1 and writes:
+        if len(owners) + (name in inner_modules) > 1 and writes:
             raise PartitionError(
                 f"module {name!r} is called in several parts of the model, and writes its buffer {writes[0]!r}: each "
                 "part would write it for those before it, too. Let a module of its own stand in each place."
             )
         for owner in owners:
             shares[owner][name] = unit
-    return shares, apart
+    return shares, part_names
 
 
 def _called_from_without(
     model: nn.Module, chains: Sequence[BlockChain], phases: Phases, units: Mapping[str, nn.Module | Tensor]
 ) -> dict[str, nn.Module]:
     """The modules within blocks that the model itself calls, before or after their chain: blocks[0].embed(y)."""
-    known = {
+    known_ids = {
         id(module) for unit in units.values() if isinstance(unit, nn.Module) for module in unit.modules()
     }  # fmt: skip
-    found: dict[str, nn.Module] = {}
+    inner_modules: dict[str, nn.Module] = {}
     for block in dict.fromkeys(block for chain in chains for block in chain.blocks):
         for key, module in model.get_submodule(block).named_modules(prefix=block):
             is_called = any(phase % 2 == 0 for phase in phases.called.get(key, ()))
-            if is_called and key != block and id(module) not in known:
-                known.update(map(id, module.modules()))  # the largest, as it comes before what is in it
-                found[key] = module
-    return found
+            if is_called and key != block and id(module) not in known_ids:
+                known_ids.update(map(id, module.modules()))  # the largest, as it comes before what is in it
+                inner_modules[key] = module
+    return inner_modules
 
 
-def _written_buffers(unit: nn.Module, volatile: Volatile) -> list[str]:
+def _written_buffers(unit: nn.Module, volatile: VolatileAttributes) -> list[str]:
     return [name for name, _ in unit.named_buffers(remove_duplicate=False) if _is_volatile(unit, name, volatile)]
 
 
-def _is_volatile(unit: nn.Module, name: str, volatile: Volatile) -> bool:
-    above, _, key = name.rpartition(".")
-    return (id(unit.get_submodule(above)), key) in volatile
+def _is_volatile(unit: nn.Module, name: str, volatile: VolatileAttributes) -> bool:
+    parent, _, key = name.rpartition(".")
+    return (id(unit.get_submodule(parent)), key) in volatile
 
 
 def _used(name: str, unit: nn.Module | Tensor, modules: Mapping[str, nn.Module], phases: Phases) -> set[int]:
@@ -125,18 +125,18 @@ def _used(name: str, unit: nn.Module | Tensor, modules: Mapping[str, nn.Module],
         return read
     sharing = [
         other for other, module in modules.items()
-        if storages & {storage_of(each) for each in (*module.parameters(), *module.buffers())}
+        if storages & {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
     ]  # fmt: skip
-    inner = [found for other, found in phases.called.items() if f"{other}.".startswith(f"{name}.")]
-    called = {phase for found in inner for phase in found}
+    inner = [phase_set for inner_name, phase_set in phases.called.items() if f"{inner_name}.".startswith(f"{name}.")]
+    called = {phase for phase_set in inner for phase in phase_set}
     return called | {phase for phase in read if not any(phase in phases.called.get(other, ()) for other in sharing)}
 
 
 def _units(model: nn.Module, name: str, blocks: Collection[str]) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """All but the blocks: parameters and buffers of the modules that contain blocks, and their other children."""
-    for key, each in [*model._parameters.items(), *model._buffers.items()]:
-        if each is not None and key not in model._non_persistent_buffers_set:
-            yield f"{name}{key}", each
+    for key, tensor in [*model._parameters.items(), *model._buffers.items()]:
+        if tensor is not None and key not in model._non_persistent_buffers_set:
+            yield f"{name}{key}", tensor
     for key, child in model._modules.items():
         path = f"{name}{key}"
         if child is None or path in blocks:

@@ -22,7 +22,7 @@ from partition.models.shapes import TensorShape, lost
 
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
 # have True there: the first forward alone sets that, since it does something once. transformers registers hooks so.
-Volatile: TypeAlias = "Mapping[tuple[int, str], bool]"
+VolatileAttributes: TypeAlias = "Mapping[tuple[int, str], bool]"
 _MOST = 32  # calls of which something is remembered
 
 
@@ -34,7 +34,7 @@ class Shadow(nn.Module):
         volatile: the attributes that a forward sets, which would be those of another call; it has none of them.
     """
 
-    def __init__(self, module: nn.Module, volatile: Volatile) -> None:
+    def __init__(self, module: nn.Module, volatile: VolatileAttributes) -> None:
         super().__init__()
         self.shadow = rebuilt(module, lambda tensor: TensorShape.of(tensor).poison(tensor.device), volatile)
 
@@ -64,26 +64,26 @@ class StandIn(Shadow):
         self,
         block: nn.Module,
         numbers: tuple[int, ...],
-        volatile: Volatile,
+        volatile: VolatileAttributes,
         is_shaping: bool,
         hooks: Iterable[Hook] = (),
     ) -> None:
         super().__init__(block, volatile)
         self._hooks = tuple(hooks)
-        self._stands_for = (numbers, Absent(block, volatile) if is_shaping else None)  # not as a child
+        self._stands_for = (numbers, AbsentModule(block, volatile) if is_shaping else None)  # not as a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         numbers, absent = self._stands_for
         returned = this_run.get().reach(numbers, args, kwargs, absent)
         for hook, takes_kwargs in self._hooks:
-            other = hook(self, args, kwargs, returned) if takes_kwargs else hook(self, args, returned)
-            returned = returned if other is None else other
+            replacement = hook(self, args, kwargs, returned) if takes_kwargs else hook(self, args, returned)
+            returned = returned if replacement is None else replacement
         return returned
 
     __call__ = forward  # it has no other hooks
 
 
-class Absent(Shadow):
+class AbsentModule(Shadow):
     """A stand-in for a module that lies in another part: nan, of the shapes that it would return.
 
     Args:
@@ -92,16 +92,16 @@ class Absent(Shadow):
         name: its name in the model, under which a run may have what it returned.
     """
 
-    def __init__(self, module: nn.Module, volatile: Volatile, name: str = "") -> None:
+    def __init__(self, module: nn.Module, volatile: VolatileAttributes, name: str = "") -> None:
         super().__init__(module, volatile)
         self._name = name
-        own = {id(each): each for each in module.modules()}
-        others = {
+        modules = {id(submodule): submodule for submodule in module.modules()}
+        dropped = {
             key: is_done for key, is_done in volatile.items()
-            if key[0] in own and not isinstance(vars(own[key[0]]).get(key[1]), bool | int | float | str)
+            if key[0] in modules and not isinstance(vars(modules[key[0]]).get(key[1]), bool | int | float | str)
         }  # it may read a number that it has, and set another
-        self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta"), others).eval(),)  # not as a child
-        self._known: OrderedDict[str, Any] = OrderedDict()
+        self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta"), dropped).eval(),)  # not as a child
+        self._meta_outputs: OrderedDict[str, Any] = OrderedDict()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # as a rule: ids of an embedding, say
@@ -110,69 +110,71 @@ class Absent(Shadow):
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         autocast = autocast_of(device)
         key = repr((tree, shapes, autocast))
-        if key not in self._known:
-            place = device if any(autocast) else torch.device("meta")  # where autocast does not come to
-            here = [shape.poison(place) if isinstance(shape, TensorShape) else shape for shape in shapes]
-            self._known[key] = self._shapes(place, *((here, {}) if tree is None else tree_unflatten(here, tree)))
-            forget_oldest(self._known)
-        known = self._known[key]
-        made = lost(known, device) if isinstance(known, Tensor) else tree_map_only(
-            Tensor, lambda meta: lost(meta, device), known
+        if key not in self._meta_outputs:
+            shape_device = device if any(autocast) else torch.device("meta")  # where autocast does not come to
+            meta_leaves = [shape.poison(shape_device) if isinstance(shape, TensorShape) else shape for shape in shapes]
+            self._meta_outputs[key] = self._shapes(
+                shape_device, *((meta_leaves, {}) if tree is None else tree_unflatten(meta_leaves, tree))
+            )
+            forget_oldest(self._meta_outputs)
+        meta_output = self._meta_outputs[key]
+        output = lost(meta_output, device) if isinstance(meta_output, Tensor) else tree_map_only(
+            Tensor, lambda meta: lost(meta, device), meta_output
         )
-        return this_run.get().as_told(self._name, made)
+        return this_run.get().with_returns(self._name, output)
 
-    def _shapes(self, place: torch.device, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _shapes(self, device: torch.device, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         """The output of the module, on the meta device."""
-        module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: TensorShape.of(tensor).poison(place))
+        module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: TensorShape.of(tensor).poison(device))
         with torch.no_grad():
             return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), module(*args, **kwargs))
 
 
 def rebuilt(
-    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: Volatile = MappingProxyType({})
+    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: VolatileAttributes = MappingProxyType({})
 ) -> nn.Module:
     """A copy of a module with other parameters and buffers, without what is `volatile`; it shares all else."""
-    made: dict[int, Any] = {}  # by the id of what it is made of
-    copy = _rebuilt(module, changed, volatile, made)
-    for each in [each for each in made.values() if isinstance(each, nn.Module)]:
-        renewed_references(each, made)
+    copies: dict[int, Any] = {}  # by the id of what it is made of
+    copy = _rebuilt(module, changed, volatile, copies)
+    for module_copy in [module_copy for module_copy in copies.values() if isinstance(module_copy, nn.Module)]:
+        renewed_references(module_copy, copies)
     return copy
 
 
 def _rebuilt(
-    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: Volatile, made: dict[int, Any]
+    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: VolatileAttributes, copies: dict[int, Any]
 ) -> nn.Module:
     if isinstance(module, torch.jit.ScriptModule):  # without parameters: see `to_sequential`
         return module
-    if id(module) in made:
-        return made[id(module)]  # type: ignore[no-any-return]  # of a module
-    copy = made[id(module)] = shallow(module, volatile)
+    if id(module) in copies:
+        return copies[id(module)]  # type: ignore[no-any-return]  # of a module
+    copy = copies[id(module)] = shallow(module, volatile)
     for table in ("_parameters", "_buffers"):
-        tensors = [(name, each) for name, each in vars(module)[table].items() if each is not None]
-        made.update((id(each), changed(each)) for _, each in tensors)
-        vars(copy)[table].update((name, made[id(each)]) for name, each in tensors)
+        tensors = [(name, tensor) for name, tensor in vars(module)[table].items() if tensor is not None]
+        copies.update((id(tensor), changed(tensor)) for _, tensor in tensors)
+        vars(copy)[table].update((name, copies[id(tensor)]) for name, tensor in tensors)
     vars(copy)["_modules"] = {
-        name: child if child is None else _rebuilt(child, changed, volatile, made)
+        name: child if child is None else _rebuilt(child, changed, volatile, copies)
         for name, child in module._modules.items()
     }
     return copy
 
 
-def shallow(module: nn.Module, volatile: Volatile = MappingProxyType({})) -> nn.Module:
+def shallow(module: nn.Module, volatile: VolatileAttributes = MappingProxyType({})) -> nn.Module:
     """A copy of a module that shares its parameters, buffers and children, in tables of its own."""
-    made: nn.Module = object.__new__(type(module))
-    own = vars(made)
-    own.update(vars(module))
+    module_copy: nn.Module = object.__new__(type(module))
+    attributes = vars(module_copy)
+    attributes.update(vars(module))
     for (owner, name), is_done in volatile.items():
         if owner == id(module):
-            own.pop(name, None)
+            attributes.pop(name, None)
             if is_done:
-                own[name] = True
+                attributes[name] = True
     for table in ("_parameters", "_buffers", "_modules"):
-        own[table] = own[table].copy()
+        attributes[table] = attributes[table].copy()
     for name in ("forward", "_compiled_call_impl"):  # it is bound to the other
-        own.pop(name, None)
-    return made
+        attributes.pop(name, None)
+    return module_copy
 
 
 def autocast_of(device: torch.device) -> tuple[torch.dtype | None, ...]:
@@ -183,7 +185,7 @@ def autocast_of(device: torch.device) -> tuple[torch.dtype | None, ...]:
     return tuple([torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds])
 
 
-def forget_oldest(known: OrderedDict[Any, Any]) -> None:
+def forget_oldest(cache: OrderedDict[Any, Any]) -> None:
     """Forget the oldest of what is known."""
-    while len(known) > _MOST:
-        known.popitem(last=False)
+    while len(cache) > _MOST:
+        cache.popitem(last=False)

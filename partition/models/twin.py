@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
-from partition.models.shapes import MadeUp
+from partition.models.shapes import MadeUpBuffer
 
 _STEP = 16  # numbers between the windows of two matrices
 _PIECE = 2**20  # numbers that are drawn at a time
@@ -40,13 +40,13 @@ class Twin:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        own = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-        self._numbers = _numbers([tensor for tensor in own.values() if tensor.is_meta], device)
-        made_up = {key: _like(own[key], number) for key, number in self._numbers.items()}
-        self.model = copy.deepcopy(model, {**own, **made_up})
+        originals = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+        self._numbers = _numbers([tensor for tensor in originals.values() if tensor.is_meta], device)
+        made_up = {key: _like(originals[key], number) for key, number in self._numbers.items()}
+        self.model = copy.deepcopy(model, {**originals, **made_up})
         modules = zip(self.model.modules(), model.modules(), strict=True)
-        self._returned: dict[int, Any] = {id(module): origin for module, origin in modules}
-        self._returned.update({id(tensor): own[key] for key, tensor in {**own, **made_up}.items()})
+        self._returned: dict[int, Any] = {id(module): original for module, original in modules}
+        self._returned.update({id(tensor): originals[key] for key, tensor in {**originals, **made_up}.items()})
 
     def returned(self, layers: nn.Sequential) -> nn.Sequential:
         """Layers of the twin's modules with those of the model in their places. The numbers are no more."""
@@ -86,7 +86,7 @@ def _like(tensor: Tensor, number: Tensor) -> Tensor:
     """A number in the place of a parameter, or of a buffer."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(number, tensor.requires_grad)
-    return number.as_subclass(MadeUp)
+    return number.as_subclass(MadeUpBuffer)
 
 
 def _numbers(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor]:
@@ -105,12 +105,12 @@ def _numbers(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tenso
         else:
             values = torch.rand(tensor.shape, generator=generator, device="cpu") + 0.5
             numbers[id(tensor)] = (values if is_number else torch.ones_like(values)).to(device, tensor.dtype)
-    for (dtype, exponent), alike in windows.items():
-        size = max(tensor.numel() for tensor in alike) + _STEP * len(alike)
+    for (dtype, exponent), same_size in windows.items():
+        size = max(tensor.numel() for tensor in same_size) + _STEP * len(same_size)
         whole = torch.empty(size, dtype=dtype, device=device)
         for piece in whole.split(_PIECE):
             piece.copy_(torch.randn(len(piece), generator=generator, device="cpu") / 2**exponent)
-        for place, tensor in enumerate(alike):
+        for place, tensor in enumerate(same_size):
             window = whole[_STEP * place :][: tensor.numel()].view(tensor.shape)
             numbers[id(tensor)] = torch.from_dlpack(window)  # a storage of its own: by these, tensors are told apart
     return numbers

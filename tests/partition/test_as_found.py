@@ -319,7 +319,7 @@ def test_tensors_that_share_a_storage_hooks_and_attributes_are_as_they_were_foun
     module.register_buffer("view", module.weight.detach()[0])
     module.cache = torch.zeros(3)
     found_weight, versions = module.weight.detach().clone(), [module.weight._version, module.view._version]
-    with as_found([module], written=[module.cache], there=[module.weight]) as found:
+    with as_found([module], written=[module.cache], others=[module.weight]) as found:
         found.contents.keep(module.weight)
         with torch.no_grad():
             module.view.add_(1)

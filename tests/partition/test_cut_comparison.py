@@ -8,7 +8,7 @@ from block_models import Chain, ids
 from torch import nn
 
 from partition import PartitionError, to_sequential
-from partition.models.calls import watched
+from partition.models.calls import record_model
 from partition.models.comparison import compare
 
 
@@ -29,7 +29,7 @@ class Around(nn.Module):
 def test_another_gradient_is_seen(width):
     torch.manual_seed(0)
     model, x = nn.Linear(width, width), torch.randn(5, width)
-    seen = watched(model, x, lambda out: out)
+    seen = record_model(model, x, lambda out: out)
     compare(seen, nn.Sequential(Around(model, lambda grad: grad * 1.0)), lambda out: out)
     one = torch.zeros(width)
     one[width // 2] = 0.1

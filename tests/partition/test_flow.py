@@ -58,7 +58,7 @@ def roots_of(flow: Flow, node: int) -> set[int]:
             found.add(number)
             latest = max(latest, flow.nodes[number].time)
             open_nodes += flow.nodes[number].parents
-        open_nodes = [each for time, told in flow.told if time < latest for each in told if each not in found]
+        open_nodes = [each for time, told in flow.host_reads if time < latest for each in told if each not in found]
     return {flow.roots[number] for number in found if number in flow.roots}
 
 

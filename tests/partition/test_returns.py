@@ -76,7 +76,7 @@ def test_a_module_that_is_called_another_number_of_times_than_on_the_sample_is_n
     pipe = Pipe(layers, [2, len(layers) - 2], 2)
     with pytest.raises(PartitionError, match="did not call 'extra'"):
         pipe((torch.arange(9).view(1, 9).repeat(4, 1),))
-    assert "_compiled_call_impl" not in vars(layers[0].own()["extra"])  # as it was, also after errors
+    assert "_compiled_call_impl" not in vars(layers[0]._units()["extra"])  # as it was, also after errors
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks

@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from partition import PartitionError, split, to_sequential
-from partition.models.inputs import UnreadError
+from partition.models.inputs import UnsentInputError
 from partition.models.outline import Outline
 from pipeline import Pipe
 
@@ -366,12 +366,12 @@ def test_masks_are_made_once_for_all_blocks_and_go_with_their_inputs(monkeypatch
     x = padded(2)
     layers(x)
     assert len(runs) == 3  # the beginning, the blocks, the end
-    (entry,) = layers[1].outline._memory.made.values()
+    (entry,) = layers[1].outline._cache.entries.values()
     made += [weakref.ref(leaf) for leaf in tree_leaves(entry.calls[1].kwargs) if isinstance(leaf, torch.Tensor)]
     assert made and all(each() is not None for each in made)
     del x, entry
     gc.collect()
-    assert not layers[1].outline._memory.made and all(each() is None for each in made)
+    assert not layers[1].outline._cache.entries and all(each() is None for each in made)
 
 
 def test_a_copy_computes_with_its_own_parameters():
@@ -488,7 +488,8 @@ class Branches(Chain):
 def test_an_input_that_is_read_only_later_is_refused_where_it_is_read():
     layers = to_sequential(Branches(), ids(2))
     layers(ids(2, 7))
-    with pytest.raises(UnreadError, match=r"tensor 0 of the inputs is read after the beginning of the model \(eq\), w"):
+    expected = r"tensor 0 of the inputs is read after the beginning of the model \(eq\), w"
+    with pytest.raises(UnsentInputError, match=expected):
         layers(ids(2, 8))
 
 
