@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from partition.contents import Contents
+from partition.names import OF_EVERY_MODULE
 
 _LISTS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {  # how they are emptied, and filled
     list: (list.clear, list.extend),
@@ -26,7 +27,7 @@ _LISTS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {  # how the
     OrderedDict: (OrderedDict.clear, OrderedDict.update),
 }
 _ABSENT = object()
-_TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: of parameters, of hooks
+_TABLES = OF_EVERY_MODULE - {"training"}  # of every module: of parameters, of hooks
 
 Hook: TypeAlias = "tuple[Callable[..., Any], bool]"  # on what a module returns; whether it takes keyword arguments
 

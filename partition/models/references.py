@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_EVERY_MODULE = frozenset(vars(nn.Module()))
+from partition.names import OF_EVERY_MODULE
+
 _KINDS = (nn.Module, nn.Parameter)
 
 
@@ -33,7 +34,7 @@ def references_of(module: nn.Module) -> dict[str, Any]:
     attributes = vars(module).items()
     return {
         key: value for key, value in attributes
-        if key not in _EVERY_MODULE and any(isinstance(leaf, _KINDS) for leaf in tree_leaves(value))
+        if key not in OF_EVERY_MODULE and any(isinstance(leaf, _KINDS) for leaf in tree_leaves(value))
     }  # fmt: skip
 
 
