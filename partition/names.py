@@ -4,8 +4,8 @@
     to_sequential(model, sample)            layer 3 holds "model.layers.2.weight"     it is "model.layers.2.weight"
 
 A part of a model brings the names of the model. Within `_modules` it has its number like any layer, so to torch's own
-methods this is "3.model.layers.2.weight". `Layered` takes the number away where names are told, and puts it in front
-where a state_dict is loaded. Two parts may hold one module: it has one name, and two numbers.
+methods this is "3.model.layers.2.weight". `LayeredModule` takes the number away where names are told, and puts it in
+front where a state_dict is loaded. Two parts may hold one module: it has one name, and two numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes: tables, hooks, the mode
 
 
-class InModel(NamedTuple):
+class ModelNames(NamedTuple):
     """The names of what a layer holds of a model.
 
     Attributes:
@@ -47,7 +47,7 @@ class NamedLayer(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def in_model(self) -> InModel | None:
+    def in_model(self) -> ModelNames | None:
         """The names that it brings. None: its number names what it holds."""
 
     @property
@@ -130,7 +130,7 @@ class Names:
         return {number: index for index, number in enumerate(self._layers)}
 
 
-class Layered(nn.Module):
+class LayeredModule(nn.Module):
     """A module whose children are layers: a Pipe, a stage. It names what they hold as they say."""
 
     def named_modules(
@@ -268,7 +268,7 @@ class Layered(nn.Module):
         return get(holders[-1] if holders else self, target)
 
 
-class ModelLayers(Layered, nn.Sequential):
+class ModelLayers(LayeredModule, nn.Sequential):
     """An nn.Sequential of the parts of a model.
 
     Args:

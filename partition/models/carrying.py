@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from partition.errors import PartitionError
-from partition.models.passing import Argument, Passing, Return, Slot
+from partition.models.passing import Argument, PassingPlan, Return, ValueSlot
 from partition.models.runs import ArgumentKey, BlockChain
 from partition.models.sources import Sources, ValueSources
 
@@ -99,15 +99,17 @@ def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, bool | int | float | str)
 
 
-def passing_of(chains: Sequence[BlockChain], shares: Sequence[Mapping[str, Any]], runs: Sequence[Sources]) -> Passing:
+def passing_of(
+    chains: Sequence[BlockChain], shares: Sequence[Mapping[str, Any]], runs: Sequence[Sources]
+) -> PassingPlan:
     """The values that pass blocks by.
 
     Raises:
         PartitionError: what is before a chain, or the end, reads what another part computes, and no block returns or is
             called with, nor a module returns.
     """
-    readers: dict[Slot, int] = {}
-    written_slots: set[Slot] = set()
+    readers: dict[ValueSlot, int] = {}
+    written_slots: set[ValueSlot] = set()
     for sources in runs:
         slots, nodes = sources.written()
         written_slots |= slots | {slot for node in nodes for slot in _returns(sources, chains, node)}
@@ -135,10 +137,11 @@ def passing_of(chains: Sequence[BlockChain], shares: Sequence[Mapping[str, Any]]
                 "module that computes it among the blocks, blocks=[...]; or write the model as an nn.Sequential."
             )
     slots_in_order = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
-    return Passing(tuple(slots_in_order), tuple([readers[slot] for slot in slots_in_order]), frozenset(written_slots))
+    until = tuple([readers[slot] for slot in slots_in_order])
+    return PassingPlan(tuple(slots_in_order), until, frozenset(written_slots))
 
 
-def _returns(sources: Sources, chains: Sequence[BlockChain], node: int) -> set[Slot]:
+def _returns(sources: Sources, chains: Sequence[BlockChain], node: int) -> set[ValueSlot]:
     """The slots of a node that a module returned: none where that is behind all blocks."""
     part, call = _part_of(sources, chains, node), sources.call_of(node)
     returned_by = sources.run.flow.nodes[node].returned_by
@@ -167,7 +170,7 @@ def _read(
     blocks, last_chain = sources.blocks, earlier_chains[-1]
     first_block = blocks[last_chain.first]
     arrivals = {first_block.nodes[key]: first_block.begin for key in last_chain.kept if key in first_block.nodes}
-    offers: dict[int, list[tuple[int, Slot]]] = {}
+    offers: dict[int, list[tuple[int, ValueSlot]]] = {}
     for number in [chain.first for chain in earlier_chains]:
         for key, node in blocks[number].nodes.items():
             if _is_whole(blocks[number].arguments[key]):

@@ -113,7 +113,9 @@ class ModelInputs(NamedTuple):
                     f"{self._name(number)} is {leaf!r}, and was a tensor in the sample with which the model was cut. "
                     "Call it as with the sample, or cut it with another sample."
                 )
-        return tuple([leaf if is_read else _written(leaf) for leaf, is_read in zip(leaves, self.read, strict=True)])
+        return tuple(
+            [leaf if is_read else _shape_and_dtype(leaf) for leaf, is_read in zip(leaves, self.read, strict=True)]
+        )
 
     def arrived(self, travelling: tuple[Any, ...], device: torch.device) -> Leaves:
         """The leaves again."""
@@ -135,7 +137,7 @@ def called_with(x: Any, always: Mapping[str, Any]) -> tuple[tuple[Any, ...], dic
     return (x if isinstance(x, tuple) else (x,)), dict(always)
 
 
-def _written(leaf: Tensor) -> tuple[tuple[int, ...], str]:
+def _shape_and_dtype(leaf: Tensor) -> tuple[tuple[int, ...], str]:
     """The shape and type of a tensor, as they travel."""
     return tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")
 

@@ -27,7 +27,7 @@ from partition.errors import PartitionError
 from partition.models.as_found import Hook
 from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
-from partition.models.passing import Passing
+from partition.models.passing import PassingPlan
 from partition.models.references import by_name, put_in, references_of
 from partition.models.returns import caught, check_noted
 from partition.models.runs import (
@@ -108,7 +108,7 @@ class Outline(nn.Module):
         inputs: ModelInputs,
         part_names: Sequence[str],
         volatile: VolatileAttributes,
-        passing: Passing = Passing(),
+        passing: PassingPlan = PassingPlan(),
         shaping: Container[int] = (),
         hooks: Mapping[int, Sequence[Hook]] = MappingProxyType({}),
     ) -> None:

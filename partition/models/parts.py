@@ -24,7 +24,7 @@ from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.outline import Outline
 from partition.models.runs import BlockChain, OutlineRun, Switches, chain_of
-from partition.names import InModel, NamedLayer
+from partition.names import ModelNames, NamedLayer
 
 _PartLeaves: TypeAlias = tuple[Any, ...]
 PartValue: TypeAlias = tuple[_PartLeaves, _PartLeaves, _PartLeaves, _PartLeaves]  # hidden state, kept, inputs, passing
@@ -71,8 +71,8 @@ class Part(NamedLayer):
         return self._outline[0]
 
     @property
-    def in_model(self) -> InModel:
-        return InModel(self._names, self.outline.places, {})
+    def in_model(self) -> ModelNames:
+        return ModelNames(self._names, self.outline.places, {})
 
     def _units(self) -> dict[str, Any]:
         """The modules and parameters as they are now, by their names in the model."""
@@ -107,7 +107,7 @@ class OutlinePart(Part):
         return {name: self._holder(name).training for name in self.outline.settings}
 
     @property
-    def in_model(self) -> InModel:
+    def in_model(self) -> ModelNames:
         return super().in_model._replace(settings=self.outline.settings)
 
 
@@ -143,9 +143,9 @@ class Block(Part):
         self._shared_names = tuple([name for name in shared_names if name.startswith(f"{names[0]}.")])
 
     @property
-    def in_model(self) -> InModel:
+    def in_model(self) -> ModelNames:
         names = [part_name for name in self._names for part_name in _parted(name, self.block, self._shared_names)]
-        return InModel(tuple(names), self.outline.places, {})
+        return ModelNames(tuple(names), self.outline.places, {})
 
     def forward(self, value: PartValue) -> PartValue:
         hidden, kept, travelling, passing = value

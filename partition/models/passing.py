@@ -30,10 +30,10 @@ class Return(NamedTuple):
 
 
 # A block's number; the place among the leaves of what it returns, or what there is as it is called.
-Slot: TypeAlias = "tuple[int, int | Argument | Return]"
+ValueSlot: TypeAlias = "tuple[int, int | Argument | Return]"
 
 
-class Passing(NamedTuple):
+class PassingPlan(NamedTuple):
     """The slots of the values that pass blocks by.
 
     Attributes:
@@ -45,7 +45,7 @@ class Passing(NamedTuple):
             part to a copy.
 
     Example:
-        >>> passing = Passing(((1, 0), (3, 2)), (2, 4))
+        >>> passing = PassingPlan(((1, 0), (3, 2)), (2, 4))
         >>> values = passing.filled(1, ["an output"], (None, None))
         >>> passing.outputs(values, 3, {0: "a hidden state"})
         {1: {0: 'an output'}, 3: {0: 'a hidden state'}}
@@ -53,9 +53,9 @@ class Passing(NamedTuple):
         (None, None)
     """
 
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[ValueSlot, ...] = ()
     until: tuple[int, ...] = ()
-    written: frozenset[Slot] = frozenset()
+    written: frozenset[ValueSlot] = frozenset()
 
     def filled(self, number: int, leaves: Sequence[Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values, with those that the block of this number returns."""

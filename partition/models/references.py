@@ -25,8 +25,8 @@ class NameReference(NamedTuple):
 
     def resolve(self, root: nn.Module) -> Any:
         """The one that has this name now."""
-        above, _, key = self.name.rpartition(".")
-        return getattr(root.get_submodule(above), key) if key else root
+        parent, _, key = self.name.rpartition(".")
+        return getattr(root.get_submodule(parent), key) if key else root
 
 
 def references_of(module: nn.Module) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from partition.models.comparison import compare, compare_in_train_mode, keeps
 from partition.models.inputs import ModelInputs, UnsentInputError
 from partition.models.outline import Outline
 from partition.models.parts import Beginning, Block, End, Middle
-from partition.models.passing import Passing
+from partition.models.passing import PassingPlan
 from partition.models.runs import BlockChain, chain_of, containers_of, names_of
 from partition.models.shapes import MadeUpBuffer, TensorShape
 from partition.models.shares import phases_of, shares_of
@@ -186,7 +186,7 @@ def _cut(
 
 def _divided(
     record: ModelRecord, blocks: Sequence[ModuleCall]
-) -> tuple[tuple[BlockChain, ...], list[dict[str, Any]], list[str], Passing]:
+) -> tuple[tuple[BlockChain, ...], list[dict[str, Any]], list[str], PassingPlan]:
     """The chains, the shares of what is around them, the modules with parameters there, and what passes blocks by.
 
     A block that is called with more than its chain's first block and the hidden state begins another.
@@ -253,7 +253,7 @@ def _check_containers(record: ModelRecord, chains: Sequence[BlockChain]) -> None
                 )
 
 
-def _shaping(chains: Sequence[BlockChain], passing: Passing, blocks: Sequence[ModuleCall]) -> set[int]:
+def _shaping(chains: Sequence[BlockChain], passing: PassingPlan, blocks: Sequence[ModuleCall]) -> set[int]:
     """The blocks that return more than the hidden state in its shape, where more than blocks sees what they return."""
     is_seen = len(chains) > 1 or passing.slots
     return {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from partition.models.calls import ModelRun, ModuleCall
 from partition.models.flow import Flow
-from partition.models.passing import Slot
+from partition.models.passing import ValueSlot
 from partition.models.runs import names_of
 
 _NameSet = frozenset[str]
@@ -35,7 +35,7 @@ class ValueSources(NamedTuple):
         returned: nodes that modules of other parts returned, where these are asked for.
     """
 
-    slots: set[Slot]
+    slots: set[ValueSlot]
     lost: list[str]
     returned: set[int]
 
@@ -85,7 +85,7 @@ class Sources:
         arrivals: Mapping[int, int] = MappingProxyType({}),
         since: int | None = None,
         until: int = -1,
-        offers: Mapping[int, Sequence[tuple[int, Slot]]] = MappingProxyType({}),
+        offers: Mapping[int, Sequence[tuple[int, ValueSlot]]] = MappingProxyType({}),
         by: int = -1,
     ) -> ValueSources:
         """The sources of some nodes.
@@ -154,10 +154,10 @@ class Sources:
         )
         return is_of_container and bool(self.of((number,), present, arrivals, since).lost)
 
-    def written(self) -> tuple[set[Slot], set[int]]:
+    def written(self) -> tuple[set[ValueSlot], set[int]]:
         """The values that blocks returned, and the nodes that modules did, into which the model wrote."""
         nodes = self.run.flow.nodes
-        slots: set[Slot] = set()
+        slots: set[ValueSlot] = set()
         returned: set[int] = set()
         for node in nodes:
             if node.previous is None or node.returned_by is not None or isinstance(self._enclosing(node.time), int):

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partition.names import InModel, NamedLayer
+from partition.names import ModelNames, NamedLayer
 from pipeline.distributed.stale import is_mark, without_marks
 from pipeline.recompute.randomness import Generator, private_generators
 
@@ -52,7 +52,7 @@ class RemoteLayer(NamedLayer):
         rank: int,
         keys: Iterable[str] | None = (),
         versions: Mapping[str, Mapping[str, Any]] | None = None,
-        in_model: InModel | None = None,
+        in_model: ModelNames | None = None,
     ) -> None:
         super().__init__()
         self._where = f"layer {index} ({kind}) belongs to stage {stage}, which rank {rank} has"
@@ -75,7 +75,7 @@ class RemoteLayer(NamedLayer):
         return here
 
     @property
-    def in_model(self) -> InModel | None:
+    def in_model(self) -> ModelNames | None:
         return self._in_model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

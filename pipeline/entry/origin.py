@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from partition.models.references import references_of
 from partition.modes import Modes
-from partition.names import InModel, ModelLayers, NamedLayer, behaviour_of, plain_of
+from partition.names import ModelLayers, ModelNames, NamedLayer, behaviour_of, plain_of
 from pipeline.entry.validation import check_own_hooks
 
 
@@ -119,7 +119,7 @@ def _children(module: nn.Module) -> _TableEntries:
     return _place(module, "_modules", [*module._modules, appended])
 
 
-def _places(model: nn.Module, brought: Iterable[InModel]) -> Iterator[_TableEntries]:
+def _places(model: nn.Module, brought: Iterable[ModelNames]) -> Iterator[_TableEntries]:
     """The places of what layers bring of a model."""
     tables = dict[tuple[str, str], list[str]]()
     for name in dict.fromkeys(name for each in brought for name in each.names):
@@ -132,7 +132,7 @@ def _places(model: nn.Module, brought: Iterable[InModel]) -> Iterator[_TableEntr
 
 
 def _settings(
-    model: nn.Module, brought: Iterable[InModel], shared: Iterable[str]
+    model: nn.Module, brought: Iterable[ModelNames], shared: Iterable[str]
 ) -> Iterator[tuple[weakref.ref[nn.Module], Mapping[str, Any]]]:
     """The settings of modules of a model that layers run and do not hold; and of those of which they have copies.
 

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
 from partition.contiguous import whole
-from partition.names import Layered, NamedLayer, sequential
+from partition.names import LayeredModule, NamedLayer, sequential
 from partition.splitting import check_balance
 from pipeline.common.accelerators import accelerators, moved_in_place
 from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
@@ -38,7 +38,7 @@ _ANEW = (
 )
 
 
-class StageView(Layered, nn.Sequential):
+class StageView(LayeredModule, nn.Sequential):
     """A stage as the caller sees it: the Pipe's own layers, in a Sequential that is never run."""
 
     def __init__(self, stage: nn.Sequential) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partition.names import Layered, Names
+from partition.names import LayeredModule, Names
 from pipeline.common.call_lock import turn
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.runtime import Runtime
@@ -30,7 +30,7 @@ from pipeline.skip import Enclosed
 from pipeline.stage.batchnorm import batch_norms
 
 
-class Stateful(Layered, Enclosed, ABC):
+class Stateful(LayeredModule, Enclosed, ABC):
     """The part of a Pipe that saves and loads."""
 
     @abstractmethod
