@@ -82,7 +82,7 @@ def survey(
         nodes: of the graph behind them.
         may_wait: whether a leaf is a weight.
     """
-    entered = Counter([nearer for node in nodes for nearer, _ in node.next_functions])  # edges that lead to a node
+    entered = Counter([target for node in nodes for target, _ in node.next_functions])  # edges that lead to a node
     entered.update({root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node for root in roots})
     names = [node.name() for node in nodes]
     if REENTRANT in names:

@@ -29,11 +29,11 @@ def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:
     A model around one of transformers, peft's, hands any keyword argument on to it.
     """
     parameters = signature(model.forward).parameters
-    hands_on = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    takes = "use_cache" in parameters or hands_on and any(
+    forwards_kwargs = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_cache = "use_cache" in parameters or forwards_kwargs and any(
         "use_cache" in signature(module.forward).parameters for module in model.modules()
     )
-    return {"use_cache": False} if takes and not (isinstance(sample, dict) and "use_cache" in sample) else {}
+    return {"use_cache": False} if takes_cache and not (isinstance(sample, dict) and "use_cache" in sample) else {}
 
 
 def run_model(model: nn.Module, x: Any, always: Mapping[str, Any]) -> Any:
@@ -81,8 +81,8 @@ def equal(one: Any, other: Any) -> bool:
 
 def near(one: Tensor, other: Tensor, largest: float) -> bool:
     """But for the order of sums, where that is the largest number in them."""
-    most = 1e3 * torch.finfo(other.dtype).eps * largest
-    return not other.numel() or float((one - other).detach().abs().max()) <= most
+    tolerance = 1e3 * torch.finfo(other.dtype).eps * largest
+    return not other.numel() or float((one - other).detach().abs().max()) <= tolerance
 
 
 class ModuleCall(NamedTuple):

@@ -181,4 +181,4 @@ def _read(
         nodes = [next_block.nodes[key] for key in (*chain.entries, *chain.kept) if key in next_block.nodes]
         until = next_block.begin
     end = blocks[last_chain.last].end
-    return sources.of([*nodes, *returned_nodes], share, arrivals, end, until, offers, by=end)
+    return sources.of([*nodes, *returned_nodes], share, arrivals, end, until, offers, returned_before=end)

@@ -16,7 +16,7 @@ from partition.models.calls import ModuleCall
 from partition.models.inputs import Leaves
 from partition.models.runs import ArgumentKey, BlockChain
 
-_LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
+_SMALLEST_SHARE = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
 
 
 def found_blocks(model: nn.Module, calls: Sequence[ModuleCall]) -> list[list[ModuleCall]]:
@@ -33,9 +33,9 @@ def found_blocks(model: nn.Module, calls: Sequence[ModuleCall]) -> list[list[Mod
     for call in calls:
         calls_by_parent[call.name.rpartition(".")[0]].append(call)
     runs = []
-    for name, of_children in calls_by_parent.items():
+    for name, child_calls in calls_by_parent.items():
         children = {child for _, child in model.get_submodule(name).named_children()}
-        modules, links = {model.get_submodule(call.name) for call in of_children}, _links(of_children)
+        modules, links = {model.get_submodule(call.name) for call in child_calls}, _links(child_calls)
         if modules == children and len(set(map(type, modules))) == 1 and all(len(link) > 1 for link in links):
             runs += links
     chains = [_continued(run, runs) for run in runs]
@@ -44,7 +44,7 @@ def found_blocks(model: nn.Module, calls: Sequence[ModuleCall]) -> list[list[Mod
     separate = chains[:1]
     for run in chains[1:]:
         is_apart = all(run[0].begin > chain[-1].end or run[-1].end < chain[0].begin for chain in separate)
-        if is_apart and _size(model, run) > _LEAST * _size(model, chains[0]):
+        if is_apart and _size(model, run) > _SMALLEST_SHARE * _size(model, chains[0]):
             separate.append(run)
     ways = [sorted([call for run in separate for call in run], key=_begin), *separate] if separate[1:] else separate
     for candidates in (sorted(single_calls.values(), key=_begin), calls):
@@ -168,14 +168,14 @@ def _chain(run: Sequence[ModuleCall]) -> BlockChain:
     return BlockChain(names, tuple(entries), returned, tree, tuple(exits), none, dtypes)
 
 
-def _units(model: nn.Module, name: str, called: Container[str]) -> Iterator[str]:
+def _units(model: nn.Module, name: str, called_names: Container[str]) -> Iterator[str]:
     """The modules that are called, as large as can be; of one with most of the parameters its children."""
     for key, child in model.get_submodule(name).named_children():
         path = f"{name}.{key}" if name else key
-        if path in called and (2 * _all_size(child) < _all_size(model) or not list(child.children())):
+        if path in called_names and (2 * _all_size(child) < _all_size(model) or not list(child.children())):
             yield path
         else:
-            yield from _units(model, path, called)
+            yield from _units(model, path, called_names)
 
 
 def _outermost(calls: Iterable[ModuleCall]) -> list[ModuleCall]:
@@ -203,8 +203,8 @@ def _continued(run: Sequence[ModuleCall], runs: Sequence[Sequence[ModuleCall]]) 
 
 def _has_hidden(call: ModuleCall) -> bool:
     """Whether a module was called with a tensor, and returned one."""
-    both = (call.arguments.leaves.values(), call.returned[0])
-    return all(any(isinstance(leaf, Tensor) for leaf in leaves) for leaves in both)
+    leaves_of_both = (call.arguments.leaves.values(), call.returned[0])
+    return all(any(isinstance(leaf, Tensor) for leaf in leaves) for leaves in leaves_of_both)
 
 
 def _size(model: nn.Module, run: Sequence[ModuleCall]) -> int:

@@ -18,7 +18,7 @@ from partition.models.inputs import Leaves
 from partition.randomness import generators_left, seed_host
 
 _PIECE = 2**12  # numbers of a gradient of which one is made
-_ANOTHER = "Give a sample, and a dtype, in which the model alone can be trained."
+_REMEDY = "Give a sample, and a dtype, in which the model alone can be trained."
 
 
 def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
@@ -51,7 +51,7 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
                 )
         theirs, their_tree = tree_flatten(expected)
         if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in theirs):
-            raise PartitionError(f"{kind} itself returns NaN on the sample, which tells nothing. {_ANOTHER}")
+            raise PartitionError(f"{kind} itself returns NaN on the sample, which tells nothing. {_REMEDY}")
         with as_found([model, layers], record.written):
             ours, tree = tree_flatten(layers(sample))
         if tree != their_tree:
@@ -141,7 +141,7 @@ def _compare_grads(
     try:  # the model may keep what it computed of parameters, so that both go back through one graph
         expected = _shrunk_grads(theirs, parameters, retain=True)
     except RuntimeError as error:
-        raise PartitionError(f"{kind} itself has no gradients on the sample: {error} {_ANOTHER}") from None
+        raise PartitionError(f"{kind} itself has no gradients on the sample: {error} {_REMEDY}") from None
     gradients = _shrunk_grads(ours, parameters)
     largest: dict[str, float] = {}  # of each module: the gradient of a bias alone may be nothing but rounding
     for key, gradient in expected.items():
@@ -154,7 +154,7 @@ def _compare_grads(
             actual is not None and reference is not None and not near(actual, reference, scale)
         ):
             if reference is not None and not reference.isfinite().all():
-                raise PartitionError(f"{kind}: the gradient of {name} is not finite on the sample. {_ANOTHER}")
+                raise PartitionError(f"{kind}: the gradient of {name} is not finite on the sample. {_REMEDY}")
             raise PartitionError(
                 f"{kind}: the gradient of {name} is not that of the model: something between two blocks, a hook or a "
                 "function of autograd, is not in the parts. Name other blocks, blocks=[...], or write the model as an "
@@ -186,9 +186,9 @@ def _shrunk_grads(leaves: Leaves, parameters: Sequence[Tensor], retain: bool = F
 def _shrunk(gradient: Tensor) -> Tensor:
     """A gradient; of a large one a sum for each piece, weighted at random, and the rest."""
     flat = gradient.flatten()
-    whole = len(flat) // _PIECE * _PIECE
+    length = len(flat) // _PIECE * _PIECE
     weights = torch.randn(_PIECE, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(gradient)
-    return torch.cat([flat[:whole].view(-1, _PIECE) @ weights, flat[whole:]])
+    return torch.cat([flat[:length].view(-1, _PIECE) @ weights, flat[length:]])
 
 
 def _furthest(ours: Leaves, theirs: Leaves) -> str:

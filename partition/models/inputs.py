@@ -126,8 +126,8 @@ class ModelInputs(NamedTuple):
         ]  # fmt: skip
 
     def _name(self, number: int) -> str:
-        simple = self.names is not None and len(self.names) == len(self.read)
-        return f"input {self.names[number]!r}" if simple and self.names else f"tensor {number} of the inputs"
+        are_leaves_named = self.names is not None and len(self.names) == len(self.read)
+        return f"input {self.names[number]!r}" if are_leaves_named and self.names else f"tensor {number} of the inputs"
 
 
 def called_with(x: Any, always: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -125,7 +125,7 @@ class Outline(nn.Module):
             )
             for calls, block in blocks.items()
         }
-        replaced: dict[str, Shadow] = {name: stand_ins[calls] for name, calls in numbers.items()}
+        replacements: dict[str, Shadow] = {name: stand_ins[calls] for name, calls in numbers.items()}
         containers = containers_of(model, chains)
         all_names = names_of(model)
         first_names = {name: names[0] for names in all_names.values() for name in names}
@@ -139,17 +139,17 @@ class Outline(nn.Module):
             absent = AbsentModule(model.get_submodule(name), volatile, first_names[name])
             block = next((block for block in numbers if name.startswith(f"{block}.")), None)
             if block is None:
-                replaced[name] = absent
+                replacements[name] = absent
             else:  # the model calls what is within a block
                 *parents, key = name.removeprefix(f"{block}.").split(".")
-                replaced[block].get_submodule(".".join(["shadow", *parents]))._modules[key] = absent
+                replacements[block].get_submodule(".".join(["shadow", *parents]))._modules[key] = absent
         copies_by_id: dict[int, nn.Module] = {}
-        root = _outlined(model, replaced, containers, "", volatile, copies_by_id)
+        root = _outline_of(model, replacements, containers, "", volatile, copies_by_id)
         self._roots: dict[torch.device | None, nn.Module] = {None: root}
-        replaced_pairs = [(model.get_submodule(name), stand_in.shadow) for name, stand_in in replaced.items()]
+        replacement_pairs = [(model.get_submodule(name), stand_in.shadow) for name, stand_in in replacements.items()]
         copied_pairs = [(module, copies_by_id[id(module)]) for module in model.modules() if id(module) in copies_by_id]
-        self._copies = ModuleCopies([*copied_pairs, *replaced_pairs], volatile)
-        self.settings = {name: _lasting(model.get_submodule(name), volatile) for name in sorted(containers)}
+        self._copies = ModuleCopies([*copied_pairs, *replacement_pairs], volatile)
+        self.settings = {name: _lasting_attributes(model.get_submodule(name), volatile) for name in sorted(containers)}
         self._in_eval_mode = dict.fromkeys(self.settings, False)
         self._cache = _ArgumentCache()
 
@@ -231,10 +231,10 @@ class Outline(nn.Module):
         """The arguments of a block, args and kwargs, and the switches with which the model calls it."""
         chain, device = chain_of(self.chains, number), next(leaf.device for leaf in hidden if leaf is not None)
         carried = [(key, kept[index]) for key, index in chain.carried[number - chain.first]]
-        call = self.beside(number, device, travelling)
+        call = self.arguments_of_block(number, device, travelling)
         return *call.replaced([*zip(chain.entries, hidden, strict=True), *carried]), call.switches
 
-    def beside(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> CallArguments:
+    def arguments_of_block(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> CallArguments:
         """The arguments of a block, with nan where the hidden state goes.
 
         One run finds it for all blocks of a chain. It is kept for the call, as long as the inputs live from which it
@@ -260,7 +260,7 @@ class Outline(nn.Module):
                     "a block has written into a tensor that the model hands to several blocks. What comes later would "
                     "depend on which blocks share a stage; write to a copy."
                 )
-            return self.reached(cached.calls, number)
+            return self.call_of_block(cached.calls, number)
         run = OutlineRun(self.chains, end)
         self.run(run, self.inputs.arrived(travelling, device), device, {})
         forget = partial(self._cache.entries.pop, key, None)
@@ -271,9 +271,9 @@ class Outline(nn.Module):
         with self._cache.lock:
             self._cache.entries[key] = _CachedArguments(inputs, run.calls, list(versioned.values()), versions)
             forget_oldest(self._cache.entries)
-        return self.reached(run.calls, number)
+        return self.call_of_block(run.calls, number)
 
-    def reached(self, calls: Sequence[CallArguments], number: int) -> CallArguments:
+    def call_of_block(self, calls: Sequence[CallArguments], number: int) -> CallArguments:
         """The call of a block in a run.
 
         Raises:
@@ -298,18 +298,18 @@ class Outline(nn.Module):
     def _on(self, device: torch.device) -> nn.Module:
         """The root, with its buffers on a device."""
         if device not in self._roots:
-            self._roots[device] = rebuilt(self._roots[None], lambda tensor: _moved(tensor, device))
+            self._roots[device] = rebuilt(self._roots[None], lambda tensor: _on_device(tensor, device))
         return self._roots[device]
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device; without memory there where it has none here."""
     return TensorShape.of(tensor).poison(device) if is_without_memory(tensor) else tensor.to(device)
 
 
-def _outlined(
+def _outline_of(
     module: nn.Module,
-    replaced: Mapping[str, nn.Module],
+    replacements: Mapping[str, nn.Module],
     containers: set[str],
     name: str,
     volatile: VolatileAttributes,
@@ -336,16 +336,16 @@ def _outlined(
         del vars(module_copy)[key]  # they would be those of when the model was cut
     for key, child in module._modules.items():
         path = f"{name}.{key}" if name else key
-        if path in replaced:
-            module_copy._modules[key] = replaced[path]
+        if path in replacements:
+            module_copy._modules[key] = replacements[path]
         elif child is not None and path in containers:
-            module_copy._modules[key] = _outlined(child, replaced, containers, path, volatile, copies)
+            module_copy._modules[key] = _outline_of(child, replacements, containers, path, volatile, copies)
         elif child is not None:
-            module_copy._modules[key] = _copied(child, volatile, copies)
+            module_copy._modules[key] = _eval_copy(child, volatile, copies)
     return module_copy
 
 
-def _copied(module: nn.Module, volatile: VolatileAttributes, copies: dict[int, nn.Module]) -> nn.Module:
+def _eval_copy(module: nn.Module, volatile: VolatileAttributes, copies: dict[int, nn.Module]) -> nn.Module:
     """A copy of a module without parameters, in eval mode, which shares the buffers that no forward writes."""
     shared = {
         id(buffer): buffer for submodule in module.modules() for key, buffer in submodule._buffers.items()
@@ -363,17 +363,17 @@ def _put_in(root: nn.Module, units: Mapping[str, Any], modes: Mapping[str, bool]
     """The root with some modules and parameters put in, and copies of what contains them, in their modes: by name."""
     copies, copies_by_id = {"": shallow(root)}, dict[int, nn.Module]()
     for name, training in modes.items():
-        _copy(name, copies, copies_by_id)
+        _put_copy(name, copies, copies_by_id)
         vars(copies[name])["training"] = training
     for name, unit in units.items():
         parent, _, key = name.rpartition(".")
-        _copy(parent, copies, copies_by_id)
+        _put_copy(parent, copies, copies_by_id)
         tables = [vars(copies[parent])[table] for table in ("_parameters", "_buffers", "_modules")]
         next(table for table in tables if key in table)[key] = unit
     return copies
 
 
-def _copy(name: str, copies: dict[str, nn.Module], copies_by_id: dict[int, nn.Module]) -> None:
+def _put_copy(name: str, copies: dict[str, nn.Module], copies_by_id: dict[int, nn.Module]) -> None:
     """Put a copy of a module into the copy of what contains it; of a block's stand-in it is what that shows.
 
     Args:
@@ -384,7 +384,7 @@ def _copy(name: str, copies: dict[str, nn.Module], copies_by_id: dict[int, nn.Mo
     if name in copies:
         return
     parent, _, key = name.rpartition(".")
-    _copy(parent, copies, copies_by_id)
+    _put_copy(parent, copies, copies_by_id)
     table: dict[str, Any] = copies[parent]._modules
     original = table[key]
     if id(original) not in copies_by_id:
@@ -395,7 +395,7 @@ def _copy(name: str, copies: dict[str, nn.Module], copies_by_id: dict[int, nn.Mo
     copies[name] = module_copy.shadow if isinstance(module_copy, StandIn) else module_copy
 
 
-def _lasting(module: nn.Module, volatile: VolatileAttributes) -> dict[str, Any]:
+def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict[str, Any]:
     """The attributes of a module that no forward sets."""
     excluded = OF_EVERY_MODULE | references_of(module).keys()
     attributes = {key: value for key, value in vars(module).items() if key not in excluded}

@@ -3,8 +3,8 @@
     x --> Beginning --> (hidden state, kept, inputs, passing) --> Block --> ... --> Block --> End --> the model's output
 
 What travels beside the hidden state is those inputs whose numbers are read again: ids, padding masks. What the model
-makes of them for its blocks is made again in each stage (`Outline.beside`), and not sent. Only what the beginning
-computes for all blocks with parameters is kept, and travels: the embedding of a diffusion model's time.
+makes of them for its blocks is made again in each stage (`Outline.arguments_of_block`), and not sent. Only what the
+beginning computes for all blocks with parameters is kept, and travels: the embedding of a diffusion model's time.
 
 A part holds modules of the model under their names in the model, and brings these: `partition.names`.
 """
@@ -121,7 +121,7 @@ class Beginning(OutlinePart):
         run = OutlineRun(self.outline.chains, chain.first, wanted=self.outline.passing.wanted(chain.first))
         self.outline.run(run, leaves, device, self._units(), self.modes)
         nothing = (None,) * len(self.outline.passing.slots)
-        return _reached(self.outline, run, chain, self.outline.inputs.travelling(leaves), nothing)
+        return _value_at(self.outline, run, chain, self.outline.inputs.travelling(leaves), nothing)
 
 
 class Block(Part):
@@ -144,7 +144,7 @@ class Block(Part):
 
     @property
     def in_model(self) -> ModelNames:
-        names = [part_name for name in self._names for part_name in _parted(name, self.block, self._shared_names)]
+        names = [part_name for name in self._names for part_name in _names_apart(name, self.block, self._shared_names)]
         return ModelNames(tuple(names), self.outline.places, {})
 
     def forward(self, value: PartValue) -> PartValue:
@@ -206,9 +206,9 @@ class Middle(OutlinePart):
 
     def forward(self, value: PartValue) -> PartValue:
         before, after = self.outline.chains[self._number - 1 : self._number + 1]
-        run, leaves, device = _after(self.outline, before, value, after.first, self.modes)
+        run, leaves, device = _resumed_run(self.outline, before, value, after.first, self.modes)
         self.outline.run(run, leaves, device, self._units(), self.modes)
-        return _reached(self.outline, run, after, value[2], self.outline.passing.behind(self._number, value[3]))
+        return _value_at(self.outline, run, after, value[2], self.outline.passing.behind(self._number, value[3]))
 
 
 class End(OutlinePart):
@@ -227,11 +227,11 @@ class End(OutlinePart):
         self._output = output
 
     def forward(self, value: PartValue) -> Any:
-        run, leaves, device = _after(self.outline, self.outline.chains[-1], value, None, self.modes)
+        run, leaves, device = _resumed_run(self.outline, self.outline.chains[-1], value, None, self.modes)
         return self._output(self.outline.run(run, leaves, device, self._units(), self.modes))
 
 
-def _after(
+def _resumed_run(
     outline: Outline, chain: BlockChain, value: PartValue, end: int | None, modes: Mapping[str, bool]
 ) -> tuple[OutlineRun, Leaves, torch.device]:
     """A run that goes on where a chain has ended, the leaves of its inputs, and where it computes."""
@@ -240,13 +240,13 @@ def _after(
     outputs = outline.passing.outputs(passing, chain.last, dict(zip(chain.exits, hidden, strict=True)))
     arguments = outline.passing.arguments(passing)
     arguments.setdefault(chain.first, {}).update(zip(chain.kept, kept, strict=True))
-    rewind = _rewound(device) if any(modes.values()) else int
+    rewind = _generator_rewind(device) if any(modes.values()) else int
     returns, wanted = outline.passing.returns(passing), {} if end is None else outline.passing.wanted(end)
     run = OutlineRun(outline.chains, end, outputs, arguments, chain.last, rewind, returns, wanted)
     return run, outline.inputs.arrived(travelling, device), device
 
 
-def _rewound(device: torch.device) -> Callable[[], object]:
+def _generator_rewind(device: torch.device) -> Callable[[], object]:
     """Puts the default generators back to where they are now."""
     state = torch.get_rng_state()
     if device.type == "cpu":
@@ -261,15 +261,15 @@ def _rewound(device: torch.device) -> Callable[[], object]:
     return rewind
 
 
-def _reached(
+def _value_at(
     outline: Outline, run: OutlineRun, chain: BlockChain, travelling: _PartLeaves, passing: _PartLeaves
 ) -> PartValue:
-    call = outline.reached(run.calls, chain.first)
+    call = outline.call_of_block(run.calls, chain.first)
     passing = outline.passing.entered(chain.first, call, run.noted, passing)
     return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
 
 
-def _parted(name: str, module: nn.Module, shared_names: Collection[str]) -> Iterator[str]:
+def _names_apart(name: str, module: nn.Module, shared_names: Collection[str]) -> Iterator[str]:
     """The name of a module; of one that contains what is lent those of what it consists of."""
     if not any(shared_name.startswith(f"{name}.") for shared_name in shared_names):
         yield name
@@ -277,7 +277,7 @@ def _parted(name: str, module: nn.Module, shared_names: Collection[str]) -> Iter
     yield from [f"{name}.{key}" for key in (*module._parameters, *module._buffers)]
     for key, child in module._modules.items():
         if child is not None:
-            yield from _parted(f"{name}.{key}", child, shared_names)
+            yield from _names_apart(f"{name}.{key}", child, shared_names)
 
 
 def _check_dtypes(hidden: Iterable[Any], dtypes: Iterable[torch.dtype | None]) -> None:

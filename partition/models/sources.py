@@ -86,7 +86,7 @@ class Sources:
         since: int | None = None,
         until: int = -1,
         offers: Mapping[int, Sequence[tuple[int, ValueSlot]]] = MappingProxyType({}),
-        by: int = -1,
+        returned_before: int = -1,
     ) -> ValueSources:
         """The sources of some nodes.
 
@@ -97,7 +97,7 @@ class Sources:
             since: from when on the part draws the random numbers that the model draws; None: never.
             until: what Python was told until then counts, too: it may have decided the way.
             offers: for nodes from when on which slots have them, for what the part cannot compute.
-            by: what modules had returned by then is no loss.
+            returned_before: what modules had returned by then is no loss.
         """
         flow, sources = self.run.flow, ValueSources(set(), [], set())
         open_nodes, visited = list[int](), set[int]()
@@ -126,11 +126,11 @@ class Sources:
                 sources.slots.update((self._numbers[node.returned_by[0]], place) for place in node.returned_by[1])
                 continue
             lost = self._lost(number, present, since)
-            if lost and node.time < by and self.call_of(number) is not None:
+            if lost and node.time < returned_before and self.call_of(number) is not None:
                 sources.returned.add(number)
             elif lost:
                 sources.lost.append(lost)
-            elif node.time < by and self._is_lost_within(number, present, arrivals, since):
+            elif node.time < returned_before and self._is_lost_within(number, present, arrivals, since):
                 sources.returned.add(number)
             else:
                 reach(node.parents, node.time)

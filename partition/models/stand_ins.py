@@ -23,7 +23,7 @@ from partition.models.shapes import TensorShape, lost
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
 # have True there: the first forward alone sets that, since it does something once. transformers registers hooks so.
 VolatileAttributes: TypeAlias = "Mapping[tuple[int, str], bool]"
-_MOST = 32  # calls of which something is remembered
+_CACHE_SIZE = 32  # calls of which something is remembered
 
 
 class Shadow(nn.Module):
@@ -187,5 +187,5 @@ def autocast_of(device: torch.device) -> tuple[torch.dtype | None, ...]:
 
 def forget_oldest(cache: OrderedDict[Any, Any]) -> None:
     """Forget the oldest of what is known."""
-    while len(cache) > _MOST:
+    while len(cache) > _CACHE_SIZE:
         cache.popitem(last=False)

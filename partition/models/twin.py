@@ -107,10 +107,10 @@ def _numbers(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tenso
             numbers[id(tensor)] = (values if is_number else torch.ones_like(values)).to(device, tensor.dtype)
     for (dtype, exponent), same_size in windows.items():
         size = max(tensor.numel() for tensor in same_size) + _STEP * len(same_size)
-        whole = torch.empty(size, dtype=dtype, device=device)
-        for piece in whole.split(_PIECE):
+        memory = torch.empty(size, dtype=dtype, device=device)
+        for piece in memory.split(_PIECE):
             piece.copy_(torch.randn(len(piece), generator=generator, device="cpu") / 2**exponent)
         for place, tensor in enumerate(same_size):
-            window = whole[_STEP * place :][: tensor.numel()].view(tensor.shape)
+            window = memory[_STEP * place :][: tensor.numel()].view(tensor.shape)
             numbers[id(tensor)] = torch.from_dlpack(window)  # a storage of its own: by these, tensors are told apart
     return numbers
