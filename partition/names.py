@@ -264,8 +264,24 @@ class LayeredModule(nn.Module):
         holders = [layers[number] for number in names.bringing(target)] if names else []
         for layer in holders[:-1]:
             with suppress(AttributeError):  # it is on another rank
-                return get(layer, target)
-        return get(holders[-1] if holders else self, target)
+                return get(_by_tables(layer, target), target)
+        number, _, rest = target.partition(".")
+        if not holders and rest and isinstance(layers.get(number), NamedLayer):
+            holders, target = [layers[number]], rest
+        return get(_by_tables(holders[-1], target) if holders else self, target)
+
+
+def _by_tables(layer: nn.Module, target: str) -> nn.Module:
+    """A module that has what a layer holds and no attributes beside it, where what is looked for is there.
+
+    A name in the model may be that of an attribute of the layer.
+    """
+    tables = {table: vars(layer)[table] for table in ("_modules", "_parameters", "_buffers")}
+    if not any(target.partition(".")[0] in names for names in tables.values()):
+        return layer
+    module = nn.Module()
+    vars(module).update(tables)
+    return module
 
 
 class ModelLayers(LayeredModule, nn.Sequential):

@@ -37,6 +37,9 @@ class Holder(nn.Module):
 class Part(NamedLayer):
     """Some modules, parameters and buffers of a model, under their names.
 
+    These may be names of attributes of parts: they are put into the tables, and looked for there. What a part sets of
+    its own it sets before.
+
     Args:
         outline: of the model.
         units: the modules, parameters and buffers, by their names in the model.
@@ -50,18 +53,18 @@ class Part(NamedLayer):
             parent, _, key = name.rpartition(".")
             holder = self._holder(parent)
             if isinstance(unit, nn.Module):
-                holder.add_module(key, unit)
+                holder._modules[key] = unit
             elif isinstance(unit, nn.Parameter):
-                holder.register_parameter(key, unit)
+                holder._parameters[key] = unit
             else:
-                holder.register_buffer(key, unit)
+                holder._buffers[key] = unit
 
     def _holder(self, name: str) -> nn.Module:
         """The module that has a name, in which there may be others. It is added if it is not there."""
         holder: nn.Module = self
         for step in name.split(".") if name else ():
             if step not in holder._modules:
-                holder.add_module(step, Holder())
+                holder._modules[step] = Holder()
             holder = holder._modules[step]  # type: ignore[assignment]  # just added
         return holder
 
@@ -78,11 +81,12 @@ class Part(NamedLayer):
         """The modules and parameters as they are now, by their names in the model."""
         units: dict[str, Any] = {}
         for name in self._names:
-            unit: Any = self
-            for step in name.split("."):
-                module = unit._modules.get(step)
-                unit = getattr(unit, step) if module is None else module
-            units[name] = unit
+            *steps, key = name.split(".")
+            holder: nn.Module = self
+            for step in steps:
+                holder = holder._modules[step]  # type: ignore[assignment]  # of a unit
+            tables = (holder._modules, holder._parameters, holder._buffers)
+            units[name] = next(table[key] for table in tables if key in table)
         return units
 
     @property
@@ -138,9 +142,9 @@ class Block(Part):
     def __init__(
         self, outline: Outline, number: int, names: Sequence[str], block: nn.Module, shared_names: Collection[str] = ()
     ) -> None:
-        super().__init__(outline, dict.fromkeys(names, block))
         self._number = number
         self._shared_names = tuple([name for name in shared_names if name.startswith(f"{names[0]}.")])
+        super().__init__(outline, dict.fromkeys(names, block))
 
     @property
     def in_model(self) -> ModelNames:
@@ -201,8 +205,8 @@ class Middle(OutlinePart):
     """
 
     def __init__(self, outline: Outline, units: Mapping[str, nn.Module | Tensor], number: int) -> None:
-        super().__init__(outline, units)
         self._number = number
+        super().__init__(outline, units)
 
     def forward(self, value: PartValue) -> PartValue:
         before, after = self.outline.chains[self._number - 1 : self._number + 1]
@@ -223,8 +227,8 @@ class End(OutlinePart):
     def __init__(
         self, outline: Outline, units: Mapping[str, nn.Module | Tensor], output: Callable[[Any], Any]
     ) -> None:
-        super().__init__(outline, units)
         self._output = output
+        super().__init__(outline, units)
 
     def forward(self, value: PartValue) -> Any:
         run, leaves, device = _resumed_run(self.outline, self.outline.chains[-1], value, None, self.modes)

@@ -210,6 +210,64 @@ def test_a_model_of_transformers_is_saved_after_training_and_read_again(tmp_path
     assert torch.equal(third(x)["logits"], pipe(x)["logits"])
 
 
+class Titled(nn.Module):
+    """A model with blocks under one name, a first layer, a last one, a weight and a buffer under others."""
+
+    def __init__(self, blocks, first, last, weight, buffer):
+        super().__init__()
+        self.titles = (blocks, first, last, weight, buffer)
+        self.add_module(first, nn.Linear(4, 4))
+        self.add_module(blocks, nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]))
+        self.add_module(last, nn.Linear(4, 4))
+        self.register_parameter(weight, nn.Parameter(torch.rand(4)))
+        self.register_buffer(buffer, torch.rand(4))
+
+    def forward(self, x):
+        blocks, first, last, weight, buffer = (getattr(self, title) for title in self.titles)
+        x = first(x)
+        for block in blocks:
+            x = block(x)
+        return last(x) * weight + buffer
+
+
+def titles():
+    """The names of attributes of parts that a module of a user's own may have."""
+    layers = to_sequential(Chain(), ids(2))
+    names = {name for layer in layers for name in (*dir(layer), *vars(layer))}
+    return sorted(name for name in names - set(dir(nn.Module())) if "__" not in name and name not in layers[0]._modules)
+
+
+def test_a_model_may_have_the_names_of_attributes_of_parts():
+    names = titles()
+    assert {"outline", "in_model", "begin", "block", "modes"} < set(names)
+    x, y = torch.rand(4, 4, dtype=torch.float64), torch.rand(4, 4, dtype=torch.float64)
+    for turn in range(len(names)):
+        torch.manual_seed(turn)
+        model = Titled(*(names[(turn + place) % len(names)] for place in range(5))).double()
+        plain = copy.deepcopy(model)
+        layers = to_sequential(model, x)
+        pipe = piped(layers)
+        for module in (layers, pipe):
+            assert [name for name, _ in module.named_parameters()] == [name for name, _ in model.named_parameters()]
+            for name, parameter in model.named_parameters():
+                assert module.get_parameter(name) is parameter
+            blocks, first, last, _, buffer = model.titles
+            assert module.get_submodule(f"{blocks}.1.0") is model.get_submodule(f"{blocks}.1.0")
+            assert module.get_submodule(first) is model.get_submodule(first)
+            assert module.get_submodule(last) is model.get_submodule(last)
+            assert module.get_buffer(buffer) is model.get_buffer(buffer)
+        assert layers.get_submodule(f"{len(layers) - 1}.{last}") is model.get_submodule(last)
+        loss = pipe.step(x, y, loss_fn=nn.functional.mse_loss).loss
+        expected = nn.functional.mse_loss(plain(x), y)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+        for parameter, one in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, one.grad, rtol=1e-10, atol=1e-14)
+        changed = other(plain)
+        pipe.load_state_dict(changed.state_dict())
+        assert same(pipe.state_dict(), changed.state_dict()) and torch.equal(copy.deepcopy(pipe)(x), pipe(x))
+
+
 def test_layers_before_and_behind_have_their_numbers():
     model = Chain()
     layers = to_sequential(model, ids(2))
