@@ -268,13 +268,13 @@ class LayeredModule(nn.Module):
         number, _, rest = target.partition(".")
         if not holders and rest and isinstance(layers.get(number), NamedLayer):
             holders, target = [layers[number]], rest
-        return get(_by_tables(holders[-1], target) if holders else self, target)
+        return get(_by_tables(holders[-1] if holders else self, target), target)
 
 
 def _by_tables(layer: nn.Module, target: str) -> nn.Module:
-    """A module that has what a layer holds and no attributes beside it, where what is looked for is there.
+    """A module that has what a layer or a Pipe holds and no attributes beside it, where what is looked for is there.
 
-    A name in the model may be that of an attribute of the layer.
+    A name in the model may be that of an attribute of the layer, one in an nn.Sequential that of one of Pipe.
     """
     tables = {table: vars(layer)[table] for table in ("_modules", "_parameters", "_buffers")}
     if not any(target.partition(".")[0] in names for names in tables.values()):

@@ -732,3 +732,17 @@ def test_a_child_replaced_between_forward_and_backward_gets_no_gradient_or_is_re
     reference.backward(mse(reference.output, y))
     expected = theirs[0].children_[0] if place == "module list" else theirs[0][0]
     assert same(old.weight.grad, expected.weight.grad) and holder[0].weight.grad is None
+
+
+def test_layers_may_have_the_names_of_attributes_of_a_pipe():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    names = [name for name in dir(Pipe(model, [1, 1])) if name[0] != "_" and not hasattr(nn.Sequential(), name)]
+    assert {"balance", "chunks", "step", "devices"} < set(names)
+    plain = nn.Sequential(OrderedDict([(name, nn.Linear(2, 2).double()) for name in names]))
+    pipe, x = Pipe(copy.deepcopy(plain), [2, len(names) - 2], chunks=2), torch.rand(4, 2, dtype=torch.float64)
+    assert torch.equal(pipe(x), plain(x)) and list(pipe.state_dict()) == list(plain.state_dict())
+    pipe.load_state_dict(plain.state_dict())
+    parameters = dict(pipe.named_parameters())
+    for name in names:
+        assert pipe.get_submodule(name) is pipe._modules[name]
+        assert pipe.get_parameter(f"{name}.weight") is parameters[f"{name}.weight"]
