@@ -57,13 +57,13 @@ def rendezvous_pair() -> AbstractContextManager[ChannelEnds]:
 
 def apart_pair() -> AbstractContextManager[ChannelEnds]:
     """A channel within this process with payloads, whose bytes are read when their receive is posted."""
-    return _in_process(rendezvous=True, apart=True)
+    return _in_process(rendezvous=True, has_payloads=True)
 
 
 @contextmanager
-def _in_process(rendezvous: bool, apart: bool = False) -> Iterator[ChannelEnds]:
+def _in_process(rendezvous: bool, has_payloads: bool = False) -> Iterator[ChannelEnds]:
     channel = _InProcessChannel(rendezvous)
-    yield ChannelEnds(_InProcessEnd(channel, apart), _InProcessEnd(channel, apart), channel.abort)
+    yield ChannelEnds(_InProcessEnd(channel, has_payloads), _InProcessEnd(channel, has_payloads), channel.abort)
     channel.abort()
 
 
@@ -72,15 +72,15 @@ class _Transfer(Handle):
 
     def __init__(self, channel: _InProcessChannel, buffer: Tensor | None) -> None:
         self.buffer = buffer
-        self.wrong: str | None = None
+        self.mismatch: str | None = None
         self._channel = channel
 
     def wait(self) -> None:
         changed = self._channel.changed
         with changed:
-            changed.wait_for(lambda: self.buffer is None or self.wrong or self._channel.is_dead)
-            if self.wrong:
-                raise RuntimeError(self.wrong)
+            changed.wait_for(lambda: self.buffer is None or self.mismatch or self._channel.is_dead)
+            if self.mismatch:
+                raise RuntimeError(self.mismatch)
             if self.buffer is not None:
                 raise ChannelError("the channel was given up.")
 
@@ -126,9 +126,9 @@ class _InProcessEnd(Outgoing, Incoming):
 
     payloads: _InProcessPayloads | None
 
-    def __init__(self, channel: _InProcessChannel, apart: bool) -> None:
+    def __init__(self, channel: _InProcessChannel, has_payloads: bool) -> None:
         self._channel = channel
-        self.payloads = _InProcessPayloads(channel) if apart else None
+        self.payloads = _InProcessPayloads(channel) if has_payloads else None
 
     def send(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self._channel.send(buffer, _EXTRA if extra else _STREAM)
@@ -169,7 +169,7 @@ def _transfer(sent: _Transfer, posted: _Transfer, exactly: bool) -> None:
     assert source is not None and target is not None  # neither has been matched before
     nbytes = source.numel()
     if nbytes > target.numel() or exactly and nbytes < target.numel():
-        sent.wrong = posted.wrong = f"{nbytes} bytes were sent where {target.numel()} were expected."
+        sent.mismatch = posted.mismatch = f"{nbytes} bytes were sent where {target.numel()} were expected."
         return
     target.numpy()[:nbytes] = source.numpy()  # whatever inference mode either was made in
     sent.buffer = posted.buffer = None

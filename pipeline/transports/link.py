@@ -56,13 +56,13 @@ class Sender:
 
     Args:
         outgoing: the channel. Only this object sends on it.
-        what: how errors name it: "rank 0 to rank 1".
+        label: how errors name it: "rank 0 to rank 1".
     """
 
-    def __init__(self, outgoing: Outgoing, what: str) -> None:
+    def __init__(self, outgoing: Outgoing, label: str) -> None:
         self._outgoing = outgoing
-        self._what = what
-        self._specs = SpecCache(what)
+        self._label = label
+        self._specs = SpecCache(label)
         self._series: MessageSeries | None = None
         self._sent: list[tuple[Handle, ...]] = []
         self._reaped = 0
@@ -77,7 +77,7 @@ class Sender:
         Raises:
             RuntimeError: the phase before has not been finished.
         """
-        _check_finished(self._series, self._what)
+        _check_finished(self._series, self._label)
         self._series = self._specs.begin(series, names)
         self._sent, self._reaped = [], 0
 
@@ -97,9 +97,9 @@ class Sender:
         tensors, payloads = message.tensors, self._outgoing.payloads
         fits = spec.packing.fits(tensors)
         if not fits:
-            tensors = settle(tensors, f"{name} from {self._what}")
+            tensors = settle(tensors, f"{name} from {self._label}")
             fits = spec.packing.fits(tensors)
-        if fits and spec.apart == _goes_apart(spec.packing, tensors, payloads) and spec.says(message):
+        if fits and spec.as_payload == _goes_as_payload(spec.packing, tensors, payloads) and spec.says(message):
             buffer = _packed(spec, series.header(index), tensors, payloads)
             self._sent.append((self._outgoing.send(buffer),))
         else:
@@ -114,7 +114,7 @@ class Sender:
         """
         if count > len(self._sent):
             sent = len(self._sent)
-            raise RuntimeError(f"{self._what}: {count} messages cannot have been received: {sent} were sent.")
+            raise RuntimeError(f"{self._label}: {count} messages cannot have been received: {sent} were sent.")
         while self._reaped < count:
             for handle in self._sent[self._reaped]:
                 handle.collect()
@@ -130,11 +130,11 @@ class Sender:
         """
         series = self._series
         if series is None:
-            raise RuntimeError(f"{self._what}: no phase has begun.")
+            raise RuntimeError(f"{self._label}: no phase has begun.")
         if len(self._sent) < len(series.names):
             missing = series.names[len(self._sent)]
             raise RuntimeError(
-                f"{self._what}: {len(self._sent)} of the {len(series.names)} messages of {series.name!r} were sent; "
+                f"{self._label}: {len(self._sent)} of the {len(series.names)} messages of {series.name!r} were sent; "
                 f"{missing} is the first that was not."
             )
         for index in range(self._reaped, len(self._sent)):
@@ -150,10 +150,10 @@ class Sender:
     ) -> None:
         """Send a message that is not as predicted, and predict the next one by it."""
         packing = Packing.of(message.tensors)
-        apart = _goes_apart(packing, message.tensors, payloads)
-        text = describe(message, packing, f"{series.names[index]} from {self._what}", apart)
+        as_payload = _goes_as_payload(packing, message.tensors, payloads)
+        text = describe(message, packing, f"{series.names[index]} from {self._label}", as_payload)
         padded = text + bytes(-len(text) % LINE)
-        nbytes = len(padded) + (0 if apart else packing.nbytes)
+        nbytes = len(padded) + (0 if as_payload else packing.nbytes)
         buffer = _tensor_of(series.header(index, len(text), nbytes) + bytes(series.predicted[index].beside_header))
         extra = _packed(series.learn(index, text), padded, message.tensors, payloads)  # learned as the receiver does
         self._sent.append((self._outgoing.send(buffer), self._outgoing.send(extra, extra=True)))
@@ -161,10 +161,10 @@ class Sender:
     def _not_next(self, name: str) -> str:
         series = self._series
         if series is None:
-            return f"{self._what}: {name} was sent, but no phase has begun."
+            return f"{self._label}: {name} was sent, but no phase has begun."
         if len(self._sent) == len(series.names):
-            return f"{self._what}: {name} was sent, but all messages of {series.name!r} have been sent."
-        return f"{self._what}: {name} was sent where {series.names[len(self._sent)]} is next in {series.name!r}."
+            return f"{self._label}: {name} was sent, but all messages of {series.name!r} have been sent."
+        return f"{self._label}: {name} was sent where {series.names[len(self._sent)]} is next in {series.name!r}."
 
 
 class Receiver:
@@ -172,7 +172,7 @@ class Receiver:
 
     Args:
         incoming: the channel. Only this object receives on it.
-        what: how errors name it: "rank 0 to rank 1".
+        label: how errors name it: "rank 0 to rank 1".
         window: how many receives are posted when it waits for a message.
         device: where tensors shall be; None: on the host. Those of a payload are where payloads come.
 
@@ -182,16 +182,16 @@ class Receiver:
     """
 
     def __init__(
-        self, incoming: Incoming, what: str, window: int = 3, device: torch.device | None = None
+        self, incoming: Incoming, label: str, window: int = 3, device: torch.device | None = None
     ) -> None:
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}.")
         self._incoming = incoming
-        self._what = what
+        self._label = label
         self._window = window
         self._device = device or _HOST
         self._pins = is_accelerator(self._device)
-        self._specs = SpecCache(what)
+        self._specs = SpecCache(label)
         self._series: MessageSeries | None = None
         self._posted: deque[tuple[Tensor, Handle]] = deque()
         self._arrived: dict[int, _Arrival] = {}
@@ -205,7 +205,7 @@ class Receiver:
             RuntimeError: the phase before has not been finished.
             ChannelError: the channel is dead.
         """
-        _check_finished(self._series, self._what)
+        _check_finished(self._series, self._label)
         self._series = self._specs.begin(series, names)
         self.position = 0
         self._post_ahead(self._series)
@@ -237,12 +237,12 @@ class Receiver:
         """
         series = self._series
         if series is None:
-            raise RuntimeError(f"{self._what}: no phase has begun.")
+            raise RuntimeError(f"{self._label}: no phase has begun.")
         missing = [*sorted(self._arrived), *range(self.position, len(series.names))]
         if missing:
             first = ", ".join(series.names[index] for index in missing[:5])
             raise RuntimeError(
-                f"{self._what}: {len(missing)} of the {len(series.names)} messages of {series.name!r} were not "
+                f"{self._label}: {len(missing)} of the {len(series.names)} messages of {series.name!r} were not "
                 f"asked for: {first}{', ...' if len(missing) > 5 else ''}."
             )
         self._series = None
@@ -277,16 +277,16 @@ class Receiver:
         try:
             spec = series.learn(index, ctypes.string_at(extra.data_ptr(), length))
         except LookupError as error:
-            raise RuntimeError(f"{series.names[index]} from {self._what} cannot be read: {error.args[0]}") from error
+            raise RuntimeError(f"{series.names[index]} from {self._label} cannot be read: {error.args[0]}") from error
         return self._arrival(spec, extra, length + -length % LINE)
 
     def _arrival(self, spec: MessageSpec, buffer: Tensor, start: int) -> _Arrival:
         """A message whose header has arrived, which says whether a payload follows, and its length."""
-        if not spec.apart:
+        if not spec.as_payload:
             return _Arrival(spec, buffer, start, None)
         payloads = self._incoming.payloads
         if payloads is None:
-            raise RuntimeError(f"{self._what}: a payload is to come, and this end of the channel has no payloads.")
+            raise RuntimeError(f"{self._label}: a payload is to come, and this end of the channel has no payloads.")
         return _Arrival(spec, buffer, start, payloads.post(spec.packing.nbytes))
 
     def _buffer(self, nbytes: int) -> Tensor:
@@ -296,10 +296,10 @@ class Receiver:
     def _not_expected(self, name: str) -> str:
         series = self._series
         if series is None:
-            return f"{self._what}: {name} was asked for, but no phase has begun."
+            return f"{self._label}: {name} was asked for, but no phase has begun."
         if name in series.index_of:
-            return f"{self._what}: {name} was asked for twice in {series.name!r}."
-        return f"{self._what}: {name} was asked for, which is not in {series.name!r} ({', '.join(series.names)})."
+            return f"{self._label}: {name} was asked for twice in {series.name!r}."
+        return f"{self._label}: {name} was asked for, which is not in {series.name!r} ({', '.join(series.names)})."
 
 
 class _Arrival(NamedTuple):
@@ -311,7 +311,7 @@ class _Arrival(NamedTuple):
     payload: ExpectedPayload | None
 
 
-def _goes_apart(packing: Packing, tensors: Sequence[Tensor | None], payloads: PayloadsOut | None) -> bool:
+def _goes_as_payload(packing: Packing, tensors: Sequence[Tensor | None], payloads: PayloadsOut | None) -> bool:
     """Whether these tensors go as a payload."""
     if payloads is None or packing.nbytes == 0:
         return False
@@ -322,9 +322,9 @@ def _packed(
     spec: MessageSpec, header: bytes, tensors: Sequence[Tensor | None], payloads: PayloadsOut | None
 ) -> Tensor:
     """The buffer that goes through the host; a payload is sent at once."""
-    if not spec.apart or payloads is None:
+    if not spec.as_payload or payloads is None:
         return spec.packing.pack(header, tensors)
-    payloads.send(spec.packing.pack_apart(tensors, payloads.device))
+    payloads.send(spec.packing.pack_payload(tensors, payloads.device))
     return _tensor_of(header)
 
 
@@ -332,6 +332,6 @@ def _tensor_of(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _check_finished(series: MessageSeries | None, what: str) -> None:
+def _check_finished(series: MessageSeries | None, label: str) -> None:
     if series is not None:
-        raise RuntimeError(f"{what}: {series.name!r} has not been finished, and another phase begins.")
+        raise RuntimeError(f"{label}: {series.name!r} has not been finished, and another phase begins.")

@@ -52,11 +52,11 @@ class Local:
             source: their place. None: with the caller, each on its own device.
             target: their new place. None: they stay.
         """
-        given = tuple(tensors)
-        if target is None or source == target or all([t is None or _is_there(t, source, target) for t in given]):
-            return Parcel(given, None)
+        values = tuple(tensors)
+        if target is None or source == target or all([t is None or _is_there(t, source, target) for t in values]):
+            return Parcel(values, None)
         streams: set[torch.Stream] = set()
-        moved = tuple([None if tensor is None else self._moved(tensor, source, target, streams) for tensor in given])
+        moved = tuple([None if tensor is None else self._moved(tensor, source, target, streams) for tensor in values])
         if not streams:
             return Parcel(moved, None)
         last = self._last_of(streams)
@@ -89,42 +89,42 @@ class Local:
         if _lies_otherwise(tensor):
             moved = self._moved(unrolled(tensor), source, target, streams)
             return moved.as_strided(tensor.shape, tensor.stride(), line_offset(tensor))
-        here, there = tensor.device, target.device
-        reads, writes = is_accelerator(here), is_accelerator(there)
-        if here == there and not reads:
+        source_device, target_device = tensor.device, target.device
+        reads, writes = is_accelerator(source_device), is_accelerator(target_device)
+        if source_device == target_device and not reads:
             return tensor.clone()
         if reads and writes:
-            return self._between_accelerators(tensor, there, streams)
-        if here.type == "cpu" and writes and tensor.layout is torch.strided:
-            stream = self._stream(there, there)
+            return self._between_accelerators(tensor, target_device, streams)
+        if source_device.type == "cpu" and writes and tensor.layout is torch.strided:
+            stream = self._stream(target_device, target_device)
             pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # the caller may write his own at once
             with entered_streams(stream):
                 streams.add(stream)
-                return pinned.to(there, non_blocking=True)
-        if reads and there.type == "cpu" and tensor.layout is torch.strided:
-            stream = self._stream(here, there)
-            stream.wait_stream(torch.accelerator.current_stream(here))
+                return pinned.to(target_device, non_blocking=True)
+        if reads and target_device.type == "cpu" and tensor.layout is torch.strided:
+            stream = self._stream(source_device, target_device)
+            stream.wait_stream(torch.accelerator.current_stream(source_device))
             pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
             with entered_streams(stream):
                 pinned.copy_(tensor, non_blocking=True)
             tensor.record_stream(stream)
             streams.add(stream)
             return pinned
-        return tensor.to(there)
+        return tensor.to(target_device)
 
-    def _between_accelerators(self, tensor: Tensor, there: torch.device, streams: set[torch.Stream]) -> Tensor:
+    def _between_accelerators(self, tensor: Tensor, target_device: torch.device, streams: set[torch.Stream]) -> Tensor:
         """Both devices have a part in such a copy, each on its current stream. (They may be one, in tests.)"""
-        reading, writing = self._stream(tensor.device, there), self._stream(there, there)
+        reading, writing = self._stream(tensor.device, target_device), self._stream(target_device, target_device)
         reading.wait_stream(torch.accelerator.current_stream(tensor.device))
         with entered_streams(reading, writing):
-            moved = tensor.to(there, non_blocking=True, copy=True)
+            moved = tensor.to(target_device, non_blocking=True, copy=True)
         tensor.record_stream(reading)
         streams.add(writing)
         return moved
 
-    def _stream(self, device: torch.device, other: torch.device) -> torch.Stream:
-        """The stream on `device` for copies to `other`; for what arrives, `device` itself stands for the others."""
-        key = (device, other)
+    def _stream(self, device: torch.device, peer: torch.device) -> torch.Stream:
+        """The stream on `device` for copies to `peer`; for what arrives, `device` itself stands for the others."""
+        key = (device, peer)
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams.setdefault(key, torch.Stream(device))
@@ -133,8 +133,8 @@ class Local:
     def _last_of(self, streams: set[torch.Stream]) -> torch.Stream:
         """A stream after all of these."""
         first, *others = streams
-        for other in others:
-            first.wait_stream(other)
+        for stream in others:
+            first.wait_stream(stream)
         return first
 
 

@@ -45,7 +45,7 @@ class MessageSpec(NamedTuple):
     It shares no object with a message, so that no user can change what both ends keep.
 
     Attributes:
-        apart: its tensors go as a payload, from device to device, and not with the header.
+        as_payload: its tensors go as a payload, from device to device, and not with the header.
     """
 
     packing: Packing
@@ -53,12 +53,12 @@ class MessageSpec(NamedTuple):
     needs_grad: tuple[bool, ...]
     memory: tuple[object, ...]
     written_skeleton: Any
-    apart: bool = False
+    as_payload: bool = False
 
     @property
     def beside_header(self) -> int:
         """The bytes of tensors that go with the header."""
-        return 0 if self.apart else self.packing.nbytes
+        return 0 if self.as_payload else self.packing.nbytes
 
     @classmethod
     def read(cls, text: bytes) -> MessageSpec:
@@ -68,8 +68,8 @@ class MessageSpec(NamedTuple):
             LookupError: it names a class that this process does not know.
         """
         skeleton, plain = json.loads(text)
-        specs, needs_grad, memory, apart = decode_plain(plain)
-        return cls(Packing(specs), decode(skeleton), needs_grad, memory, skeleton, apart)
+        specs, needs_grad, memory, as_payload = decode_plain(plain)
+        return cls(Packing(specs), decode(skeleton), needs_grad, memory, skeleton, as_payload)
 
     def says(self, message: Message) -> bool:
         """Whether a message has this spec."""
@@ -90,13 +90,13 @@ class MessageSpec(NamedTuple):
 NOTHING = MessageSpec(Packing(()), None, (), (), None)
 
 
-def describe(message: Message, packing: Packing, what: str, apart: bool = False) -> bytes:
+def describe(message: Message, packing: Packing, label: str, as_payload: bool = False) -> bytes:
     """The spec of a message, as text.
 
     Args:
         packing: of its tensors.
-        what: how an error names it: "2F0 from rank 0 to rank 1".
-        apart: its tensors go as a payload.
+        label: how an error names it: "2F0 from rank 0 to rank 1".
+        as_payload: its tensors go as a payload.
 
     Raises:
         TypeError: its structure cannot be written. The message says why, and what to do.
@@ -104,5 +104,7 @@ def describe(message: Message, packing: Packing, what: str, apart: bool = False)
     try:
         skeleton = encode(message.skeleton)
     except TypeError as error:
-        raise TypeError(f"{what} holds {error}") from None
-    return json.dumps([skeleton, encode_plain([packing.specs, message.needs_grad, message.memory, apart])]).encode()
+        raise TypeError(f"{label} holds {error}") from None
+    return json.dumps(
+        [skeleton, encode_plain([packing.specs, message.needs_grad, message.memory, as_payload])]
+    ).encode()

@@ -100,12 +100,12 @@ class Nccl(StreamCarrier):
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Within: environment variables have these values."""
-    found = {name: os.environ.get(name) for name in variables}
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in found.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -83,7 +83,7 @@ class Packing:
                 ctypes.memset(address + start + begin, 0, nbytes)
         return buffer
 
-    def pack_apart(self, tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    def pack_payload(self, tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """A new buffer on a device: the tensors, which fit, on whatever device. The host waits for none of them."""
         nothing = torch.zeros(2 * LINE, dtype=_UINT8, device=device) if self._has_gaps else None
         pieces, end = list[Tensor](), 0

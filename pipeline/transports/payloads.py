@@ -161,8 +161,8 @@ class Payloads(PayloadsOut, PayloadsIn):
         """Keep a transfer until it has ended, which the header's arrival does not prove. They end in order."""
         ended = self._carrier.has_ended
         first = next((index for index, (earlier, _) in enumerate(self._under_way) if not ended(earlier)), None)
-        left = [] if first is None else self._under_way[first:]
-        self._under_way = [*left, (work, buffer)]  # a new list: other threads may be reading the old one
+        remaining = [] if first is None else self._under_way[first:]
+        self._under_way = [*remaining, (work, buffer)]  # a new list: other threads may be reading the old one
 
 
 class _CarriedPayload(ExpectedPayload):

@@ -40,8 +40,8 @@ def decode_plain(written: Json) -> Any:
     if isinstance(written, list):
         return [decode_plain(item) for item in written]
     if isinstance(written, dict):
-        ((tag, what),) = written.items()
-        return _READ[tag](what)
+        ((tag, content),) = written.items()
+        return _READ[tag](content)
     return written
 
 
@@ -58,25 +58,25 @@ def qualified(kind: Any) -> str:
 def _name_of(kind: type) -> str:
     name = qualified(kind)
     try:
-        named = _type_called(name)
+        found_kind = _type_called(name)
     except LookupError:
-        named = None
-    if named is not kind:
+        found_kind = None
+    if found_kind is not kind:
         raise TypeError(f"the class {name} cannot be found by its name; define it at the top level of a module")
     return name
 
 
 def _type_called(name: str) -> type:
     module, _, path = name.partition(":")
-    named: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for attribute in path.split("."):
-        named = getattr(named, attribute, None)
-    if not isinstance(named, type):
+        value = getattr(value, attribute, None)
+    if not isinstance(value, type):
         raise LookupError(
             f"it names the class {name}, which this process does not know. Import or define it on every rank before "
             "the Pipe is called."
         )
-    return named
+    return value
 
 
 def _itself(value: Any) -> Json:

@@ -32,12 +32,12 @@ class MessageSeries:
         predicted: the spec of the next message of each index.
     """
 
-    def __init__(self, name: str, names: tuple[str, ...], what: str) -> None:
+    def __init__(self, name: str, names: tuple[str, ...], label: str) -> None:
         self.name = name
         self.names = names
         self.index_of = {message: index for index, message in enumerate(names)}
         if len(self.index_of) < len(names):
-            raise ValueError(f"{what}: {name!r} has two messages of one name: {', '.join(names)}.")
+            raise ValueError(f"{label}: {name!r} has two messages of one name: {', '.join(names)}.")
         self.call = 0
         self.digest = _digest(name, names)
         self._last = [b""] * len(names)  # the descriptions
@@ -64,18 +64,18 @@ class MessageSeries:
 class SpecCache:
     """The phases that an end remembers. Both ends begin the same ones in one order, so both forget the same."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._calls = 0
-        self._known: OrderedDict[tuple[str, tuple[str, ...]], MessageSeries] = OrderedDict()
+        self._series: OrderedDict[tuple[str, tuple[str, ...]], MessageSeries] = OrderedDict()
 
     def begin(self, name: str, names: Sequence[str]) -> MessageSeries:
         """Begin a phase of the series of this name, with these messages."""
         key = (name, tuple(names))
-        series = self._known.pop(key, None) or MessageSeries(*key, self._what)
-        self._known[key] = series
-        if len(self._known) > SERIES_REMEMBERED:
-            self._known.popitem(last=False)
+        series = self._series.pop(key, None) or MessageSeries(*key, self._label)
+        self._series[key] = series
+        if len(self._series) > SERIES_REMEMBERED:
+            self._series.popitem(last=False)
         self._calls += 1
         series.call = self._calls
         return series
@@ -83,20 +83,20 @@ class SpecCache:
     def mistaken(self, series: MessageSeries, index: int, header: tuple[int, ...]) -> str:
         """The error text for a message other than the expected one."""
         expected = f"message {index} ({series.names[index]}) of {series.name!r} in call {series.call}"
-        magic, call, came, digest, predicted, *_ = header
+        magic, call, sent_index, digest, predicted, *_ = header
         if magic != _MAGIC:
-            return f"{self._what}: {expected} should have come, and what came is no message at all."
-        if (call, came, digest) == (series.call, index, series.digest):
+            return f"{self._label}: {expected} should have come, and what came is no message at all."
+        if (call, sent_index, digest) == (series.call, index, series.digest):
             return (
-                f"{self._what}: {expected} came with {predicted} bytes of tensors, where this rank expected "
+                f"{self._label}: {expected} came with {predicted} bytes of tensors, where this rank expected "
                 f"{series.predicted[index].packing.nbytes}: the two ends no longer remember the same."
             )
-        other = next((known for known in self._known.values() if known.digest == digest), None)
-        whose = f"of {other.name!r}" if other is not None else "of a series that this rank does not know"
-        shown = f" ({other.names[came]})" if other is not None else ""
+        sent_series = next((candidate for candidate in self._series.values() if candidate.digest == digest), None)
+        whose = f"of {sent_series.name!r}" if sent_series is not None else "of a series that this rank does not know"
+        shown = f" ({sent_series.names[sent_index]})" if sent_series is not None else ""
         return (
-            f"{self._what}: {expected} should have come, and message {came}{shown} {whose} in call {call} came: the "
-            "two ranks do not run the same calls in the same order."
+            f"{self._label}: {expected} should have come, and message {sent_index}{shown} {whose} in call {call} came: "
+            "the two ranks do not run the same calls in the same order."
         )
 
 

@@ -53,16 +53,16 @@ class Sparse(NamedTuple):
 TensorSpec: TypeAlias = Strided | Sparse | None
 
 
-def settle(tensors: Sequence[Tensor | None], what: str) -> tuple[Tensor | None, ...]:
+def settle(tensors: Sequence[Tensor | None], label: str) -> tuple[Tensor | None, ...]:
     """The same numbers in tensors that can be sent: without a graph, conjugated and negated in memory.
 
     Args:
-        what: how an error names them: "2F0 from rank 0 to rank 1".
+        label: how an error names them: "2F0 from rank 0 to rank 1".
 
     Raises:
         TypeError: a tensor cannot be sent. It says why and what to do.
     """
-    return tuple([None if tensor is None else _settled(tensor, what) for tensor in tensors])
+    return tuple([None if tensor is None else _settled(tensor, label) for tensor in tensors])
 
 
 def fits(tensor: Tensor | None, spec: TensorSpec) -> bool:
@@ -117,11 +117,11 @@ def built(spec: Strided | Sparse, parts: Iterator[Tensor]) -> Tensor:
     return built._coalesced_(spec.coalesced)
 
 
-def _settled(tensor: Tensor, what: str) -> Tensor:
+def _settled(tensor: Tensor, label: str) -> Tensor:
     tensor = tensor.detach()
     reason = _unsendable(tensor)
     if reason is not None:
-        raise TypeError(f"{what} holds {reason}")
+        raise TypeError(f"{label} holds {reason}")
     if tensor.layout is not _STRIDED:
         return tensor
     tensor = tensor.resolve_conj().resolve_neg()

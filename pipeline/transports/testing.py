@@ -92,8 +92,8 @@ def _what_is_sent_fills_the_beginning_of_a_longer_buffer(pair: ChannelEnds) -> N
     sent = [_bytes(size, size) for size in (0, 1, 64, 100_000)]
     posted = [torch.full((200_000,), 9, dtype=torch.uint8) for _ in sent]
     _wait([pair.incoming.post(buffer) for buffer in posted], [pair.outgoing.send(buffer) for buffer in sent])
-    _assert_same([buffer[: len(other)] for buffer, other in zip(posted, sent, strict=True)], sent)
-    untouched = [bool((buffer[len(other) :] == 9).all()) for buffer, other in zip(posted, sent, strict=True)]
+    _assert_same([buffer[: len(original)] for buffer, original in zip(posted, sent, strict=True)], sent)
+    untouched = [bool((buffer[len(original) :] == 9).all()) for buffer, original in zip(posted, sent, strict=True)]
     assert all(untouched), "what lies beyond a shorter buffer has changed"
 
 
@@ -123,7 +123,7 @@ def _what_is_sent_need_not_be_kept_by_the_sender(pair: ChannelEnds) -> None:
     sends = [pair.outgoing.send(_bytes(10_000, seed)) for seed in range(10)]
     gc.collect()
     others = [_bytes(10_000, 100 + seed) for seed in range(10)]
-    posted = [torch.zeros_like(other) for other in others]
+    posted = [torch.zeros_like(buffer) for buffer in others]
     _wait([pair.incoming.post(buffer) for buffer in posted], sends)
     _assert_same(posted, [_bytes(10_000, seed) for seed in range(10)])
 
@@ -276,7 +276,7 @@ def _a_payload_need_not_be_kept_by_its_sender(out: PayloadsOut, into: PayloadsIn
         _send(out, _bytes(10_000, seed))
     gc.collect()
     others = [_bytes(10_000, 100 + seed).to(out.device) for seed in range(10)]
-    received = _taken([into.post(other.numel()) for other in others])
+    received = _taken([into.post(buffer.numel()) for buffer in others])
     _assert_same(received, [_bytes(10_000, seed) for seed in range(10)])
 
 
@@ -302,9 +302,11 @@ def _messages_on_the_device_arrive_bit_by_bit(out: PayloadsOut, into: PayloadsIn
 def _messages_may_hold_tensors_on_the_device_and_on_the_host(
     out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds
 ) -> None:
-    there, here, none = torch.randn(5).to(out.device), torch.arange(3), torch.empty(0).to(out.device)
-    tensors = (there,), (there, here), (here, there, none), (here,), (none,), (here, none)
-    mixed = [Message(some) for some in tensors]
+    on_device, on_host, empty = torch.randn(5).to(out.device), torch.arange(3), torch.empty(0).to(out.device)
+    combinations = (
+        (on_device,), (on_device, on_host), (on_host, on_device, empty), (on_host,), (empty,), (on_host, empty)
+    )
+    mixed = [Message(tensors) for tensors in combinations]
     _exchange(pair, [mixed, mixed, mixed[::-1], [mixed[0], mixed[3]] * 3, [mixed[3], mixed[0]] * 3])
 
 
@@ -369,10 +371,10 @@ class _Thread(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def end(self, what: str, *kinds: type) -> None:
+    def end(self, label: str, *kinds: type) -> None:
         """Wait for the end, which is to be an error of one of these types; without any, none."""
         self.join()
-        assert isinstance(self.error, kinds or NoneType), f"{what} ended with {self.error!r}"
+        assert isinstance(self.error, kinds or NoneType), f"{label} ended with {self.error!r}"
 
 
 def _abort_soon(pair: ChannelEnds) -> None:
@@ -440,27 +442,29 @@ def _exchange(pair: ChannelEnds, phases: list[list[Message]]) -> None:
 
 
 def _assert_same(received: list[Tensor], expected: list[Tensor]) -> None:
-    for index, (one, other) in enumerate(zip(received, expected, strict=True)):
-        assert torch.equal(one, other), f"buffer {index} of {len(expected)} is not what was sent"
+    for index, (buffer, original) in enumerate(zip(received, expected, strict=True)):
+        assert torch.equal(buffer, original), f"buffer {index} of {len(expected)} is not what was sent"
 
 
 def _assert_equal(received: Message, expected: Message) -> None:
     counts = len(received.tensors), len(expected.tensors)
     assert counts[0] == counts[1], f"{counts[0]} tensors came of {counts[1]}"
-    for one, other in zip(received.tensors, expected.tensors, strict=True):
-        assert (one is None) == (other is None), "None was taken for a tensor, or a tensor for None"
-        if one is not None and other is not None:
-            assert _same_bits(one, other), f"{other} came as {one}"
+    for tensor, original in zip(received.tensors, expected.tensors, strict=True):
+        assert (tensor is None) == (original is None), "None was taken for a tensor, or a tensor for None"
+        if tensor is not None and original is not None:
+            assert _same_bits(tensor, original), f"{original} came as {tensor}"
     memories = [storage_of(tensor) for tensor in received.tensors if tensor is not None]
     assert len(set(memories)) == len(memories), "two tensors of a message share their memory"
     assert repr(received[1:]) == repr(expected[1:]), f"{expected[1:]} came as {received[1:]}"
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    (other,) = settle([other], "it")  # type: ignore[assignment]  # a tensor, since it was one
-    if other.layout is not torch.strided:
-        return one.layout is other.layout and same_values(one, other)
-    return Packing.of([one]).specs == Packing.of([other]).specs and torch.equal(_bits(one), _bits(other))
+def _same_bits(received: Tensor, original: Tensor) -> bool:
+    (original,) = settle([original], "it")  # type: ignore[assignment]  # a tensor, since it was one
+    if original.layout is not torch.strided:
+        return received.layout is original.layout and same_values(received, original)
+    return Packing.of([received]).specs == Packing.of([original]).specs and torch.equal(
+        _bits(received), _bits(original)
+    )
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -473,9 +477,9 @@ def _assert_dead(begin: Callable[[Tensor], Handle]) -> None:
     )
 
 
-def _assert_raises_channel_error(use: Callable[[], object], otherwise: str) -> None:
+def _assert_raises_channel_error(use: Callable[[], object], failure: str) -> None:
     try:
         use()
     except ChannelError:
         return
-    raise AssertionError(otherwise)
+    raise AssertionError(failure)

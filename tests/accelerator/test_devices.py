@@ -377,7 +377,7 @@ def test_messages_are_packed_on_the_host_and_unpacked_where_they_go(source: str)
             if one is not None and other is not None:
                 assert one.device == there and one.stride() == other.stride() and torch.equal(one.cpu(), other.cpu())
     if device.type == "sim":
-        payload = packing.pack_apart(tensors, device)
+        payload = packing.pack_payload(tensors, device)
         assert payload.device == device
         assert torch.equal(payload.cpu(), buffer[64:])
 

@@ -194,7 +194,7 @@ def test_tensors_of_several_devices_are_packed_on_one() -> None:
     device = torch.device("cuda", 0)
     tensors = [torch.arange(5, device=device), None, torch.arange(3.0), torch.ones((), device=device).expand(4)]
     packing = Packing.of(tensors)
-    packed = packing.pack_apart(tensors, device)
+    packed = packing.pack_payload(tensors, device)
     assert packed.device == device and packed.numel() == packing.nbytes
     for found, tensor in zip(packing.unpack(packed, 0, device), tensors, strict=True):
         assert (found is None) == (tensor is None)
@@ -207,11 +207,11 @@ def test_the_host_does_not_wait_while_tensors_are_packed() -> None:
     device = torch.device("cuda", 0)
     tensors = [torch.arange(5, device=device), torch.arange(3.0)]
     packing = Packing.of(tensors)
-    packing.pack_apart(tensors, device)  # pinned memory is allocated
+    packing.pack_payload(tensors, device)  # pinned memory is allocated
     with no_synchronisation():
         torch.cuda._sleep(CYCLES)
         begin = time.monotonic()
-        packed = packing.pack_apart(tensors, device)
+        packed = packing.pack_payload(tensors, device)
         waited = time.monotonic() - begin
     assert waited < 0.05
     assert torch.equal(packed[64:76].cpu().view(torch.float32), torch.arange(3.0))

@@ -320,6 +320,6 @@ def test_one_contiguous_tensor_is_packed_by_one_kernel():
     tensors = (torch.arange(12.0).view(3, 4),)
     packing = Packing.of(tensors)
     with Operators() as operators:
-        packed = packing.pack_apart(tensors, CPU)
+        packed = packing.pack_payload(tensors, CPU)
     assert [name for name in operators.ran if name not in ("as_strided", "view", "detach")] == ["cat"]
     assert packed.view(torch.float32).tolist() == list(range(12)) and packed.data_ptr() != tensors[0].data_ptr()

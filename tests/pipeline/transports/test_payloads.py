@@ -326,7 +326,7 @@ def test_a_channel_without_payloads_has_none():
 def test_packed_apart_tensors_lie_as_they_do_behind_a_header():
     tensors = [THERE, None, HERE, torch.tensor(True), torch.ones(()).expand(4), torch.arange(6.0).view(2, 3).t()]
     packing, cpu = Packing.of(tensors), torch.device("cpu")
-    packed = packing.pack_apart(tensors, cpu)
+    packed = packing.pack_payload(tensors, cpu)
     assert torch.equal(packed, packing.pack(bytes(64), tensors)[64:])
     for found, tensor in zip(packing.unpack(packed, 0, cpu), tensors, strict=True):
         assert tensor is None and found is None or torch.equal(found, tensor)
