@@ -61,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f'the command line needs {error.name}: pip install "penstock-torch[cli]"', file=sys.stderr)
         return 2
-    words = (
+    description = (
         "Pipeline parallelism for PyTorch: schedules to look at and compare, the devices of this host, profiles and "
         "plans of models, reports on traced steps, and the curvature of a model's loss."
     )
     commands: list[click.Command] = [schedules, devices, profile, plan, report, curvature]
-    named = {command.name or "": command for command in commands}
-    return run(click.Group("penstock", named, help=words), "penstock", argv,
-               lambda error: isinstance(error, _TOLD) and _is_ours(error.__traceback__))
+    named_commands = {command.name or "": command for command in commands}
+    return run(click.Group("penstock", named_commands, help=description), "penstock", argv,
+               lambda error: isinstance(error, _EXPLAINED) and _is_ours(error.__traceback__))
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
@@ -79,7 +79,7 @@ def _is_ours(trace: TracebackType | None) -> bool:
     return str(name).partition(".")[0] == "pipeline"
 
 
-_TOLD = (ValueError, TypeError, ArithmeticError, ImportError, OSError)
+_EXPLAINED = (ValueError, TypeError, ArithmeticError, ImportError, OSError)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ SETTINGS, MODES, OPTIONS, MINI_BATCHES = "the settings", "the modes", "the optio
 VALUES, SCALES = "the values of the mini-batches", "the scales of the GradScaler"
 
 
-class Meeting(IntEnum):
+class ExchangeTag(IntEnum):
     """The first number of an exchange: what ranks that do the same exchange numbers for."""
 
     OPEN = 0x70656E73746F636B  # "penstock"
@@ -51,9 +51,9 @@ def optional_bits(value: Tensor | None) -> tuple[int, int]:
     return (0, 0) if value is None else (1, to_bits(value.item()))
 
 
-def from_optional_bits(is_there: int, bits: int) -> Tensor | None:
+def from_optional_bits(has_value: int, bits: int) -> Tensor | None:
     """The inverse of `optional_bits`."""
-    return torch.tensor(from_bits(bits), dtype=torch.float64, device="cpu") if is_there else None
+    return torch.tensor(from_bits(bits), dtype=torch.float64, device="cpu") if has_value else None
 
 
 def digest(text: str) -> int:
@@ -72,14 +72,14 @@ def values_in_words(tensors: Sequence[Tensor]) -> str:
 
 
 def _in_words(tensor: Tensor) -> str:
-    hashed = hashlib.blake2b(digest_size=16)
-    begin: list[object] = []
+    hasher = hashlib.blake2b(digest_size=16)
+    first_values: list[object] = []
     for part in parts_of(tensor):
-        plain = part.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-        begin = plain[:3].tolist()
-        hashed.update(f"{part.dtype}{list(part.shape)}".encode())
-        hashed.update(plain.view(torch.uint8).numpy().data)
-    return f"{' '.join(map(str, begin))} ... (digest {hashed.hexdigest()})"
+        flat = part.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        first_values = flat[:3].tolist()
+        hasher.update(f"{part.dtype}{list(part.shape)}".encode())
+        hasher.update(flat.view(torch.uint8).numpy().data)
+    return f"{' '.join(map(str, first_values))} ... (digest {hasher.hexdigest()})"
 
 
 def shapes_in_words(named: Iterable[tuple[str, Tensor]]) -> str:
@@ -88,8 +88,8 @@ def shapes_in_words(named: Iterable[tuple[str, Tensor]]) -> str:
     return "\n".join(lines)
 
 
-def encoded(words: Mapping[str, str]) -> str:
-    return json.dumps(dict(words))
+def encoded(descriptions: Mapping[str, str]) -> str:
+    return json.dumps(dict(descriptions))
 
 
 def difference(texts: Sequence[str]) -> str:
@@ -102,10 +102,10 @@ def difference(texts: Sequence[str]) -> str:
         >>> print(difference([encoded({"chunks": "4"}), encoded({"chunks": "8"})]))
         chunks differ between the ranks: rank 0: 4; rank 1: 8
     """
-    all_words: list[dict[str, str]] = [json.loads(text) for text in texts]
-    names = list(dict.fromkeys(name for words in sorted(all_words, key=len) for name in words))
+    by_rank: list[dict[str, str]] = [json.loads(text) for text in texts]
+    names = list(dict.fromkeys(name for descriptions in sorted(by_rank, key=len) for name in descriptions))
     for name in names:
-        texts = [words.get(name, "nothing") for words in all_words]
+        texts = [descriptions.get(name, "nothing") for descriptions in by_rank]
         if len(set(texts)) > 1:
             return f"{name} differ between the ranks: {_who_has_what(texts)}"
     return f"rank digests differ but their descriptions agree ({names}); please report this bug"
@@ -129,8 +129,10 @@ def _shortened(texts: list[str]) -> list[str]:
         return [_clipped(text) for text in texts]
     lines = [text.splitlines() for text in texts]
     common = set(lines[0]).intersection(*lines[1:])
-    own = ["; ".join(line for line in some if line not in common) or "nothing else" for some in lines]
-    return [_clipped(text) for text in own]
+    differing = [
+        "; ".join(line for line in lines_of_text if line not in common) or "nothing else" for lines_of_text in lines
+    ]
+    return [_clipped(text) for text in differing]
 
 
 def _clipped(text: str) -> str:

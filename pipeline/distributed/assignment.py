@@ -51,7 +51,7 @@ class StageAssignment(NamedTuple):
     tied_parameters: tuple[TiedParameter, ...]
 
     @property
-    def own(self) -> list[int]:
+    def own_stages(self) -> list[int]:
         """This rank's stages."""
         return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
 
@@ -63,8 +63,8 @@ class StageAssignment(NamedTuple):
     @property
     def tied_pairs(self) -> list[tuple[int, int]]:
         """The ordered pairs of ranks between which gradients of tied parameters travel."""
-        both = [(tied.owner, rank) for tied in self.tied_parameters for rank in tied.holders[1:]]
-        return [pair for one, other in both for pair in ((one, other), (other, one))]
+        pairs = [(tied.owner, rank) for tied in self.tied_parameters for rank in tied.holders[1:]]
+        return [pair for owner, holder in pairs for pair in ((owner, holder), (holder, owner))]
 
     def copies_in(self, module: nn.Module) -> list[Tensor | None]:
         """This rank's copy of each tied parameter; None where it has none."""
@@ -88,10 +88,10 @@ def assign(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) -
         for name, parameter in stage.named_parameters():
             readers.setdefault(id(parameter), []).append((index, name))
     tied = []
-    for places in readers.values():
-        holders = tuple(dict.fromkeys(rank_of[stage] for stage, _ in places))
+    for uses in readers.values():
+        holders = tuple(dict.fromkeys(rank_of[stage] for stage, _ in uses))
         if len(holders) > 1:
-            tied.append(TiedParameter(places[0][1], tuple(places), holders[0], holders))
+            tied.append(TiedParameter(uses[0][1], tuple(uses), holders[0], holders))
     return StageAssignment(rank, tuple(rank_of), tuple(tied))
 
 
@@ -116,7 +116,7 @@ def schedule_over(name: str, stages: int, chunks: int, ranks: int) -> Schedule:
             f"schedule {name} has as many stages on one rank as on another, but the balance has {stages} stages for "
             f"{ranks} ranks. Use a multiple of {ranks}, such as {ranks * stages_per_lane}, or a schedule such as 1f1b."
         )
-    if name in _AS_MANY_AS_YOU_LIKE:
+    if name in _ANY_STAGES_PER_LANE:
         return by_name(name, ranks, chunks, stages_per_lane=stages // ranks)
     if stages % stages_per_lane:
         raise ScheduleError(
@@ -147,4 +147,4 @@ def on_ranks(schedule: Schedule, ranks: int) -> Schedule:
     return Schedule(schedule.name, Placement(tuple(rank_of)), schedule.chunks, orders)
 
 
-_AS_MANY_AS_YOU_LIKE = ("interleaved", "interleaved-zb", "looped-bfs")
+_ANY_STAGES_PER_LANE = ("interleaved", "interleaved-zb", "looped-bfs")

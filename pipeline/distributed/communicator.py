@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.common.interrupts import Deferral
 from pipeline.data.pytrees import flatten
-from pipeline.distributed.agreement import Meeting, from_bits, optional_bits, to_bits
+from pipeline.distributed.agreement import ExchangeTag, from_bits, optional_bits, to_bits
 from pipeline.distributed.comparison import Comparison
 from pipeline.distributed.exchange import CallMessages, RankExchange
 from pipeline.distributed.group import RankGroup
@@ -47,16 +47,21 @@ class DistributedCommunicator(Communicator):
         topology: the topology.
         tied: this rank's copies of tied parameters, None where it has none.
         entry: the entry point that is called: "step".
-        of: the call whose backward this is, described equally on all ranks.
+        forward_call: the call whose backward this is, described equally on all ranks.
         series: of that call; the key of its cached message specs.
     """
 
     def __init__(
-        self, topology: PipeTopology, tied: Sequence[Tensor | None], entry: str, of: str | None = None, series: str = ""
+        self,
+        topology: PipeTopology,
+        tied: Sequence[Tensor | None],
+        entry: str,
+        forward_call: str | None = None,
+        series: str = "",
     ) -> None:
         ranks = topology.ranks
-        self._entry = entry if of is None else f"{entry} of {of}"
-        self._is_backward = of is not None
+        self._entry = entry if forward_call is None else f"{entry} of {forward_call}"
+        self._is_backward = forward_call is not None
         self._name = ranks.next_call
         self._call = f"{self._entry} (call {ranks.calls + 1} of the script)"
         self._comparison = Comparison(topology, f"{self._entry} of Pipe {topology.number}, {self._name}")
@@ -100,10 +105,10 @@ class DistributedCommunicator(Communicator):
         """Compare the calls of all ranks. Validating calls compare all values of the mini-batch."""
         kind, _, _ = self._entry.partition(" of ")  # each counts by itself, backwards too
         values = self.topology.opened.next((kind, self._ranks.generation))
-        seed, of = self._comparison.open(words, draw_seed() if draws else 0, tensors, values)
+        seed, options_digest = self._comparison.open(words, draw_seed() if draws else 0, tensors, values)
         if values:
             self.gradients.check_copies()
-        self._messages.series = self._messages.series or f"{self.topology.number}/{self._entry}/{of}"
+        self._messages.series = self._messages.series or f"{self.topology.number}/{self._entry}/{options_digest}"
         return seed
 
     def compare(self) -> None:
@@ -141,9 +146,9 @@ class DistributedCommunicator(Communicator):
         self._progress = _VOTED if is_step else ""
         loss, divisor, reached, hooks, metrics = verdict
         kind, bits = (-1, 0) if loss is None else (_DTYPES.index(loss.dtype), to_bits(loss.item()))
-        mine = [Meeting.AGREE, reached, hooks, kind, bits, *optional_bits(divisor), len(metrics)]
-        rows = self._ranks.exchange([*mine, *self._comparison.numbers()])
-        self._comparison.compare([row[len(mine) :] for row in rows])
+        numbers = [ExchangeTag.AGREE, reached, hooks, kind, bits, *optional_bits(divisor), len(metrics)]
+        rows = self._ranks.exchange([*numbers, *self._comparison.numbers()])
+        self._comparison.compare([row[len(numbers) :] for row in rows])
         reached, hooks = any(row[1] for row in rows), any(row[2] for row in rows)
         if is_step and reached and not hooks:
             self._call += _AGREED
@@ -161,16 +166,16 @@ class DistributedCommunicator(Communicator):
 
     def _shared_metrics(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The metrics of the last rank, on this rank's device."""
-        what, message = "the metrics", None
+        name, message = "the metrics", None
         if self._ranks.rank == self.topology.assignment.last:
-            tree = flatten(dict(metrics), what)
+            tree = flatten(dict(metrics), name)
             message = Message(tree.tensors, tree.skeleton)
-        tree = self.exchange.broadcast(what, -1, message).tree
+        tree = self.exchange.broadcast(name, -1, message).tree
         shared: dict[str, Tensor] = tree.build(tree.tensors)
         return shared
 
     def close(self) -> None:
-        self._ranks.exchange([Meeting.CLOSE])
+        self._ranks.exchange([ExchangeTag.CLOSE])
 
     def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
         """The divisor from the last rank, which does not wait until the others have it.

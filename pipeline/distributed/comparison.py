@@ -15,7 +15,7 @@ from pipeline.distributed.agreement import (
     MODES,
     OPTIONS,
     SCALES,
-    Meeting,
+    ExchangeTag,
     MismatchError,
     difference,
     digest,
@@ -52,11 +52,11 @@ class Comparison:
     def __init__(self, topology: PipeTopology, calls: str) -> None:
         self._topology = topology
         self._calls = calls
-        self._words: Describe = lambda values: {}
+        self._describe: Describe = lambda values: {}
         self._mini_batch = Fingerprint(())
         self._is_mini_batch_compared = True
         self._sketches = Sketches(())  # of the gradients of the output
-        self._differ = ""  # the words where these differ
+        self._difference_text = ""  # the words where these differ
 
     def open(self, words: Describe, seed: int, tensors: Compared, values: bool) -> tuple[int, int]:
         """Compare the calls.
@@ -72,28 +72,30 @@ class Comparison:
         Raises:
             MismatchError: the ranks make different calls.
         """
-        self._words, self._differ = words, tensors.words
+        self._describe, self._difference_text = words, tensors.words
         self._mini_batch, self._sketches = Fingerprint(tensors.mini_batch), Sketches(tensors.output_grads)
-        mine = self._described(values)
-        here = self._mini_batch.number if self._mini_batch.is_here else 0
-        rows = self._topology.ranks.exchange([seed, here, Meeting.OPEN, digest("\0".join(mine.values()))])
+        descriptions = self._descriptions(values)
+        fingerprint = self._mini_batch.number if self._mini_batch.is_on_host else 0
+        rows = self._topology.ranks.exchange(
+            [seed, fingerprint, ExchangeTag.OPEN, digest("\0".join(descriptions.values()))]
+        )
         if any(row[2:] != rows[0][2:] for row in rows) or len({row[1] for row in rows} - {0}) > 1:
             self._refuse()
         self._is_mini_batch_compared = all(row[1] for row in rows)
-        return rows[0][0], digest(mine.get(OPTIONS, "") + mine.get(MINI_BATCHES, ""))
+        return rows[0][0], digest(descriptions.get(OPTIONS, "") + descriptions.get(MINI_BATCHES, ""))
 
-    def _described(self, values: bool) -> dict[str, str]:
-        return {"the calls": self._calls, **self._words(values)}
+    def _descriptions(self, values: bool) -> dict[str, str]:
+        return {"the calls": self._calls, **self._describe(values)}
 
     def _refuse(self) -> NoReturn:
         """Raise on all ranks, after digests differed: exchange the descriptions."""
-        mine = self._described(True)
-        texts = self._topology.ranks.exchange_texts(encoded(mine))
-        words = difference(texts)
-        remedy = "".join([remedy for name, remedy in _REMEDIES.items() if words.startswith(name)])
+        descriptions = self._descriptions(True)
+        texts = self._topology.ranks.exchange_texts(encoded(descriptions))
+        first_difference = difference(texts)
+        remedy = "".join([remedy for name, remedy in _REMEDIES.items() if first_difference.startswith(name)])
         second = _SECOND if any("second backward" in text for text in texts) else ""
         raise MismatchError(
-            f"{words}.{remedy} All ranks run the same script: the same Pipe, the same calls in "
+            f"{first_difference}.{remedy} All ranks run the same script: the same Pipe, the same calls in "
             "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
             f"generators the same seed on every rank.{second}"
         )
@@ -117,5 +119,5 @@ class Comparison:
             sketches = [GradSketch(*row[size * index : size * (index + 1)]) for row in values]
             if not all(sketch.is_like(sketches[self._topology.assignment.last]) for sketch in sketches):
                 described = "; ".join(f"rank {rank}: {sketch}" for rank, sketch in enumerate(sketches))
-                raise MismatchError(self._differ.format(index, described))
+                raise MismatchError(self._difference_text.format(index, described))
         self._is_mini_batch_compared, self._sketches = True, Sketches(())

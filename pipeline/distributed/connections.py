@@ -35,11 +35,11 @@ class ConnectionRequest(NamedTuple):
 
     Attributes:
         pairs: channels between them, or payloads.
-        able: those of them whose payloads can be connected; None: channels.
+        with_devices: those of them whose payloads can be connected; None: channels.
     """
 
     pairs: RankPairs
-    able: RankPairs | None = None
+    with_devices: RankPairs | None = None
 
 
 class Connections:
@@ -73,25 +73,29 @@ class Connections:
         self._requests: list[ConnectionRequest] = []
         self._agreed = 0  # how many of them all ranks have made
         self._channels: list[Channels] = []  # one entry for each request of channels
-        self._of: dict[tuple[int, int], Channels] = {}  # by pair, of those with this rank
+        self._channels_of: dict[tuple[int, int], Channels] = {}  # by pair, of those with this rank
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Request channels for these ordered pairs. All ranks request the same ones, in the same order."""
-        known = {pair for request in self._requests if request.able is None for pair in request.pairs}
-        new = tuple(sorted(set(pairs) - known))
+        requested = {pair for request in self._requests if request.with_devices is None for pair in request.pairs}
+        new = tuple(sorted(set(pairs) - requested))
         if new:
             self._request(ConnectionRequest(new))
 
     def uncarried(self, pairs: Collection[tuple[int, int]]) -> RankPairs:
         """Those of some pairs, which have channels, whose payloads were never requested."""
-        known = {pair for request in self._requests if request.able is not None for pair in request.pairs}
-        return () if known.issuperset(pairs) else tuple(sorted(set(pairs) - known))
+        requested = {pair for request in self._requests if request.with_devices is not None for pair in request.pairs}
+        return () if requested.issuperset(pairs) else tuple(sorted(set(pairs) - requested))
 
-    def carry(self, pairs: RankPairs, able: Iterable[tuple[int, int]]) -> None:
-        """Request payloads for these ordered pairs, as `connect` does. `able`: those whose ranks both have devices."""
-        self._request(ConnectionRequest(pairs, tuple(sorted(able))))
+    def carry(self, pairs: RankPairs, with_devices: Iterable[tuple[int, int]]) -> None:
+        """Request payloads for these ordered pairs, as `connect` does.
+
+        Args:
+            with_devices: those whose ranks both have devices.
+        """
+        self._request(ConnectionRequest(pairs, tuple(sorted(with_devices))))
 
     def _request(self, request: ConnectionRequest) -> None:
         self._requests.append(request)
@@ -114,21 +118,21 @@ class Connections:
 
     def _build(self, index: int) -> None:
         self._monitor.at = "the connecting of all ranks"
-        pairs, able = self._requests[index]
+        pairs, with_devices = self._requests[index]
         key = f"{self.generation}/{index}"
-        if able is None:
+        if with_devices is None:
             channels = self._rendezvous.build(key, lambda store: self._new_channels(store, pairs))
             self._channels.append(channels)
-            self._of.update({pair: channels for pair in pairs if self._rank in pair})
-        elif able:
-            self._rendezvous.build(key, lambda store: self._carry(store, able))
+            self._channels_of.update({pair: channels for pair in pairs if self._rank in pair})
+        elif with_devices:
+            self._rendezvous.build(key, lambda store: self._carry(store, with_devices))
         if self._rendezvous.is_given_up:  # some channels here may be new since then
             raise ChannelError(f"rank {self._rank} gave the call up")
 
-    def _carry(self, store: dist.Store, able: RankPairs) -> None:
-        for pair in able:
+    def _carry(self, store: dist.Store, with_devices: RankPairs) -> None:
+        for pair in with_devices:
             if self._rank in pair:
-                self._of[pair].carry(dist.PrefixStore(f"{pair[0]}to{pair[1]}", store), pair)
+                self._channels_of[pair].carry(dist.PrefixStore(f"{pair[0]}to{pair[1]}", store), pair)
 
     def abort(self) -> None:
         """Wake all waits for another rank. From any thread."""
@@ -143,7 +147,7 @@ class Connections:
             channels.close()
         del self._requests[self._agreed :]
         self._channels.clear()
-        self._of.clear()
+        self._channels_of.clear()
         self._senders.clear()
         self._receivers.clear()
         self.generation += 1
@@ -160,11 +164,11 @@ class Connections:
 
     def outgoing(self, to: int) -> Outgoing:
         """The channel to a rank."""
-        return self._of[self._rank, to].outgoing(to)
+        return self._channels_of[self._rank, to].outgoing(to)
 
     def incoming(self, source: int) -> Incoming:
         """The channel from a rank."""
-        return self._of[source, self._rank].incoming(source)
+        return self._channels_of[source, self._rank].incoming(source)
 
     def sender(self, to: int) -> Sender:
         """The link to a rank."""
@@ -175,6 +179,6 @@ class Connections:
     def receiver(self, source: int) -> Receiver:
         """The link from a rank."""
         if source not in self._receivers:
-            what = f"rank {source} to rank {self._rank}"
-            self._receivers[source] = Receiver(self.incoming(source), what, device=self._device)
+            label = f"rank {source} to rank {self._rank}"
+            self._receivers[source] = Receiver(self.incoming(source), label, device=self._device)
         return self._receivers[source]

@@ -32,7 +32,7 @@ class Fingerprint:
     """The fingerprint of tensors, as they are when this is made. It is exact, and depends on the order of elements.
 
     Attributes:
-        is_here: whether the host has it already.
+        is_on_host: whether the host has it already.
 
     Example:
         >>> x = torch.arange(6.0)
@@ -43,16 +43,16 @@ class Fingerprint:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._sums = [_Coming(_sums(part)) for tensor in tensors for part in parts_of(tensor.detach())]
-        self.is_here = all(sums.is_here for sums in self._sums)
+        self._sums = [_HostCopy(_sums(part)) for tensor in tensors for part in parts_of(tensor.detach())]
+        self.is_on_host = all(sums.is_on_host for sums in self._sums)
 
     @property
     def number(self) -> int:
         """A whole number of 63 bits, at least 1."""
-        hashed = hashlib.blake2b(digest_size=8)
+        hasher = hashlib.blake2b(digest_size=8)
         for sums in self._sums:
-            hashed.update(sums.value().numpy().data)
-        return int.from_bytes(hashed.digest(), "little") >> 1 or 1
+            hasher.update(sums.value().numpy().data)
+        return int.from_bytes(hasher.digest(), "little") >> 1 or 1
 
 
 class GradSketch(NamedTuple):
@@ -84,24 +84,25 @@ class Sketches:
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
         with torch.no_grad() if grads else nullcontext():
-            self._numbers = [None if grad is None else _Coming(_sketch(grad.detach())) for grad in grads]
+            self._numbers = [None if grad is None else _HostCopy(_sketch(grad.detach())) for grad in grads]
         self._tolerances = [OF_HALF if grad is not None and grad.itemsize < 4 else TOLERANCE for grad in grads]
 
     @property
     def values(self) -> list[GradSketch]:
         """The sketch of each gradient."""
-        numbers = [(0.0, 0.0) if coming is None else coming.value().tolist() for coming in self._numbers]
+        numbers = [(0.0, 0.0) if host_copy is None else host_copy.value().tolist() for host_copy in self._numbers]
         return [
-            GradSketch(norm, product, part) for (norm, product), part in zip(numbers, self._tolerances, strict=True)
+            GradSketch(norm, product, tolerance)
+            for (norm, product), tolerance in zip(numbers, self._tolerances, strict=True)
         ]
 
 
-class _Coming:
+class _HostCopy:
     """A small tensor on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.Event | None = None
-        self.is_here = tensor.device.type == "cpu"
+        self.is_on_host = tensor.device.type == "cpu"
         self._value = tensor
         if is_accelerator(tensor.device):
             self._value = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -159,11 +160,11 @@ def _sketch(grad: Tensor) -> Tensor:
     if not grad.numel():
         return torch.zeros(2, device="cpu")
     grad = grad.reshape(1) if grad.dim() == 0 else grad
-    left = max(ROWS, ELEMENTS // grad.shape[-1])
+    remaining = max(ROWS, ELEMENTS // grad.shape[-1])
     for dim, size in enumerate(grad.shape[:-1]):
-        count = max(1, min(size, left))
+        count = max(1, min(size, remaining))
         grad = grad[(slice(None),) * dim + (slice(None, None, max(1, size // count)),)].narrow(dim, 0, min(size, count))
-        left //= count
+        remaining //= count
     rows = grad.reshape(-1, grad.shape[-1]).to(torch.float64 if grad.dtype is torch.float64 else torch.float32)
     products = rows @ _weights(rows.shape[1], rows.dtype, rows.device)
     return torch.stack([torch.linalg.vector_norm(rows), products @ _weights(len(rows), rows.dtype, rows.device)])

@@ -18,7 +18,7 @@ from pipeline.common.interrupts import Deferral
 from pipeline.common.places import Place
 from pipeline.data.pytrees import flatten
 from pipeline.data.values import Values
-from pipeline.distributed.agreement import Meeting, MismatchError
+from pipeline.distributed.agreement import ExchangeTag, MismatchError
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.mailbox import RankMailbox
 from pipeline.distributed.topology import PipeTopology
@@ -45,54 +45,54 @@ class CallMessages:
         self.series = series
         self._unfinished: list[int] = []  # ranks that have a message on its way
 
-    def send(self, ranks: Iterable[int], what: str, message: Message, waits: bool = True) -> None:
+    def send(self, ranks: Iterable[int], name: str, message: Message, waits: bool = True) -> None:
         """Send a message. `waits`: until all have received it; else `finish` does."""
         self.finish()
-        to = list(ranks)
-        for rank in to:
+        targets = list(ranks)
+        for rank in targets:
             sender = self.ranks.connections.sender(rank)
-            sender.begin(f"{self.series}/{what}", [what])
-            sender.send(what, message)
-        self._unfinished = to
+            sender.begin(f"{self.series}/{name}", [name])
+            sender.send(name, message)
+        self._unfinished = targets
         if waits:
             self.finish()
 
-    def receive(self, source: int, what: str) -> Message:
+    def receive(self, source: int, name: str) -> Message:
         """Wait for a message."""
-        self.ranks.monitor.at = f"the end, for {what} from rank {source}"
+        self.ranks.monitor.at = f"the end, for {name} from rank {source}"
         receiver = self.ranks.connections.receiver(source)
-        receiver.begin(f"{self.series}/{what}", [what])
-        message = receiver.receive(what)
+        receiver.begin(f"{self.series}/{name}", [name])
+        message = receiver.receive(name)
         receiver.finish()
         return message
 
-    def broadcast(self, source: int, what: str, message: Message | None, waits: bool = True) -> Message:
+    def broadcast(self, source: int, name: str, message: Message | None, waits: bool = True) -> Message:
         """A message from one rank, on all, passed on over the tree. `message`: on that rank; else None.
 
         No rank waits until others have it, unless `waits`: then until its own neighbours have.
         """
         place = self.ranks.place
-        whence = place.towards(source)
-        if whence is not None:
-            message = self.receive(whence, what)
+        neighbour = place.towards(source)
+        if neighbour is not None:
+            message = self.receive(neighbour, name)
         assert message is not None  # the source gives it
-        self.send([rank for rank in place.neighbours if rank != whence], what, message, waits)
+        self.send([rank for rank in place.neighbours if rank != neighbour], name, message, waits)
         return message
 
-    def gather(self, what: str, message: Message) -> list[Message]:
+    def gather(self, name: str, message: Message) -> list[Message]:
         """The messages of all ranks, on rank 0, by rank; on others nothing.
 
         They come over the tree, one after the other: no rank but 0 holds more than one of another.
         """
-        place, found = self.ranks.place, list[Message]()
+        place, messages = self.ranks.place, list[Message]()
         for rank in place.ranks:
-            name, whence = f"{what} of rank {rank}", place.towards(rank)
-            theirs = message if whence is None else self.receive(whence, name)
+            message_name, neighbour = f"{name} of rank {rank}", place.towards(rank)
+            rank_message = message if neighbour is None else self.receive(neighbour, message_name)
             if place.parent is None:
-                found.append(theirs)
+                messages.append(rank_message)
             else:
-                self.send([place.parent], name, theirs)
-        return found
+                self.send([place.parent], message_name, rank_message)
+        return messages
 
     def finish(self) -> None:
         """Wait until the others have received all that was sent."""
@@ -124,26 +124,26 @@ class RankExchange(Exchange):
     def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
         tree = flatten(dict(named), f"the state of rank {self._ranks.rank}")
         tensors = tuple([tensor.detach() for tensor in tree.tensors])
-        found = self._messages.gather("the state", Message(tensors, tree.skeleton))
+        messages = self._messages.gather("the state", Message(tensors, tree.skeleton))
         if self._ranks.rank != 0:
             return None
         whole = dict(named)
-        for theirs in found[1:]:
-            whole.update(theirs.tree.build(theirs.tree.tensors))
+        for message in messages[1:]:
+            whole.update(message.tree.build(message.tree.tensors))
         return whole
 
     def any(self, here: bool) -> bool:
-        return any(there for (there,) in self._ranks.exchange([here]))
+        return any(flag for (flag,) in self._ranks.exchange([here]))
 
     def sum_over(self, numbers: Tensor) -> Tensor:
-        mine = numbers.cpu().contiguous().view(-1).view(torch.int64).tolist()
-        rows = self._ranks.exchange([len(mine), *mine, Meeting.SUM])
-        if any([len(row), row[0], row[-1]] != [len(mine) + 2, len(mine), Meeting.SUM] for row in rows):
+        bits = numbers.cpu().contiguous().view(-1).view(torch.int64).tolist()
+        rows = self._ranks.exchange([len(bits), *bits, ExchangeTag.SUM])
+        if any([len(row), row[0], row[-1]] != [len(bits) + 2, len(bits), ExchangeTag.SUM] for row in rows):
             raise MismatchError(
-                f"rank {self._ranks.rank} adds {len(mine)} numbers up over the ranks while others do something else. "
+                f"rank {self._ranks.rank} adds {len(bits)} numbers up over the ranks while others do something else. "
                 "All ranks make the same calls in the same order: take none of them into an `if rank == 0:`."
             )
-        total = torch.zeros(len(mine), dtype=torch.float64, device="cpu")
+        total = torch.zeros(len(bits), dtype=torch.float64, device="cpu")
         for row in rows:
             total += torch.tensor(row[1:-1], dtype=torch.int64, device="cpu").view(torch.float64)
         return total.view(numbers.shape)
@@ -154,39 +154,41 @@ class RankExchange(Exchange):
         return self.joined_norm(norms, norm_type)
 
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        mine = [
+        own_norms = [
             [name, str(norm.dtype).removeprefix("torch."), value.hex()]
             for (name, norm), value in zip(norms, values_of([norm for _, norm in norms]), strict=True)
         ]
         first_names = self._topology.first_names
         by_name: dict[str, tuple[str, str]] = {}
         unnamed = []
-        for rank, text in enumerate(self._ranks.exchange_texts(json.dumps(mine))):
+        for rank, text in enumerate(self._ranks.exchange_texts(json.dumps(own_norms))):
             for name, dtype, value in json.loads(text):
                 if name:
                     by_name.setdefault(first_names.get(name, name), (dtype, value))  # a tied parameter counts once
                 elif rank == self._topology.assignment.last:
                     unnamed.append((dtype, value))
         in_order = [by_name[name] for name in dict.fromkeys(first_names.values()) if name in by_name]
-        whole = [
+        all_norms = [
             torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype), device="cpu")
             for dtype, value in [*in_order, *unnamed]
         ]
-        return joined_norm(whole, norm_type).to(self._ranks.device)
+        return joined_norm(all_norms, norm_type).to(self._ranks.device)
 
     def share_events(self, events: Sequence[Event], steps: Sequence[Span]) -> tuple[list[Event], list[Span]]:
-        mine = [[str(event.action), event.lane, event.start, event.end] for event in events]
+        own_events = [[str(event.action), event.lane, event.start, event.end] for event in events]
         by_clock: dict[str, list[Event]] = {}
         spans: list[tuple[str, list[Span]]] = []
-        for text in self._ranks.exchange_texts(json.dumps([clock_name(), mine, list(steps)])):
-            name, rows, of_rank = json.loads(text)
-            told = [Event(Action.parse(action), lane, start, end) for action, lane, start, end in rows]
-            by_clock.setdefault(name, []).extend(told)
-            spans.append((name, of_rank))
+        for text in self._ranks.exchange_texts(json.dumps([clock_name(), own_events, list(steps)])):
+            name, rows, rank_steps = json.loads(text)
+            rank_events = [Event(Action.parse(action), lane, start, end) for action, lane, start, end in rows]
+            by_clock.setdefault(name, []).extend(rank_events)
+            spans.append((name, rank_steps))
         ahead = dict(zip(by_clock, ahead_of_first(list(by_clock.values())), strict=True))
-        rebased = [[(begun - ahead[name], ended - ahead[name]) for begun, ended in of_rank] for name, of_rank in spans]
-        whole = len({len(of_rank) for of_rank in rebased}) == 1  # unless a step failed on some ranks alone
+        rebased = [
+            [(begun - ahead[name], ended - ahead[name]) for begun, ended in rank_steps] for name, rank_steps in spans
+        ]
+        is_whole = len({len(rank_steps) for rank_steps in rebased}) == 1  # unless a step failed on some ranks alone
         return on_one_clock(list(by_clock.values())), [
             (min(begun for begun, _ in of_step), max(ended for _, ended in of_step))
-            for of_step in (zip(*rebased, strict=True) if whole else ())
+            for of_step in (zip(*rebased, strict=True) if is_whole else ())
         ]

@@ -108,11 +108,13 @@ class RankGroup:
 
         All ranks call this with the same pairs, at the same place of a call.
         """
-        new = self.connections.uncarried(pairs)
-        if new:
+        new_pairs = self.connections.uncarried(pairs)
+        if new_pairs:
             places = self.exchange_texts(self.connections.place)
-            able = [(one, other) for one, other in new if "" != places[one] != places[other] != ""]
-            self.connections.carry(new, able)
+            with_devices = [
+                (source, target) for source, target in new_pairs if "" != places[source] != places[target] != ""
+            ]
+            self.connections.carry(new_pairs, with_devices)
 
     def finish(self, to: int) -> None:
         """Wait until a rank has received all that was sent to it."""
@@ -136,9 +138,9 @@ class RankGroup:
         Raises:
             ValueError: they do.
         """
-        own = identity(self.device)
+        own_device = identity(self.device)
         ranks_at: dict[str, list[int]] = {}
-        for rank, name in enumerate(self.exchange_texts(own and f"{own} on host {socket.gethostname()}")):
+        for rank, name in enumerate(self.exchange_texts(own_device and f"{own_device} on host {socket.gethostname()}")):
             ranks_at.setdefault(name, []).append(rank)
         for name, ranks in ranks_at.items():
             if name and len(ranks) > 1:
@@ -194,23 +196,23 @@ class RankGroup:
         with Deferral():
             self.is_in_call = False
             is_lost = isinstance(error, ChannelError)  # usually another rank knows the reason
-            own = self.lost(error, call) if is_lost else of_exception(error, self.rank, call, action)
+            own_failure = self.lost(error, call) if is_lost else of_exception(error, self.rank, call, action)
             first = self.monitor.verdict(GRACE) if is_lost else None
             if first is None:
-                self.monitor.fail(own)
-                first = self.monitor.verdict(GRACE) or own
+                self.monitor.fail(own_failure)
+                first = self.monitor.verdict(GRACE) or own_failure
             self.close()
             self.monitor.leave()
             shared = exception_of(first, self.rank)
             if progress and isinstance(shared, RankError) and not first.traceback:
                 shared.add_note(f"rank {self.rank} {progress}")  # no rank raised: progress is unknown
             is_everyones = type(shared) is type(error) and str(shared) == str(error)  # all ranks made the same error
-            if not is_lost and (first == own or is_everyones or not isinstance(error, Exception)):
+            if not is_lost and (first == own_failure or is_everyones or not isinstance(error, Exception)):
                 error.add_note(f"this is rank {self.rank}, in {call}")
                 raise error  # Ctrl-C stays itself
             if not is_lost:
-                kind = own.type_name.removeprefix("builtins.")
-                shared.add_note(f"rank {self.rank} failed, too: {kind}: {own.message}")
+                kind = own_failure.type_name.removeprefix("builtins.")
+                shared.add_note(f"rank {self.rank} failed, too: {kind}: {own_failure.message}")
             raise shared from shared.__cause__ or error
 
     def lost(self, error: BaseException, call: str) -> Failure:
@@ -284,8 +286,8 @@ def _process_group(group: Any, timeout: float) -> Any:
         backend = "gloo"
         if is_accelerator(device):
             torch.accelerator.set_device_index(device)
-            own = dist.Backend.default_device_backend_map.get(device.type)
-            backend = f"cpu:gloo,{device.type}:{own}" if own else backend
+            device_backend = dist.Backend.default_device_backend_map.get(device.type)
+            backend = f"cpu:gloo,{device.type}:{device_backend}" if device_backend else backend
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))  # torch's default is 30 minutes
         atexit.register(_destroy, os.getpid())
     if group is None:

@@ -127,7 +127,7 @@ class RankMailbox(Mailbox):
         """Wait for a message, and free what it proves to have been received."""
         messages, monitor = self._current(), self._ranks.monitor
         channel, name = messages.channel_of[key], messages.name_of[key]
-        source, here = channel
+        source, target = channel
         action = monitor.at
         assert isinstance(action, tuple)  # the action that reads it
         monitor.at = (*action, "for", name + ", from rank", source)
@@ -135,22 +135,22 @@ class RankMailbox(Mailbox):
         message = receiver.receive(name)
         self.arrived = max(self.arrived, receiver.arrived)
         monitor.at = action
-        if (here, source) in messages.channels:
+        if (target, source) in messages.channels:
             self._ranks.connections.sender(source).reap(messages.delivered(channel, receiver.position))
         return message
 
 
-def _until(rows: Sequence[Value], made: Sequence[Activations]) -> dict[tuple[int, int, int], int]:
+def _until(rows: Sequence[Value], messages: Sequence[Activations]) -> dict[tuple[int, int, int], int]:
     """For each memory that is sent the last stage that reads it by another way: a rank between would not know."""
     last_reader: dict[tuple[int, int, int], int] = {}
     times: dict[tuple[int, int, int], int] = {}
-    for row, message in zip(rows, made, strict=True):
+    for row, message in zip(rows, messages, strict=True):
         for memory in dict.fromkeys(message.memory):
             times[memory.origin] = times.get(memory.origin, 0) + 1
             last_reader[memory.origin] = max(last_reader.get(memory.origin, -1), memory.until, row.reader)
     return {
         memory.origin: last_reader[memory.origin] if times[memory.origin] > 1 else memory.until
-        for message in made
+        for message in messages
         for memory in message.memory
     }
 

@@ -69,10 +69,10 @@ class RemoteLayer(NamedLayer):
             state = layer.state_dict()
         keys = None if any(map(_changes_keys, layer.modules())) else state
         in_model = layer.in_model if isinstance(layer, NamedLayer) else None
-        here = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None), in_model)
-        here.training = layer.training
-        here.generators = private_generators(layer.modules())  # which stages here may hold too, see snapshot.py
-        return here
+        placeholder = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None), in_model)
+        placeholder.training = layer.training
+        placeholder.generators = private_generators(layer.modules())  # which stages here may hold too, see snapshot.py
+        return placeholder
 
     @property
     def in_model(self) -> ModelNames | None:
@@ -126,11 +126,11 @@ class RemoteLayer(NamedLayer):
     ) -> None:
         """Let go what the layer loads on its own rank; what it would not know is unexpected here too."""
         if strict and self._keys is not None:
-            own = (key for key in state_dict if key.startswith(prefix))
-            unexpected_keys.extend(key for key in own if key.removeprefix(prefix) not in self._keys)
+            own_keys = (key for key in state_dict if key.startswith(prefix))
+            unexpected_keys.extend(key for key in own_keys if key.removeprefix(prefix) not in self._keys)
 
 
 def _changes_keys(module: nn.Module) -> bool:
     """Whether a module may load keys that it would not save."""
-    own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return own or not all(map(is_mark, module._load_state_dict_pre_hooks.values()))
+    overrides_loading = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return overrides_loading or not all(map(is_mark, module._load_state_dict_pre_hooks.values()))

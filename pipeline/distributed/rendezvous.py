@@ -45,7 +45,7 @@ class AbortableRendezvous:
     def __init__(self, store: dist.Store, prefix: str, size: int) -> None:
         self._store = store
         self._prefix = prefix
-        self._own: dist.Store | None = _clone(store)  # now, while there is a store: this waits for one
+        self._own_store: dist.Store | None = _clone(store)  # now, while there is a store: this waits for one
         self._size = size
         self._changed = threading.Condition()
         self.is_given_up = False
@@ -70,44 +70,44 @@ class AbortableRendezvous:
         Raises:
             ChannelError: `give_up` was called before that, or before it was made; or the store is gone.
         """
-        made: list[T] = []
-        failed: list[Exception] = []
-        over: list[bool] = []
+        results: list[T] = []
+        errors: list[Exception] = []
+        finished: list[bool] = []
 
         def work() -> None:
             try:
-                self._own = self._own or _clone(self._store)
-                store = dist.PrefixStore(f"{self._prefix}/{key}", self._own)
+                self._own_store = self._own_store or _clone(self._store)
+                store = dist.PrefixStore(f"{self._prefix}/{key}", self._own_store)
                 if self._takes_place(store):
-                    made.append(make(store))
+                    results.append(make(store))
             except Exception as error:
-                failed.append(error)
+                errors.append(error)
             with self._changed:
-                over.append(True)
+                finished.append(True)
                 self._changed.notify_all()
 
         helper = threading.Thread(target=work, name="pipe builder", daemon=True)
         helper.start()
         with self._changed:
-            self._changed.wait_for(lambda: over or self.is_given_up)
-        if made:
-            return made[0]
+            self._changed.wait_for(lambda: finished or self.is_given_up)
+        if results:
+            return results[0]
         helper.join(4 * LONGEST)  # usually it sees the end; the store may block it
         if helper.is_alive():
-            self._own = None  # the next helper takes a connection of its own
-        if failed:
-            raise ChannelError(f"the ranks cannot connect: {failed[0]}") from failed[0]
+            self._own_store = None  # the next helper takes a connection of its own
+        if errors:
+            raise ChannelError(f"the ranks cannot connect: {errors[0]}") from errors[0]
         raise ChannelError("not all ranks came to connect")
 
     def _takes_place(self, store: dist.Store) -> bool:
         """Wait until all have come, or one gives up."""
-        come = store.add("come", 1)
+        arrivals = store.add("come", 1)
         pause = SHORTEST
-        while come < self._size and not self.is_given_up and not store.check(["outcome"]):
+        while arrivals < self._size and not self.is_given_up and not store.check(["outcome"]):
             sleep(pause)
             pause = min(2 * pause, LONGEST)
-            come = store.add("come", 0)
-        outcome: bytes = store.compare_set("outcome", "", GO if come >= self._size else VOID)
+            arrivals = store.add("come", 0)
+        outcome: bytes = store.compare_set("outcome", "", GO if arrivals >= self._size else VOID)
         return outcome == GO.encode()
 
 

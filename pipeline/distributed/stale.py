@@ -92,28 +92,30 @@ class StaleModules:
         self._mark.is_whole = True
         for reference in self._modules:
             module = reference()
-            if module is not None and not all(tensor.is_meta for tensor in _own(module)):
+            if module is not None and not all(tensor.is_meta for tensor in _tensors_of(module)):
                 self._mark.put_on(module)
 
 
 def trained_elsewhere(
-    elsewhere: Iterable[nn.Module], here: Iterable[nn.Module], model: nn.Module | None
+    remote_layers: Iterable[nn.Module], own_layers: Iterable[nn.Module], model: nn.Module | None
 ) -> StaleModules:
     """The modules that hold a parameter or a buffer of other ranks' layers, and of no layer here.
 
     Those of torch.jit are left out: they take no hooks.
 
     Args:
-        elsewhere: the other ranks' layers.
-        here: this rank's.
+        remote_layers: the other ranks' layers.
+        own_layers: this rank's.
         model: the one of which they are parts, if there is one: they may hold copies of modules of its.
     """
-    own = {id(tensor) for layer in here for module in layer.modules() for tensor in _own(module)}
-    others = [module for layer in elsewhere for module in layer.modules() if not isinstance(module, ScriptModule)]
-    theirs = {id(tensor) for module in others for tensor in _own(module)} - own
-    modules = {id(module): module for module in [*others, *([] if model is None else model.modules())]}
+    own_ids = {id(tensor) for layer in own_layers for module in layer.modules() for tensor in _tensors_of(module)}
+    remote_modules = [
+        module for layer in remote_layers for module in layer.modules() if not isinstance(module, ScriptModule)
+    ]
+    remote_ids = {id(tensor) for module in remote_modules for tensor in _tensors_of(module)} - own_ids
+    modules = {id(module): module for module in [*remote_modules, *([] if model is None else model.modules())]}
     return StaleModules(
-        [module for module in modules.values() if any(id(tensor) in theirs for tensor in _own(module))]
+        [module for module in modules.values() if any(id(tensor) in remote_ids for tensor in _tensors_of(module))]
     )
 
 
@@ -131,16 +133,16 @@ def refuse_stale(named: Iterable[tuple[str, nn.Module]]) -> None:
 @contextmanager
 def without_marks(module: nn.Module) -> Iterator[None]:
     """Within: no module in this one is marked."""
-    marked = [(each, marks_of(each)) for each in module.modules()]
+    marked = [(submodule, marks_of(submodule)) for submodule in module.modules()]
     try:
-        for each, marks in marked:
+        for submodule, marks in marked:
             if marks:
-                _lift(each)
+                _lift(submodule)
         yield
     finally:
-        for each, marks in marked:
+        for submodule, marks in marked:
             for mark in marks:
-                mark.put_on(each)
+                mark.put_on(submodule)
 
 
 def marks_of(module: nn.Module) -> tuple[StaleMark, ...]:
@@ -169,7 +171,7 @@ def _keeps_nothing(module: nn.Module) -> bool:
     )
 
 
-def _own(module: nn.Module) -> list[Tensor]:
+def _tensors_of(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers of a module itself."""
     tables = (module._parameters, module._buffers)
     return [tensor for table in tables for tensor in table.values() if tensor is not None]

@@ -43,8 +43,10 @@ class TiedGradients(Gradients):
         """
         if not self.copies:
             return
-        mine = ["" if copy is None else f"{values_in_words([copy])} {copy.requires_grad}" for copy in self.copies]
-        digests = self._ranks.exchange([digest(text) for text in mine])
+        descriptions = [
+            "" if copy is None else f"{values_in_words([copy])} {copy.requires_grad}" for copy in self.copies
+        ]
+        digests = self._ranks.exchange([digest(text) for text in descriptions])
         for index, tied in enumerate(self._assignment.tied_parameters):
             if len({digests[rank][index] for rank in tied.holders}) > 1:
                 names = " = ".join(dict.fromkeys(f"'{name}'" for _, name in tied.readers))
@@ -57,13 +59,13 @@ class TiedGradients(Gradients):
     def share_values(self, copies: Sequence[Tensor | None]) -> None:
         """Write the owner's values into all copies of tied parameters."""
         for tied, copy in zip(self._assignment.tied_parameters, copies, strict=True):
-            what = f"the values of '{tied.name}'"
+            name = f"the values of '{tied.name}'"
             if copy is None:
                 continue
             if self._ranks.rank == tied.owner:
-                self._messages.send(tied.holders[1:], what, Message((copy.detach(),)))
+                self._messages.send(tied.holders[1:], name, Message((copy.detach(),)))
             else:
-                (values,) = self._messages.receive(tied.owner, what).tensors
+                (values,) = self._messages.receive(tied.owner, name).tensors
                 assert values is not None  # as it was sent
                 with torch.no_grad():
                     copy.copy_(values)
@@ -83,43 +85,43 @@ class TiedGradients(Gradients):
         """The tensor of the first rank that gives one for its copy, and no zeros, goes to all copies."""
         if not self._assignment.tied_parameters:
             return pairs
-        here, rank_of = self._assignment.rank, self._assignment.rank_of
-        mine = {key: tensor for key, (_, tensor) in pairs.items() if bool(tensor.any())}
-        rows = self._ranks.exchange([id(copy) in mine for copy in self.copies])
+        own_rank, rank_of = self._assignment.rank, self._assignment.rank_of
+        nonzero = {key: tensor for key, (_, tensor) in pairs.items() if bool(tensor.any())}
+        rows = self._ranks.exchange([id(copy) in nonzero for copy in self.copies])
         parts = []
         for index, (tied, copy) in enumerate(zip(self._assignment.tied_parameters, self.copies, strict=True)):
             givers = [rank for rank in tied.holders if rows[rank][index]]
-            if copy is not None and givers[:1] == [here]:
-                stage = next(stage for stage, _ in tied.readers if rank_of[stage] == here)
-                parts.append((stage, copy, mine[id(copy)]))
+            if copy is not None and givers[:1] == [own_rank]:
+                stage = next(stage for stage, _ in tied.readers if rank_of[stage] == own_rank)
+                parts.append((stage, copy, nonzero[id(copy)]))
         whole = self.join(parts)
         for tied, copy in zip(self._assignment.tied_parameters, self.copies, strict=True):
-            if copy is not None and id(copy) in mine:
-                own, theirs = Sketches([mine[id(copy)], whole[id(copy)][1]]).values
+            if copy is not None and id(copy) in nonzero:
+                own, theirs = Sketches([nonzero[id(copy)], whole[id(copy)][1]]).values
                 if not own.is_like(theirs):
                     raise MismatchError(
                         f"the second backward begins with other gradients at the gradient of the tied parameter "
-                        f"'{tied.name}' on rank {here} than on another of ranks {list(tied.holders)}: {own}; "
+                        f"'{tied.name}' on rank {own_rank} than on another of ranks {list(tied.holders)}: {own}; "
                         f"{theirs}. Its gradient is the same on all of them and counts once: compute the same from it "
                         "on each, or leave it out on all but one."
                     )
         return {**pairs, **whole}
 
-    def _whole(self, tied: TiedParameter, mine: Mapping[int, Tensor]) -> Tensor | None:
+    def _whole(self, tied: TiedParameter, own_sums: Mapping[int, Tensor]) -> Tensor | None:
         """The whole gradient of a tied parameter: the stages' sums, added in the order of the stages."""
-        here, rank_of = self._assignment.rank, self._assignment.rank_of
+        own_rank, rank_of = self._assignment.rank, self._assignment.rank_of
         stages = (-1, *[stage for stage, _ in tied.readers])  # -1: the loss, if it reads it, on the last rank
-        part, whole = f"a part of the gradient of '{tied.name}'", f"the gradient of '{tied.name}'"
-        if here != tied.owner:
-            own = tuple([mine.get(stage) for stage in stages if rank_of[stage] == here])
-            self._messages.send([tied.owner], part, Message(own))
-            return self._messages.receive(tied.owner, whole).tensors[0]
-        sums: dict[int, Tensor | None] = dict(mine)
+        part_name, whole_name = f"a part of the gradient of '{tied.name}'", f"the gradient of '{tied.name}'"
+        if own_rank != tied.owner:
+            own_parts = tuple([own_sums.get(stage) for stage in stages if rank_of[stage] == own_rank])
+            self._messages.send([tied.owner], part_name, Message(own_parts))
+            return self._messages.receive(tied.owner, whole_name).tensors[0]
+        sums: dict[int, Tensor | None] = dict(own_sums)
         for rank in tied.holders[1:]:
-            theirs = [stage for stage in stages if rank_of[stage] == rank]
-            sums.update(zip(theirs, self._messages.receive(rank, part).tensors, strict=True))
+            holder_stages = [stage for stage in stages if rank_of[stage] == rank]
+            sums.update(zip(holder_stages, self._messages.receive(rank, part_name).tensors, strict=True))
         total: Tensor | None = None
         for stage in stages:
             total = add_grads(total, sums.get(stage))
-        self._messages.send(tied.holders[1:], whole, Message((total,)))
+        self._messages.send(tied.holders[1:], whole_name, Message((total,)))
         return total

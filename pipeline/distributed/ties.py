@@ -44,21 +44,23 @@ class Ties:
             RuntimeError: a tie between ranks was made or cut.
         """
         assignment = self._topology.assignment
-        held = {
+        by_stage = {
             stage: {id(parameter): parameter for layer in stages[stage] for parameter in layer.parameters()}
-            for stage in assignment.own
+            for stage in assignment.own_stages
         }
-        for tied, now, then in zip(assignment.tied_parameters, copies, self._copies, strict=True):
+        for tied, copy, original in zip(assignment.tied_parameters, copies, self._copies, strict=True):
             readers = {stage for stage, _ in tied.readers}
-            if now is not then or any((id(then) in held[stage]) != (stage in readers) for stage in held):
+            if copy is not original or any(
+                (id(original) in by_stage[stage]) != (stage in readers) for stage in by_stage
+            ):
                 self._refuse(tied.name, "in this rank's layers was replaced, or tied to one more,")
-        for parameter in (parameter for parameters in held.values() for parameter in parameters.values()):
+        for parameter in (parameter for parameters in by_stage.values() for parameter in parameters.values()):
             name = self._topology.name_of(parameter)
             if name is not None and name not in self._names:
                 self._refuse(name, "of another rank's layer was put into one of this rank's")
 
-    def _refuse(self, name: str, what: str) -> None:
+    def _refuse(self, name: str, change: str) -> None:
         raise RuntimeError(
-            f"parameter '{name}' {what} after the Pipe was built. Over ranks ties are those that it was built with, "
+            f"parameter '{name}' {change} after the Pipe was built. Over ranks ties are those that it was built with, "
             "and load_state_dict(assign=True) cuts them: change the model first, and build the Pipe anew."
         )

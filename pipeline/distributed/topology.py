@@ -40,7 +40,7 @@ class PipeTopology(Topology):
         own_names: of the parameters that this rank alone has.
         nothing: an empty one, for a rank without any.
         opened: the calls of the Pipe, by entry point and failures before.
-        known: the names of the whole module's parameters, by id, and what gives them, while there are such.
+        named_references: the names of the whole module's parameters, by id, and what gives them, while there are such.
     """
 
     ranks: RankGroup
@@ -49,7 +49,7 @@ class PipeTopology(Topology):
     pairs: frozenset[tuple[int, int]]
     parameters: str
     first_names: Mapping[str, str]
-    known: Mapping[int, tuple[str, Callable[[], Tensor | None]]]
+    named_references: Mapping[int, tuple[str, Callable[[], Tensor | None]]]
     own_names: frozenset[str]
     nothing: nn.Parameter
     opened: Cadence = field(default_factory=Cadence)
@@ -63,7 +63,7 @@ class PipeTopology(Topology):
 
     def name_of(self, leaf: Tensor) -> str | None:
         """The name of a parameter of the module. None: it is none."""
-        name, reference = self.known.get(id(leaf), (None, None))
+        name, reference = self.named_references.get(id(leaf), (None, None))
         return name if reference is not None and reference() is leaf else None
 
     def is_own(self, name: str) -> bool:
@@ -91,22 +91,22 @@ class PipeTopology(Topology):
                 )
 
     def named(
-        self, here: Iterable[tuple[str, nn.Parameter]], remove_duplicate: bool
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], remove_duplicate: bool
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by the names and in the order of the whole module.
 
         Args:
-            here: by the names of the layers that this rank has, each once.
+            named_parameters: by the names of the layers that this rank has, each once.
             remove_duplicate: a tied one by its first name alone, though another rank has that layer; else by all.
         """
-        own: dict[str, nn.Parameter] = {}
-        for name, parameter in here:
+        by_name: dict[str, nn.Parameter] = {}
+        for name, parameter in named_parameters:
             first = self.first_names.get(name, name)
-            own[name if first in own else first] = parameter  # one that was untied since has a name of its own
-        for name in dict.fromkeys([*self.first_names, *own]):
-            first = name if remove_duplicate or name in own else self.first_names[name]
-            if first in own:
-                yield name, own[first]
+            by_name[name if first in by_name else first] = parameter  # one that was untied since has a name of its own
+        for name in dict.fromkeys([*self.first_names, *by_name]):
+            first = name if remove_duplicate or name in by_name else self.first_names[name]
+            if first in by_name:
+                yield name, by_name[first]
 
     def elsewhere(self, stages: Sequence[nn.Sequential]) -> Iterator[tuple[str, nn.Module]]:
         """The placeholders of other ranks' layers, by their names."""
@@ -134,30 +134,32 @@ def topology_of(
     number, ranks.pipes = ranks.pipes, ranks.pipes + 1
     whole = sequential({name: layer for stage in stages for name, layer in stage._modules.items()})
     named = {id(parameter): (name, parameter) for name, parameter in whole.named_parameters()}
-    everywhere = whole.named_parameters(remove_duplicate=False)
-    first_names = {name: named[id(parameter)][0] for name, parameter in everywhere}
-    words = shapes_in_words(named.values())
+    all_names = whole.named_parameters(remove_duplicate=False)
+    first_names = {name: named[id(parameter)][0] for name, parameter in all_names}
+    parameters = shapes_in_words(named.values())
     # Of this rank's own no weak reference: torch cannot move a parameter in place that has one (moved_in_place).
-    here = {
+    own_references = {
         id(parameter): partial(table.get, name)
         for stage, rank in zip(stages, rank_of, strict=True)
         if rank == ranks.rank
         for table in tables_of(stage.modules(), "_parameters")
         for name, parameter in table.items()
     }
-    known = {key: (name, here.get(key) or ref(parameter)) for key, (name, parameter) in named.items()}
+    named_references = {
+        key: (name, own_references.get(key) or ref(parameter)) for key, (name, parameter) in named.items()
+    }
     pairs = frozenset(_pairs(assignment, values))
     tied = {first_names[parameter.name] for parameter in assignment.tied_parameters}
-    held = {first_names[name] for stage in assignment.own for name, _ in stages[stage].named_parameters()}
-    own = frozenset(held - tied)
+    stage_names = {first_names[name] for stage in assignment.own_stages for name, _ in stages[stage].named_parameters()}
+    own_names = frozenset(stage_names - tied)
     nothing = nn.Parameter(torch.empty(0, device="cpu"))
-    return PipeTopology(ranks, number, assignment, pairs, words, first_names, known, own, nothing)
+    return PipeTopology(ranks, number, assignment, pairs, parameters, first_names, named_references, own_names, nothing)
 
 
 def _pairs(assignment: StageAssignment, values: Values) -> Iterator[tuple[int, int]]:
     yield from assignment.tied_pairs
     for row in values.between_stages():
-        one, other = assignment.rank_of[row.producer], assignment.rank_of[row.reader]
-        if one != other:
-            yield one, other
-            yield other, one
+        producer, reader = assignment.rank_of[row.producer], assignment.rank_of[row.reader]
+        if producer != reader:
+            yield producer, reader
+            yield reader, producer

@@ -85,7 +85,7 @@ def place_in_tree(rank: int, size: int) -> TreePlace:
 def tree_pairs(size: int) -> list[tuple[int, int]]:
     """The ordered pairs of ranks that exchange."""
     places = [place_in_tree(rank, size) for rank in range(size)]
-    return [(rank, other) for rank, place in enumerate(places) for other in place.neighbours]
+    return [(rank, neighbour) for rank, place in enumerate(places) for neighbour in place.neighbours]
 
 
 def all_to_all(connections: Connections, rank: int, size: int, data: bytes) -> list[bytes]:
@@ -117,9 +117,9 @@ def _turn(connections: Connections, place: TreePlace, size: int, data: bytes, ro
         connections.incoming(place.parent).post(buffer).wait()
         content = _content(buffer)
     if place.children:
-        known = _message(content)
+        message = _message(content)
         for child in place.children:
-            connections.outgoing(child.start).tell(known)
+            connections.outgoing(child.start).tell(message)
     return _rows(content, room)
 
 

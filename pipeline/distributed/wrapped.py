@@ -97,10 +97,10 @@ def refuse_reduced(params: Iterable[Tensor], who: str) -> None:
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return
-    wanted = {id(param) for param in params}
+    param_ids = {id(param) for param in params}
     for candidate in gc.get_objects():
         if issubclass(type(candidate), DistributedDataParallel):
-            if any(id(param) in wanted for param in candidate.parameters()):
+            if any(id(param) in param_ids for param in candidate.parameters()):
                 raise RuntimeError(
                     f"{who} would update parameters of a DistributedDataParallel before their gradients are averaged. "
                     "Use Pipe(..., replicas=group), whose steps average first, or the optimizer itself."

@@ -40,7 +40,7 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
         seed = communicator.open(lambda values: words, draws=materialize is not None)
         topology.ranks.refuse_shared_devices()
         topology.ranks.connections.connect(topology.pairs)
-        settle(stages, topology.assignment.own, runtime.settings.layout.devices, materialize, lambda: seed)
+        settle(stages, topology.assignment.own_stages, runtime.settings.layout.devices, materialize, lambda: seed)
         modules: dict[str, Any] = runtime.module._modules
         modes = runtime.settings.origin.modes
         here = [layer for name, layer in modules.items() if name not in elsewhere]

@@ -392,7 +392,7 @@ def test_fingerprints_of_what_is_on_an_accelerator_are_those_on_the_host() -> No
             fingerprint, sketches = Fingerprint(there), Sketches([*there, None])
             for value in there:
                 value.zero_()
-        assert not fingerprint.is_here and fingerprint.number == Fingerprint(values).number
+        assert not fingerprint.is_on_host and fingerprint.number == Fingerprint(values).number
         assert sketches.values == Sketches([*values, None]).values
 
 

@@ -286,15 +286,15 @@ def other_part(odd: bool, size: int) -> object:
 @contextmanager
 def late(odd: bool) -> Iterator[None]:
     """As if the tensors of one rank were on an accelerator: their fingerprints come when the call is under way."""
-    kept = fingerprints._Coming.__init__
+    kept = fingerprints._HostCopy.__init__
 
     def init(coming: Any, tensor: torch.Tensor) -> None:
         kept(coming, tensor)
-        coming.is_here = False
+        coming.is_on_host = False
 
     with pytest.MonkeyPatch.context() as patch:
         if odd:
-            patch.setattr(fingerprints._Coming, "__init__", init)
+            patch.setattr(fingerprints._HostCopy, "__init__", init)
         yield
 
 

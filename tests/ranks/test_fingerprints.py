@@ -24,7 +24,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def number(*tensors: Tensor) -> int:
     found = Fingerprint(tensors)
-    assert found.is_here and 0 < found.number < 2**63
+    assert found.is_on_host and 0 < found.number < 2**63
     return found.number
 
 

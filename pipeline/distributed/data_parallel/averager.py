@@ -128,5 +128,5 @@ def _by_id(pairs: Iterable[Pair]) -> dict[int, Tensor]:
 
 
 def _without(pairs: Iterable[Pair], others: Iterable[Pair]) -> list[Pair]:
-    taken = {id(owner) for owner, _ in others}
-    return [pair for pair in pairs if id(pair[0]) not in taken]
+    excluded = {id(owner) for owner, _ in others}
+    return [pair for pair in pairs if id(pair[0]) not in excluded]

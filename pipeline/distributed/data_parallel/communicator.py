@@ -43,7 +43,7 @@ class DataParallelCommunicator(Communicator):
         replicas: the replicas.
         layout: what travels between them.
         entry: what is called: "step".
-        of: the call whose backward this is: what the replicas must agree on.
+        forward_words: the call whose backward this is: what the replicas must agree on.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class DataParallelCommunicator(Communicator):
         replicas: Replicas,
         layout: BucketLayout,
         entry: str,
-        of: Mapping[str, str] | None = None,
+        forward_words: Mapping[str, str] | None = None,
     ) -> None:
         ranks = replicas.ranks
         self._inner = inner
         self._replicas = replicas
         self._entry = entry
-        self._is_backward = of is not None
+        self._is_backward = forward_words is not None
         self._name = f"{entry} (call {ranks.calls + 1} among the replicas)"
         self._action: Action | None = None  # under way
         self._interrupts = Deferral()  # from the last vote to the end
         calls = f"{entry} of Pipe {replicas.number}, {ranks.next_call}"
-        if of is not None:
-            calls += f", of {of['the calls']}"
-        self.averager: ReplicaAverager = ReplicaAverager(replicas, layout, calls, of)
+        if forward_words is not None:
+            calls += f", of {forward_words['the calls']}"
+        self.averager: ReplicaAverager = ReplicaAverager(replicas, layout, calls, forward_words)
         self.topology, self.exchange, self.gradients = inner.topology, inner.exchange, inner.gradients
 
     @property
@@ -76,18 +76,18 @@ class DataParallelCommunicator(Communicator):
 
     def __enter__(self) -> DataParallelCommunicator:
         ranks, pipeline = self._replicas.ranks, self._replicas.pipeline
-        is_within = ranks.is_in_call or (pipeline is not None and pipeline.is_in_call)
+        is_nested = ranks.is_in_call or (pipeline is not None and pipeline.is_in_call)
         try:
             self._inner.__enter__()
         except BaseException:
-            if not is_within:
+            if not is_nested:
                 ranks.monitor.enter(ranks.generation, self._name, ranks.connections.abort)
                 self._pass_on()
             raise
         try:
             ranks.enter(self._name)
         except BaseException as error:
-            if pipeline is None or is_within:
+            if pipeline is None or is_nested:
                 raise
             pipeline.monitor.fail(self._failure_among_replicas(error))
             self._inner.__exit__(ReplicaLostError, ReplicaLostError(str(error)), None)
@@ -146,14 +146,14 @@ class DataParallelCommunicator(Communicator):
 
     def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
         """As the pipeline's own. What replicas must agree on is compared when their gradients meet."""
-        compared: list[Mapping[str, str]] = []
+        descriptions: list[Mapping[str, str]] = []
 
         def with_replica(values: bool) -> Mapping[str, str]:
-            compared.append(words(values))
-            return {**compared[-1], "the replicas": f"number {self._replicas.index} of {self._replicas.count}"}
+            descriptions.append(words(values))
+            return {**descriptions[-1], "the replicas": f"number {self._replicas.index} of {self._replicas.count}"}
 
         seed = self._inner.open(with_replica, draws, tensors)
-        self.averager.describe(compared[-1] if compared else words(False))
+        self.averager.describe(descriptions[-1] if descriptions else words(False))
         return seed
 
     def at(self, action: Action | None) -> None:

@@ -33,7 +33,7 @@ from pipeline.distributed.group import RankGroup
 from pipeline.transports.channel import ChannelError
 from pipeline.transports.message import Message
 
-Parts = list[Tensor | None]
+GradientParts = list[Tensor | None]
 _AT_ONCE = 8  # messages that are sent before what came in place of the first is taken
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -86,41 +86,41 @@ class GradientReducer:
         with among_replicas():
             self._send(grads, (torch.tensor(note, dtype=torch.int64, device="cpu"),))
 
-    def _send(self, grads: Mapping[int, Tensor], more: tuple[Tensor, ...]) -> None:
+    def _send(self, grads: Mapping[int, Tensor], note: tuple[Tensor, ...]) -> None:
         if not self._grads:
             self._ranks.carry(list(permutations(range(self._ranks.size), 2)))
             self._begin("sums")
         bucket = self._buckets[len(self._grads)]
-        mine = [grads.get(id(parameter)) for parameter in bucket.parameters]
-        cuts = shards_of([parameter.numel() for parameter in bucket.parameters], self._ranks.size)
-        flat = [_flat(grad) for grad in mine]
-        parts = {rank: [_cut(flat[piece.parameter], piece) for piece in cuts[rank]] for rank in self._others}
-        self._send_each(_named("sums", bucket), {rank: Message((*own, *more)) for rank, own in parts.items()})
-        self._grads.append(mine)
-        self._shards.append(cuts)
+        grads_sent = [grads.get(id(parameter)) for parameter in bucket.parameters]
+        shards = shards_of([parameter.numel() for parameter in bucket.parameters], self._ranks.size)
+        flat = [_flat(grad) for grad in grads_sent]
+        parts = {rank: [_cut(flat[piece.parameter], piece) for piece in shards[rank]] for rank in self._others}
+        self._send_each(_named("sums", bucket), {rank: Message((*shard, *note)) for rank, shard in parts.items()})
+        self._grads.append(grads_sent)
+        self._shards.append(shards)
 
-    def receive(self) -> tuple[list[list[Parts]], list[list[int]]]:
+    def receive(self) -> tuple[list[list[GradientParts]], list[list[int]]]:
         """The sums of this replica's shard, by bucket and replica, and all notes; called when all have been sent."""
         rank = self._ranks.rank
-        own = [
-            [_cut(_flat(grads[piece.parameter]), piece) for piece in cuts[rank]]
-            for grads, cuts in zip(self._grads, self._shards, strict=True)
+        own_shard = [
+            [_cut(_flat(grads[piece.parameter]), piece) for piece in shards[rank]]
+            for grads, shards in zip(self._grads, self._shards, strict=True)
         ]
-        sums: list[list[Parts]] = [[parts] * self._ranks.size for parts in own]
+        sums: list[list[GradientParts]] = [[parts] * self._ranks.size for parts in own_shard]
         notes = [list(self._note)] * self._ranks.size
         with among_replicas():
             for index, bucket in enumerate(self._buckets):
-                for other in self._others:
-                    sums[index][other] = list(self._received(other, _named("sums", bucket)))
+                for replica in self._others:
+                    sums[index][replica] = list(self._received(replica, _named("sums", bucket)))
             self._finish()
-        for other in self._others:
-            note = sums[-1][other].pop()
+        for replica in self._others:
+            note = sums[-1][replica].pop()
             assert note is not None  # it was sent with the last bucket
-            notes[other] = note.tolist()
+            notes[replica] = note.tolist()
         return sums, notes
 
     def means(
-        self, sums: list[list[Parts]], divisors: Sequence[Tensor | None]
+        self, sums: list[list[GradientParts]], divisors: Sequence[Tensor | None]
     ) -> list[tuple[Tensor, Tensor]]:
         """The parameters that have a gradient on any replica, and its mean.
 
@@ -131,52 +131,52 @@ class GradientReducer:
         Raises:
             RuntimeError: a gradient is sparse on one replica and dense on another.
         """
-        rank, own = self._ranks.rank, []
+        rank, own_means = self._ranks.rank, []
         with among_replicas():
             self._begin("means")
             for index, bucket in enumerate(self._buckets):
                 parts, sums[index] = sums[index], []
-                cuts = self._shards[index][rank]
-                columns = zip(cuts, *parts, strict=True)
-                own.append([_mean(summands, divisors, bucket, piece) for piece, *summands in columns])
+                pieces = self._shards[index][rank]
+                columns = zip(pieces, *parts, strict=True)
+                own_means.append([_mean(summands, divisors, bucket, piece) for piece, *summands in columns])
                 if not bucket.parameters:
                     continue
-                message = Message(tuple(own[-1]))
+                message = Message(tuple(own_means[-1]))
                 self._send_each(_named("means", bucket), dict.fromkeys(self._others, message))
-            pairs = [pair for index in range(len(self._buckets)) for pair in self._whole(index, own[index])]
+            pairs = [pair for index in range(len(self._buckets)) for pair in self._whole(index, own_means[index])]
             self._finish()
         return pairs
 
-    def _whole(self, index: int, mine: Parts) -> Iterator[tuple[Tensor, Tensor]]:
+    def _whole(self, index: int, own_means: GradientParts) -> Iterator[tuple[Tensor, Tensor]]:
         """The means of a bucket, put together from everyone's shard."""
         bucket = self._buckets[index]
         if not bucket.parameters:
             return
         pieces: list[list[tuple[Piece, Tensor | None]]] = [[] for _ in bucket.parameters]
-        for rank, cuts in enumerate(self._shards[index]):
-            theirs = mine if rank == self._ranks.rank else self._received(rank, _named("means", bucket))
-            for piece, mean in zip(cuts, theirs, strict=True):
+        for rank, shard in enumerate(self._shards[index]):
+            shard_means = own_means if rank == self._ranks.rank else self._received(rank, _named("means", bucket))
+            for piece, mean in zip(shard, shard_means, strict=True):
                 pieces[piece.parameter].append((piece, mean))
         for parameter, grad, means in zip(bucket.parameters, self._grads[index], pieces, strict=True):
             whole = _joined(parameter, grad, means)
             if whole is not None:
                 yield parameter, whole
 
-    def _begin(self, what: str) -> None:
-        names = [_named(what, bucket) for bucket in self._buckets if bucket.parameters or what == "sums"]
+    def _begin(self, kind: str) -> None:
+        names = [_named(kind, bucket) for bucket in self._buckets if bucket.parameters or kind == "sums"]
         for rank in self._others:
-            self._ranks.connections.receiver(rank).begin(f"{self._series}/{what}", names)
-            self._ranks.connections.sender(rank).begin(f"{self._series}/{what}", names)
+            self._ranks.connections.receiver(rank).begin(f"{self._series}/{kind}", names)
+            self._ranks.connections.sender(rank).begin(f"{self._series}/{kind}", names)
 
     def _send_each(self, name: str, messages: Mapping[int, Message]) -> None:
         """Send a message to each other replica."""
-        here, size = self._ranks.rank, self._ranks.size
+        own_rank, size = self._ranks.rank, self._ranks.size
         for turn, source in enumerate(self._others, 1):
             if size - 1 > _AT_ONCE == len(self._expected):
-                early = self._expected.popleft()
-                self._arrived[early] = self._received(*early)
-            to = (here + turn) % size
-            self._ranks.connections.sender(to).send(name, messages[to])
+                expected = self._expected.popleft()
+                self._arrived[expected] = self._received(*expected)
+            target = (own_rank + turn) % size
+            self._ranks.connections.sender(target).send(name, messages[target])
             self._expected.append((source, name))
 
     def _received(self, rank: int, name: str) -> tuple[Tensor | None, ...]:
@@ -203,8 +203,8 @@ def among_replicas() -> Iterator[None]:
         raise ReplicaLostError(str(error)) from error
 
 
-def _named(what: str, bucket: GradientBucket) -> str:
-    return f"{what} of {bucket.name}"
+def _named(kind: str, bucket: GradientBucket) -> str:
+    return f"{kind} of {bucket.name}"
 
 
 def _flat(grad: Tensor | None) -> Tensor | None:
@@ -233,10 +233,10 @@ def _mean(
         )
     total: Tensor | None = None
     for part, divisor in present:
-        here = divide_(part.to(parameter.device), divisor)
-        here = here.to(torch.float32) if here.dtype in _HALF else here
-        here = here.coalesce() if here.is_sparse else here
-        total = here if total is None else total.add_(here)  # in place: messages are ours, and our own part is replaced
+        summand = divide_(part.to(parameter.device), divisor)
+        summand = summand.to(torch.float32) if summand.dtype in _HALF else summand
+        summand = summand.coalesce() if summand.is_sparse else summand
+        total = summand if total is None else total.add_(summand)  # in place: messages are ours, our part is replaced
     assert total is not None  # some part is present
     mean = total.div_(len(parts)).to(present[0][0].dtype)
     return mean.coalesce() if mean.is_sparse else mean
@@ -253,7 +253,7 @@ def _joined(
         grad = torch.empty_like(parameter, dtype=present[0][1].dtype, requires_grad=False)
     flat = grad.view(-1) if grad.is_contiguous() else grad.new_empty(grad.numel())
     for piece, mean in present:
-        here = flat[piece.begin : piece.end]
-        if here.data_ptr() != mean.data_ptr():  # else it was computed in its place
-            here.copy_(mean)
+        target = flat[piece.begin : piece.end]
+        if target.data_ptr() != mean.data_ptr():  # else it was computed in its place
+            target.copy_(mean)
     return grad if grad.is_contiguous() else grad.copy_(flat.view(grad.shape))

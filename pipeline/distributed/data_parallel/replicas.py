@@ -84,12 +84,12 @@ class Replicas:
     def _share(self, tensors: Iterable[Tensor]) -> None:
         """Write replica 0's values into the tensors of all replicas."""
         messages = CallMessages(self.ranks, f"{self.number}")
-        for some in _in_messages(tensors):
-            own = Message(tuple([tensor.detach() for tensor in some])) if self.index == 0 else None
-            values = messages.broadcast(0, "the initial values", own).tensors
-            if own is None:
+        for portion in _in_messages(tensors):
+            message = Message(tuple([tensor.detach() for tensor in portion])) if self.index == 0 else None
+            values = messages.broadcast(0, "the initial values", message).tensors
+            if message is None:
                 with torch.no_grad():
-                    for tensor, value in zip(some, values, strict=True):
+                    for tensor, value in zip(portion, values, strict=True):
                         assert value is not None  # as it was sent
                         tensor.copy_(value)
 
@@ -108,11 +108,11 @@ def check_where(replicas: Any, group: Any, devices: Any) -> None:
         )
 
 
-def find_replicas(given: Any, ranks: RankGroup | None, heartbeat: float, timeout: float) -> RankGroup | None:
+def find_replicas(group: Any, ranks: RankGroup | None, heartbeat: float, timeout: float) -> RankGroup | None:
     """The ranks of the replicas, those that have the same stages as this one.
 
     Args:
-        given: a ProcessGroup, a DeviceMesh of one dimension, or None.
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None.
         ranks: those that run this replica. None: this process does.
         heartbeat, timeout: seconds, see RankGroup.
 
@@ -122,14 +122,14 @@ def find_replicas(given: Any, ranks: RankGroup | None, heartbeat: float, timeout
     Raises:
         ValueError: other ranks of this pipeline are among them.
     """
-    if given is None:
+    if group is None:
         return None
-    replicas = ranks_of(given, heartbeat, timeout)
+    replicas = ranks_of(group, heartbeat, timeout)
     if replicas is not None and ranks is not None:
-        both = sorted(set(members(replicas)) & set(members(ranks)))
-        if len(both) > 1:
+        common = sorted(set(members(replicas)) & set(members(ranks)))
+        if len(common) > 1:
             raise ValueError(
-                f"replicas has ranks {members(replicas)} and group has ranks {members(ranks)}, so ranks {both} would "
+                f"replicas has ranks {members(replicas)} and group has ranks {members(ranks)}, so ranks {common} would "
                 "be replicas of each other and parts of one pipeline. Give the two dimensions of a DeviceMesh: "
                 'group=mesh["pp"], replicas=mesh["dp"].'
             )
@@ -160,11 +160,11 @@ def _place(pipeline: RankGroup | None) -> str:
 
 def _in_messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Groups of tensors, each of which is one message."""
-    some: list[Tensor] = []
+    portion: list[Tensor] = []
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        some.append(tensor)
-        if sum(tensor.numel() * tensor.element_size() for tensor in some) >= _MESSAGE_BYTES:
-            yield some
-            some = []
-    if some:
-        yield some
+        portion.append(tensor)
+        if sum(tensor.numel() * tensor.element_size() for tensor in portion) >= _MESSAGE_BYTES:
+            yield portion
+            portion = []
+    if portion:
+        yield portion

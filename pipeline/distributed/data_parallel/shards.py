@@ -63,12 +63,12 @@ class BucketLayout(NamedTuple):
     parameters: tuple[Tensor, ...]
 
 
-def layout_of(stages: Mapping[int, Sequence[nn.Module]], apart: Collection[int] = ()) -> BucketLayout:
+def layout_of(stages: Mapping[int, Sequence[nn.Module]], tied_ids: Collection[int] = ()) -> BucketLayout:
     """The layout of a process.
 
     Args:
         stages: the layers of each stage that this process has.
-        apart: the ids of parameters that other processes have too.
+        tied_ids: the ids of parameters that other processes have too.
 
     Example:
         >>> layers = {stage: [nn.Linear(512, 512)] for stage in range(4)}
@@ -81,23 +81,23 @@ def layout_of(stages: Mapping[int, Sequence[nn.Module]], apart: Collection[int] 
         for stage, layers in sorted(stages.items())
     }
     readers = Counter(key for parameters in by_stage.values() for key in parameters)
-    everything = {key: parameter for parameters in by_stage.values() for key, parameter in parameters.items()}
-    shared = {key: everything[key] for key, count in readers.items() if count > 1 or key in apart}
+    all_parameters = {key: parameter for parameters in by_stage.values() for key, parameter in parameters.items()}
+    shared = {key: all_parameters[key] for key, count in readers.items() if count > 1 or key in tied_ids}
     buckets, last = [], GradientBucket((), ())
     for stage in reversed(by_stage):
-        own = [parameter for key, parameter in by_stage[stage].items() if key not in shared]
-        last = GradientBucket((*last.stages, stage), (*last.parameters, *own))
+        stage_parameters = [parameter for key, parameter in by_stage[stage].items() if key not in shared]
+        last = GradientBucket((*last.stages, stage), (*last.parameters, *stage_parameters))
         if sum([parameter.numel() * parameter.element_size() for parameter in last.parameters]) >= SMALL:
             buckets.append(last)
             last = GradientBucket((), ())
     last = GradientBucket(last.stages, (*last.parameters, *shared.values()))
-    return BucketLayout((*buckets, last), tuple(everything.values()))
+    return BucketLayout((*buckets, last), tuple(all_parameters.values()))
 
 
 def with_external(layout: BucketLayout, pairs: Sequence[Pair]) -> GradientBucket:
     """The last bucket, with parameters that are trained with the module but are not its own, those of a loss."""
-    known = {id(parameter) for parameter in layout.parameters}
-    external = [owner for owner, _ in pairs if id(owner) not in known and isinstance(owner, nn.Parameter)]
+    module_ids = {id(parameter) for parameter in layout.parameters}
+    external = [owner for owner, _ in pairs if id(owner) not in module_ids and isinstance(owner, nn.Parameter)]
     last = layout.buckets[-1]
     return GradientBucket(last.stages, (*last.parameters, *external))
 

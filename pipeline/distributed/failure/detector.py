@@ -45,28 +45,33 @@ class FailureDetector:
     def see(self, beats: Mapping[int, Heartbeat], now: float) -> None:
         """Take note of the beats of all ranks that have one, this one's own included."""
         for rank, beat in beats.items():
-            before = self._beats.get(rank)
-            if before is None or beat.serial != before.serial:
+            previous = self._beats.get(rank)
+            if previous is None or beat.serial != previous.serial:
                 self._changed[rank] = now
-            if before is None or beat.movement() != before.movement():
+            if previous is None or beat.movement() != previous.movement():
                 self._moved = now
             self._beats[rank] = beat
 
     def accusation(self, now: float) -> Failure | None:
         """The failure of the call that this rank is in, or None."""
-        own = self._beats.get(self._rank)
-        if own is None or not own.is_in:
+        own_beat = self._beats.get(self._rank)
+        if own_beat is None or not own_beat.is_in:
             return None
-        return self._ended(own) or self._given_up(own) or self._silent(own, now) or self._stuck(own, now)
+        return (
+            self._ended(own_beat)
+            or self._given_up(own_beat)
+            or self._silent(own_beat, now)
+            or self._stuck(own_beat, now)
+        )
 
     def waits(self, but: int | None = None) -> str:
         """A description of where every rank but one is."""
         return "; ".join(f"rank {rank} {self._stood(rank)}" for rank in range(self._size) if rank != but) + "."
 
-    def without_store(self, own: Heartbeat, reason: str) -> Failure:
+    def without_store(self, own_beat: Heartbeat, reason: str) -> Failure:
         """The failure of this rank's call where the store, and so the others, cannot be seen any more."""
-        message = f"{reason} rank {self._rank} is {own.described()}."
-        return silence(self._rank, own.call, message, self.waits(but=self._rank))
+        message = f"{reason} rank {self._rank} is {own_beat.described()}."
+        return silence(self._rank, own_beat.call, message, self.waits(but=self._rank))
 
     def needy(self, call: Heartbeat, serials: Mapping[int, int], now: float, patience: float) -> list[int]:
         """The ranks that may still need this one for a call that it has left.
@@ -95,60 +100,62 @@ class FailureDetector:
             return "has not been heard of yet"
         return f"{'is' if rank == self._rank else 'was'} {beat.described()}"
 
-    def _ended(self, own: Heartbeat) -> Failure | None:
+    def _ended(self, own_beat: Heartbeat) -> Failure | None:
         for rank, beat in self._others().items():
-            if beat.ended and not beat.has_left(own):
-                where = f" at {beat.at} in {beat.call}" if beat.has_entered(own) and beat.at else ""
-                message = f"rank {rank} {beat.ended}{where} while rank {self._rank} waits in {own.call} for it."
-                return silence(rank, own.call, message, self.waits(but=rank))
+            if beat.ended and not beat.has_left(own_beat):
+                where = f" at {beat.at} in {beat.call}" if beat.has_entered(own_beat) and beat.at else ""
+                message = f"rank {rank} {beat.ended}{where} while rank {self._rank} waits in {own_beat.call} for it."
+                return silence(rank, own_beat.call, message, self.waits(but=rank))
         return None
 
-    def _given_up(self, own: Heartbeat) -> Failure | None:
+    def _given_up(self, own_beat: Heartbeat) -> Failure | None:
         for rank, beat in self._others().items():
-            if beat.generation > own.generation:
+            if beat.generation > own_beat.generation:
                 message = (
-                    f"{own.call} was given up by the others while rank {self._rank} was not heard of: rank {rank} is "
-                    f"{beat.described()}, {beat.generation - own.generation} failures later."
+                    f"{own_beat.call} was given up by the others while rank {self._rank} was not heard of: rank {rank} "
+                    f"is {beat.described()}, {beat.generation - own_beat.generation} failures later."
                 )
-                return silence(self._rank, own.call, message)
+                return silence(self._rank, own_beat.call, message)
         return None
 
-    def _silent(self, own: Heartbeat, now: float) -> Failure | None:
-        needed = [rank for rank, beat in self._others().items() if not beat.has_left(own)]
-        since = {rank: now - self._changed[rank] for rank in needed}
-        rank = max(since, key=since.__getitem__, default=self._rank)
-        if since.get(rank, 0.0) <= self._heartbeat:
+    def _silent(self, own_beat: Heartbeat, now: float) -> Failure | None:
+        needed = [rank for rank, beat in self._others().items() if not beat.has_left(own_beat)]
+        silent_seconds = {rank: now - self._changed[rank] for rank in needed}
+        rank = max(silent_seconds, key=silent_seconds.__getitem__, default=self._rank)
+        if silent_seconds.get(rank, 0.0) <= self._heartbeat:
             return None
         message = (
-            f"rank {rank} does not answer since {since[rank]:.1f} s (heartbeat={self._heartbeat}): stopped, swapped "
-            f"out or cut off. It was last seen {self._beats[rank].described()}."
+            f"rank {rank} does not answer since {silent_seconds[rank]:.1f} s (heartbeat={self._heartbeat}): stopped, "
+            f"swapped out or cut off. It was last seen {self._beats[rank].described()}."
         )
-        return silence(rank, own.call, message, self.waits(but=rank))
+        return silence(rank, own_beat.call, message, self.waits(but=rank))
 
-    def _stuck(self, own: Heartbeat, now: float) -> Failure | None:
+    def _stuck(self, own_beat: Heartbeat, now: float) -> Failure | None:
         if now - self._moved <= self._timeout:
             return None
-        absent = [rank for rank in range(self._size) if not self._has_entered(rank, own)]
+        absent = [rank for rank in range(self._size) if not self._has_entered(rank, own_beat)]
         if absent:
-            return silence(absent[0], own.call, self._missed(absent, own), self.waits())
+            return silence(absent[0], own_beat.call, self._missed(absent, own_beat), self.waits())
         message = (
-            f"nothing moves on any rank for {self._timeout:g} s (timeout={self._timeout}) in {own.call}, though all "
-            f"ranks are alive. If one action may take that long, give a larger timeout."
+            f"nothing moves on any rank for {self._timeout:g} s (timeout={self._timeout}) in {own_beat.call}, though "
+            f"all ranks are alive. If one action may take that long, give a larger timeout."
         )
-        return silence(self._rank, own.call, message, self.waits())
+        return silence(self._rank, own_beat.call, message, self.waits())
 
-    def _has_entered(self, rank: int, own: Heartbeat) -> bool:
-        return rank in self._beats and self._beats[rank].has_entered(own)
+    def _has_entered(self, rank: int, own_beat: Heartbeat) -> bool:
+        return rank in self._beats and self._beats[rank].has_entered(own_beat)
 
-    def _missed(self, absent: list[int], own: Heartbeat) -> str:
+    def _missed(self, absent: list[int], own_beat: Heartbeat) -> str:
         parts = []
         for rank in absent:
             beat = self._beats.get(rank)
             if beat is None:
-                parts.append(f"rank {rank} has not been heard of yet, nor entered {own.call}")
+                parts.append(f"rank {rank} has not been heard of yet, nor entered {own_beat.call}")
             else:
                 last = f"it was last in {beat.call}" if beat.call else "it has entered no call so far"
-                parts.append(f"rank {rank} is alive but has not entered {own.call} for {self._timeout:g} s; {last}")
+                parts.append(
+                    f"rank {rank} is alive but has not entered {own_beat.call} for {self._timeout:g} s; {last}"
+                )
         return (
             f"{'; '.join(parts)} (timeout={self._timeout}). Every rank must make the same calls; if one may stay away "
             f"for that long, give a larger timeout."

@@ -79,8 +79,8 @@ def silence(rank: int, call: str, message: str, waits: str = "") -> Failure:
     return Failure(rank, None, None, None, call, _name(RankError), message, waits=waits)
 
 
-def exception_of(failure: Failure, here_rank: int) -> BaseException:
-    """The exception that rank `here_rank` raises for this failure.
+def exception_of(failure: Failure, own_rank: int) -> BaseException:
+    """The exception that rank `own_rank` raises for this failure.
 
     Returns:
         An error of the original's type, if that can be imported here, is an Exception and can be made from its message;
@@ -90,11 +90,11 @@ def exception_of(failure: Failure, here_rank: int) -> BaseException:
     >>> error, error.__notes__
     (ValueError('not like this'), ['on rank 2: stage 1, chunk 3, 1F3, in step 7'])
     """
-    error = _made(failure) or RankError(_told(failure))
+    error = _original_error(failure) or RankError(_rank_error_message(failure))
     error.add_note(_place(failure))
     if failure.traceback:
-        whose = "here, too" if failure.rank == here_rank else f"this is rank {here_rank}"
-        error.__cause__ = RankError(f"on rank {failure.rank} ({whose}):\n\n{failure.traceback}")
+        origin = "here, too" if failure.rank == own_rank else f"this is rank {own_rank}"
+        error.__cause__ = RankError(f"on rank {failure.rank} ({origin}):\n\n{failure.traceback}")
     return error
 
 
@@ -112,11 +112,11 @@ def _message(error: BaseException) -> str:
 def _place(failure: Failure) -> str:
     stage = None if failure.stage is None else f"stage {failure.stage}"
     chunk = None if failure.chunk is None else f"chunk {failure.chunk}"
-    known = [part for part in (stage, chunk, failure.action, f"in {failure.call}") if part is not None]
-    return f"on rank {failure.rank}: {', '.join(known)}"
+    parts = [part for part in (stage, chunk, failure.action, f"in {failure.call}") if part is not None]
+    return f"on rank {failure.rank}: {', '.join(parts)}"
 
 
-def _told(failure: Failure) -> str:
+def _rank_error_message(failure: Failure) -> str:
     """The message of a RankError."""
     message = failure.message
     if failure.type_name != _name(RankError):
@@ -124,9 +124,9 @@ def _told(failure: Failure) -> str:
     return f"{message} {failure.waits}" if failure.waits else message
 
 
-def _made(failure: Failure) -> Exception | None:
+def _original_error(failure: Failure) -> Exception | None:
     """The original's type, made from its message, if that gives an error that says the same."""
-    cls = _found(failure.type_name)
+    cls = _exception_type(failure.type_name)
     if cls is None or cls is RankError:
         return None
     try:
@@ -148,15 +148,15 @@ def _arguments(cls: type[Exception], message: str) -> tuple[object, ...]:
     return (message,)
 
 
-def _found(type_name: str) -> type[Exception] | None:
+def _exception_type(type_name: str) -> type[Exception] | None:
     """The type of that name. Its module may have dots, and so may its name within (a class within a class)."""
     parts = type_name.split(".")
     for cut in range(len(parts) - 1, 0, -1):
-        named = _module(".".join(parts[:cut]))
-        for part in parts[cut:] if named is not None else ():
-            named = getattr(named, part, None)
-        if isinstance(named, type):
-            return named if issubclass(named, Exception) else None
+        candidate = _module(".".join(parts[:cut]))
+        for part in parts[cut:] if candidate is not None else ():
+            candidate = getattr(candidate, part, None)
+        if isinstance(candidate, type):
+            return candidate if issubclass(candidate, Exception) else None
     return None
 
 

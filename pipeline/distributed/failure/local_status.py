@@ -15,7 +15,7 @@ from pipeline.distributed.failure.errors import Failure
 from pipeline.distributed.failure.heartbeat import Heartbeat, in_words
 
 
-class Marks(Protocol):
+class ProgressMarks(Protocol):
     """The marks that the main thread writes often, and so without the lock."""
 
     at: object
@@ -39,7 +39,7 @@ class LocalStatus:
             to the monitor, so that a monitor without other references ends.)
     """
 
-    def __init__(self, rank: int, marks: Callable[[], Marks | None]) -> None:
+    def __init__(self, rank: int, marks: Callable[[], ProgressMarks | None]) -> None:
         self.rank = rank
         self.is_asking = False  # whether the main thread is in `ask`
         self.changed = threading.Condition()
@@ -50,8 +50,8 @@ class LocalStatus:
         self._latest = LatestCall(-1, 0, "")
         self._abort: Callable[[], object] | None = None  # None: outside of calls
         self._unposted: list[tuple[int, Failure]] = []
-        self._marks = marks
-        self._mark: tuple[object, int] = ("", 0)  # what these were when they were last read
+        self._get_marks = marks
+        self._last_marks: tuple[object, int] = ("", 0)  # what these were when they were last read
 
     # ------------------------------------------------------------------ what the main thread does
 
@@ -60,10 +60,10 @@ class LocalStatus:
         with self.changed:
             if self.ended:
                 raise RuntimeError(f"rank {self.rank} {self.ended}: it cannot enter {call}")
-            before, number, _ = self._latest
-            if generation < before:
-                raise ValueError(f"generation {generation} is over: rank {self.rank} is in {before}")
-            if generation > before:
+            current, number, _ = self._latest
+            if generation < current:
+                raise ValueError(f"generation {generation} is over: rank {self.rank} is in {current}")
+            if generation > current:
                 number, self.failure = 0, None
             self._latest = LatestCall(generation, number + 1, call)
             self._abort = abort
@@ -100,10 +100,10 @@ class LocalStatus:
                 self.changed.wait_for(lambda: self.failure is not None or self.ended, seconds)
                 self.failure = self.failure or failure
 
-    def end(self, how: str) -> None:
+    def end(self, ending: str) -> None:
         """Note that this rank enters no further call."""
         with self.changed:
-            self.ended = self.ended or how
+            self.ended = self.ended or ending
             self.changed.notify_all()
 
     def drop(self) -> None:
@@ -116,10 +116,10 @@ class LocalStatus:
     def beat(self, serial: int) -> Heartbeat:
         """The present heartbeat of this rank."""
         with self.changed:
-            marks = self._marks()
+            marks = self._get_marks()
             if marks is not None:
-                self._mark = marks.at, marks.steps
-            at, steps = self._mark
+                self._last_marks = marks.at, marks.steps
+            at, steps = self._last_marks
             return Heartbeat(serial, *self._latest, self._abort is not None, in_words(at), steps, self.ended)
 
     def asked(self) -> int | None:

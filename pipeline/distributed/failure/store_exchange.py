@@ -36,7 +36,7 @@ class StoreExchange:
         self._awake = monotonic()
         self._next = 0.0
         self._latest = Heartbeat(-1, -1, 0, "", False, "", 0, "")  # of this rank, in the store
-        self._before = self._latest  # at the turn before
+        self._previous = self._latest  # at the turn before
         self._parting: tuple[float, dict[int, int]] | None = None  # since when, and the others' beats then
 
     def last_beat(self) -> None:
@@ -48,10 +48,10 @@ class StoreExchange:
         """Post and look for failures; when a beat is due, exchange beats and judge by them."""
         self._check_clock()
         self._post()
-        asked = self._status.asked()
-        failure = None if asked is None else self._keys.failure(asked)
-        if asked is not None and failure is not None:
-            self._status.deliver(asked, failure)
+        generation = self._status.asked()
+        failure = None if generation is None else self._keys.failure(generation)
+        if generation is not None and failure is not None:
+            self._status.deliver(generation, failure)
         self._status.wake()
         if self._is_due(self._status.beat(0)):
             self._post()  # before a beat that is of a later generation
@@ -62,32 +62,32 @@ class StoreExchange:
             generation, failure = unposted[0]
             self._status.posted(generation, self._keys.post(generation, failure))
 
-    def _is_due(self, own: Heartbeat) -> bool:
+    def _is_due(self, own_beat: Heartbeat) -> bool:
         """A beat is due in time; and early when this rank pauses where it was not seen, since others may then part."""
-        before, self._before = self._before, own
-        pauses = own.movement() == before.movement()
-        is_news = (own.order, own.is_in) != (self._latest.order, self._latest.is_in)
-        return (pauses and is_news) or self._is_parting(own) or monotonic() >= self._next
+        previous, self._previous = self._previous, own_beat
+        pauses = own_beat.movement() == previous.movement()
+        is_news = (own_beat.order, own_beat.is_in) != (self._latest.order, self._latest.is_in)
+        return (pauses and is_news) or self._is_parting(own_beat) or monotonic() >= self._next
 
-    def _is_parting(self, own: Heartbeat) -> bool:
-        return bool(own.ended) or self._status.is_withdrawing
+    def _is_parting(self, own_beat: Heartbeat) -> bool:
+        return bool(own_beat.ended) or self._status.is_withdrawing
 
     def _beat(self) -> Heartbeat:
         self._latest = self._status.beat(self._latest.serial + 1)
         self._keys.say(self._latest)
         return self._latest
 
-    def _exchange(self, own: Heartbeat) -> None:
+    def _exchange(self, own_beat: Heartbeat) -> None:
         beats = self._keys.beats()
-        self._keys.forget_before(own.generation)
+        self._keys.forget_before(own_beat.generation)
         now = self._check_clock()
         self._next = now + self._period
-        self._detector.see({**beats, self._status.rank: own}, now)
-        accused = self._detector.accusation(now)
-        if accused is not None and self._status.asked() == own.generation:
-            self._status.deliver(own.generation, self._keys.post(own.generation, accused))
-        if self._is_parting(own):
-            self._part(own, beats, now)
+        self._detector.see({**beats, self._status.rank: own_beat}, now)
+        failure = self._detector.accusation(now)
+        if failure is not None and self._status.asked() == own_beat.generation:
+            self._status.deliver(own_beat.generation, self._keys.post(own_beat.generation, failure))
+        if self._is_parting(own_beat):
+            self._part(own_beat, beats, now)
         else:
             self._parting = None
 
@@ -99,23 +99,23 @@ class StoreExchange:
         self._awake = now
         return now
 
-    def _part(self, own: Heartbeat, beats: dict[int, Heartbeat], now: float) -> None:
+    def _part(self, own_beat: Heartbeat, beats: dict[int, Heartbeat], now: float) -> None:
         if self._parting is None:
             self._parting = now, {rank: beat.serial for rank, beat in beats.items()}
-        since, serials = self._parting
-        left = own if own.ended else own._replace(number=own.number - 1)
-        needy = self._detector.needy(left, serials, now, 3 * self._period)
-        if now - since > min(PARTING, self._heartbeat) or not needy:
+        start, serials = self._parting
+        left_call = own_beat if own_beat.ended else own_beat._replace(number=own_beat.number - 1)
+        needy_ranks = self._detector.needy(left_call, serials, now, 3 * self._period)
+        if now - start > min(PARTING, self._heartbeat) or not needy_ranks:
             self._status.part()
 
     def without_store(self, reason: str) -> None:
         """The turn after the store was lost, for this reason: this rank can only judge for itself."""
-        own = self._status.beat(0)
+        own_beat = self._status.beat(0)
         for generation, failure in self._status.unposted():
             self._status.posted(generation, failure)
         if self._status.asked() is not None:
-            what = f"rank {self._status.rank} lost the store of torch.distributed: {reason}"
-            self._status.deliver(own.generation, self._detector.without_store(own, what))
+            cause = f"rank {self._status.rank} lost the store of torch.distributed: {reason}"
+            self._status.deliver(own_beat.generation, self._detector.without_store(own_beat, cause))
         self._status.wake()
-        if self._is_parting(own):
+        if self._is_parting(own_beat):
             self._status.part()

@@ -59,15 +59,15 @@ class StoreWatchdog:
         if now - self._awake > self._heartbeat / 2:
             self._since = now  # this process was stopped itself: the store had no time to answer
         self._awake = now
-        began = self._monitor.turn_began
-        held = 0.0 if began is None else now - max(began, self._since)
-        if held <= self._heartbeat:
+        start = self._monitor.turn_began
+        turn_seconds = 0.0 if start is None else now - max(start, self._since)
+        if turn_seconds <= self._heartbeat:
             return
         if self._status.ended:
             self._status.part()
         if self._status.asked() is not None:
             reason = (
-                f"the store of torch.distributed does not answer rank {self._status.rank} since {held:.1f} s "
+                f"the store of torch.distributed does not answer rank {self._status.rank} since {turn_seconds:.1f} s "
                 f"(heartbeat={self._heartbeat}): the process that hosts it (rank 0, or torchrun's agent) is stopped, "
                 "swapped out or cut off."
             )

@@ -37,7 +37,7 @@ class MonitorThread:
         self._pause = min(PAUSE, heartbeat / 4)
         self._wake = threading.Event()
         self._is_over = False
-        self._lost: str | None = None  # why the store is
+        self._loss_reason: str | None = None  # why the store is
         self._at_end: Callable[[], object] = int  # nothing
         self._thread = threading.Thread(target=self._run, name="pipe monitor", daemon=True)
 
@@ -76,9 +76,9 @@ class MonitorThread:
     def _guarded(self, work: Callable[[], object]) -> None:
         self.turn_began = monotonic()
         try:
-            work() if self._lost is None else self._exchange.without_store(self._lost)
+            work() if self._loss_reason is None else self._exchange.without_store(self._loss_reason)
         except Exception as error:
-            self._lost = _reason(error)
+            self._loss_reason = _reason(error)
         self.turn_began = None
 
 
