@@ -40,9 +40,9 @@ from pipeline.entry.origin import Origin
 from pipeline.entry.reporting import reported
 from pipeline.entry.runtime import History, Runtime
 from pipeline.entry.settings import Processes, Settings, check_chunks, check_deferred, plans_of
-from pipeline.entry.settled import Settled
-from pipeline.entry.state.meta_init import How
-from pipeline.entry.state.state_dict import Stateful
+from pipeline.entry.settled import FixedModule
+from pipeline.entry.state.meta_init import ValueSource
+from pipeline.entry.state.state_dict import StateDictMixin
 from pipeline.entry.step import LossArguments, Step
 from pipeline.entry.validation import (
     StageView,
@@ -67,7 +67,7 @@ from scheduler import Costs, Report, Schedule, Timeline
 from scheduler.reporting import HasCosts
 
 
-class Pipe(Settled, Stateful):
+class Pipe(FixedModule, StateDictMixin):
     """An `nn.Sequential` cut into stages, each on its device, that computes a mini-batch in chunks.
 
     Outputs, losses, gradients to any order and buffers are the plain module's. Parameters, buffers and state_dict keep
@@ -139,7 +139,7 @@ class Pipe(Settled, Stateful):
         replicas: Any = None,
         timeout: float = 300.0,
         heartbeat: float = 10.0,
-        materialize: How = None,
+        materialize: ValueSource = None,
         batch_dim: int = 0,
         mixes_rows: bool = False,
     ) -> None:
@@ -151,14 +151,14 @@ class Pipe(Settled, Stateful):
         check_wrapped(module)
         check_plain(module)
         check_workers(workers)
-        given = places_of(devices)
-        check_where(replicas, group, given)
-        ranks = find_ranks(group, given, workers, heartbeat, timeout)
-        others = find_replicas(replicas, ranks, heartbeat, timeout)
-        if ranks is not None or others is not None:
+        given_places = places_of(devices)
+        check_where(replicas, group, given_places)
+        ranks = find_ranks(group, given_places, workers, heartbeat, timeout)
+        replica_ranks = find_replicas(replicas, ranks, heartbeat, timeout)
+        if ranks is not None or replica_ranks is not None:
             check_over_ranks(module)
-        layers_per_stage = tuple(choose_balance(module, balance, given, ranks))
-        places = choose_places(given, len(layers_per_stage), ranks)
+        layers_per_stage = tuple(choose_balance(module, balance, given_places, ranks))
+        places = choose_places(given_places, len(layers_per_stage), ranks)
         verify_skippables(module)
         stages = split(module, layers_per_stage)
         check_shared(stages)
@@ -184,10 +184,10 @@ class Pipe(Settled, Stateful):
             processes = replace(processes, ties=join_ranks(self.runtime, stages, materialize))
             self._settings = replace(self._settings, processes=processes)
             is_part(self)
-        if others is not None:
-            found = Replicas(others, ranks, self)
-            self._settings = replace(self._settings, processes=replace(processes, replicas=found))
-            found.join(self, self._settings.words)
+        if replica_ranks is not None:
+            pipe_replicas = Replicas(replica_ranks, ranks, self)
+            self._settings = replace(self._settings, processes=replace(processes, replicas=pipe_replicas))
+            pipe_replicas.join(self, self._settings.words)
 
     @classmethod
     def from_plan(cls, module: nn.Module, plan: Plan, **settings: Any) -> Pipe:
@@ -235,7 +235,9 @@ class Pipe(Settled, Stateful):
         generators = default_generators(self.devices)
         states = [generator.get_state() for generator in generators]
         super().apply(fn)
-        if not all(same_state(state, one.get_state()) for one, state in zip(generators, states, strict=True)):
+        if not all(
+            same_state(state, generator.get_state()) for generator, state in zip(generators, states, strict=True)
+        ):
             raise RuntimeError(
                 "the function given to pipe.apply drew random numbers. Over ranks each has its own layers, and the "
                 "ranks' generators are alike, so layers of different ranks got the same numbers, and not those of one "
@@ -376,8 +378,8 @@ class Pipe(Settled, Stateful):
         """
         return eagerly(Pipe._forward, self, input, named, output)
 
-    def _forward(self, given: tuple[Any, ...], named: dict[str, Any], output: str) -> Any:
-        return entry_points.forward(self.runtime, input_of(given, named, self._settings.takes_arguments), output)
+    def _forward(self, positional: tuple[Any, ...], named: dict[str, Any], output: str) -> Any:
+        return entry_points.forward(self.runtime, input_of(positional, named, self._settings.takes_arguments), output)
 
     def step(
         self,

@@ -24,26 +24,26 @@ class AttachedCall(NamedTuple):
 
     Attributes:
         call: the call.
-        then: its hold of the call lock.
+        hold: its hold of the call lock.
         sizes: for each tensor of the output the number of rows from each chunk. Empty on ranks that did not compute it.
         is_everywhere: whether all ranks have the output; else the last one, and the others a number in its place.
-        wanted: the indices of the input's tensors that need a gradient.
+        input_indices: the indices of the input's tensors that need a gradient.
         owners: the parameters, and other leaves, that have one in this process.
         input_versions: of all tensors of the input at the forward.
     """
 
     call: Call
-    then: Turn
+    hold: Turn
     sizes: Sequence[tuple[int, ...]]
     is_everywhere: bool
-    wanted: Sequence[int]
+    input_indices: Sequence[int]
     owners: Sequence[Tensor]
     input_versions: tuple[int, ...]
 
     @property
     def leaves(self) -> list[Tensor]:
         """All that has a gradient here: tensors of the input, then owners."""
-        return [*[self.call.batch.tree.tensors[index] for index in self.wanted], *self.owners]
+        return [*[self.call.batch.tree.tensors[index] for index in self.input_indices], *self.owners]
 
     def check_input(self) -> None:
         """Raise if the input was written since the forward.

@@ -43,12 +43,12 @@ class ChunkLosses:
         self.compares = compares
         self._execution = execution
         self._target = target
-        self._before: _ChunkEnd | None = None
+        self._previous: _ChunkEnd | None = None
         self._comparisons: list[LossComparison] = []
         self._has_gaps = False  # two chunks, one after the other, could not be joined
 
     def computed(
-        self, loss: Loss, chunk: int, tree: Tree, given: Sequence[Tensor], ends: Sequence[Tensor | GradientEdge]
+        self, loss: Loss, chunk: int, tree: Tree, loss_inputs: Sequence[Tensor], ends: Sequence[Tensor | GradientEdge]
     ) -> tuple[Tensor, float, dict[int, Tensor]]:
         """Compute the loss of a chunk.
 
@@ -56,7 +56,7 @@ class ChunkLosses:
             loss: adds it up.
             chunk: which.
             tree: its output.
-            given: the tensors on which loss_fn computes, in the place of the output's.
+            loss_inputs: the tensors on which loss_fn computes, in the place of the output's.
             ends: where their graph ends.
 
         Returns:
@@ -67,7 +67,7 @@ class ChunkLosses:
         device = tree.tensors[0].device if tree.tensors else None
         if any([piece[chunk].device != device for piece in self._target.pieces]):
             target = self.beside(target, tree)
-        value, weight = loss.chunk(chunk, tree.build(given), target)
+        value, weight = loss.chunk(chunk, tree.build(loss_inputs), target)
         return value, weight, explore([value], until=ends) if value.requires_grad else {}
 
     def beside(self, target: Any, tree: Tree) -> Any:
@@ -88,36 +88,36 @@ class ChunkLosses:
         """
         needs_grad = tuple([tensor.requires_grad for tensor in tree.tensors])
         output = Activations(Tree(detached(tree.tensors), tree.skeleton), needs_grad)
-        now, before = _ChunkEnd(chunk, output, grads, self.loss.is_empty(chunk)), self._before
-        if before is not None and not (before.is_empty and now.is_empty):
-            ends = sorted((before, now), key=lambda end: end.chunk)
+        chunk_end, previous = _ChunkEnd(chunk, output, grads, self.loss.is_empty(chunk)), self._previous
+        if previous is not None and not (previous.is_empty and chunk_end.is_empty):
+            ends = sorted((previous, chunk_end), key=lambda end: end.chunk)
             if self._can_compare(ends):
                 self._comparisons.append(self._compared(ends, scale))
             else:
                 self._has_gaps = True
-        if before is None or before.is_empty or not now.is_empty:  # what counts nothing shows nothing
-            self._before = now
+        if previous is None or previous.is_empty or not chunk_end.is_empty:  # what counts nothing shows nothing
+            self._previous = chunk_end
 
     def _can_compare(self, ends: Sequence[_ChunkEnd]) -> bool:
         """Whether two chunks can be joined. Those of two mini-batches may differ in more than their rows."""
         if not self._target.parts:
             return True
         columns = zip(*[end.output.tree.tensors for end in ends], strict=False)
-        alike = all([are_joinable(column, self._target.batch_dim) for column in columns if column[0].dim()])
-        return alike and self._target.is_joinable([end.chunk for end in ends])
+        joinable = all([are_joinable(column, self._target.batch_dim) for column in columns if column[0].dim()])
+        return joinable and self._target.is_joinable([end.chunk for end in ends])
 
     def _compared(self, ends: Sequence[_ChunkEnd], scale: float | None) -> LossComparison:
         loss, weight = self.loss.of([end.chunk for end in ends])
         whole, leaves, expected = self._whole(loss, weight, ends)
         if expected is None:
             return loss.compared(whole, ())
-        ours = [
+        chunk_grads = [
             _or_zeros(grad, leaf, scale)
-            for end, own in zip(ends, leaves, strict=True)
-            for leaf, grad in zip(own, end.grads or (None,) * len(own), strict=True)
+            for end, end_leaves in zip(ends, leaves, strict=True)
+            for leaf, grad in zip(end_leaves, end.grads or (None,) * len(end_leaves), strict=True)
             if leaf.requires_grad
         ]
-        pairs = list(zip(ours, expected, strict=True))
+        pairs = list(zip(chunk_grads, expected, strict=True))
         comparison = loss.compared(whole, pairs, scale is not None)
         if comparison.same_grads:  # the host waits, in validating calls
             return comparison
@@ -135,19 +135,19 @@ class ChunkLosses:
         chunks = [end.chunk for end in ends]
         leaves = [_leaves(end.output, move) for end in ends]
         with torch.set_grad_enabled(self._execution.setup.grad):
-            trees = [Tree(own, end.output.tree.skeleton) for own, end in zip(leaves, ends, strict=True)]
+            trees = [Tree(end_leaves, end.output.tree.skeleton) for end_leaves, end in zip(leaves, ends, strict=True)]
             joined, _ = gather(trees, [self._target.rows[chunk] for chunk in chunks], self._target.batch_dim)
             whole = loss.whole(joined.build(joined.tensors), self.beside(self._target.joined(chunks), joined))
-        wanted = [leaf for own in leaves for leaf in own if leaf.requires_grad]
-        if not wanted or not whole.requires_grad:
+        differentiable = [leaf for end_leaves in leaves for leaf in end_leaves if leaf.requires_grad]
+        if not differentiable or not whole.requires_grad:
             return whole, leaves, None
         with without_autocast():
-            found = gradients([whole], wanted, [torch.ones_like(whole).mul_(weight)], retain=True)
-        return whole.detach(), leaves, [_or_zeros(grad, leaf) for grad, leaf in zip(found, wanted, strict=True)]
+            grads = gradients([whole], differentiable, [torch.ones_like(whole).mul_(weight)], retain=True)
+        return whole.detach(), leaves, [_or_zeros(grad, leaf) for grad, leaf in zip(grads, differentiable, strict=True)]
 
     def forget(self) -> None:
         """Forget what was compared: the chunks are computed anew."""
-        self._before = None
+        self._previous = None
         self._has_gaps = False
         self._comparisons.clear()
 
@@ -159,7 +159,7 @@ class ChunkLosses:
         self.loss.check_counts()
         if (self._has_gaps or not self.compares) and not self.loss.is_proven:
             raise self.loss.unproven()
-        self._before = None
+        self._previous = None
         self.loss.check(self._comparisons)
 
 
@@ -177,10 +177,11 @@ _MOVES = (1.0, -2.0)
 
 def _leaves(message: Activations, move: float) -> tuple[Tensor, ...]:
     """Leaves with the values of an output, moved by so many units in the last place where it needs a gradient."""
-    given = zip(message.tree.tensors, message.needs_grad, strict=True)
+    pairs = zip(message.tree.tensors, message.needs_grad, strict=True)
     with without_function_modes():
         return tuple([
-            _moved(tensor.detach(), move if need else 0.0).requires_grad_(need) for tensor, need in given
+            _moved(tensor.detach(), move if needs_grad else 0.0).requires_grad_(needs_grad)
+            for tensor, needs_grad in pairs
         ])
 
 
@@ -190,5 +191,5 @@ def _moved(tensor: Tensor, move: float) -> Tensor:
 
 def _or_zeros(grad: Tensor | None, leaf: Tensor, scale: float | None = None) -> Tensor:
     """A gradient at a leaf, unscaled."""
-    own = torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
-    return own if scale is None else own / scale
+    filled = torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
+    return filled if scale is None else filled / scale

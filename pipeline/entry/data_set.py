@@ -44,11 +44,11 @@ def evaluate(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) 
             their metrics or in what their loss is; a target or trace=True is given.
     """
     total: Step | None = None  # of sums
-    weighing, number = Weighing(), 0
+    loss_sums, number = WeightedLossSums(), 0
     batches = _pairs(loader, arguments)
     while (pair := _next(batches, runtime)) is not None:
-        one = arguments._replace(x=pair[0], target=pair[1], outputs=False, is_part=True)
-        part = entry_points.evaluate(runtime, one, LossSink(weighing))
+        part_arguments = arguments._replace(x=pair[0], target=pair[1], outputs=False, is_part=True)
+        part = entry_points.evaluate(runtime, part_arguments, LossSink(loss_sums))
         total = part if total is None else _added(total, part)
         number += 1
     with turn(), runtime.communicator("evaluate") as communicator:
@@ -74,10 +74,10 @@ def _next(batches: Iterator[tuple[Any, Any]], runtime: Runtime) -> tuple[Any, An
 
 def _added(total: Step, part: Step) -> Step:
     """The sums of some mini-batches, with another's added."""
-    rule, other = _rule_of(total), _rule_of(part)
-    if other != rule:
+    rule, part_rule = _rule_of(total), _rule_of(part)
+    if part_rule != rule:
         raise ValueError(
-            f"the loss of one mini-batch is combined by its {rule}, that of another by its {other}. "
+            f"the loss of one mini-batch is combined by its {rule}, that of another by its {part_rule}. "
             "Return (sum, count) from loss_fn for every one."
         )
     if part.metrics.keys() != total.metrics.keys():
@@ -86,7 +86,7 @@ def _added(total: Step, part: Step) -> Step:
             "same for every one; a metric without entries is (0, 0)."
         )
     with without_function_modes():
-        sums = {name: own + part.metrics[name].to(own.device) for name, own in total.metrics.items()}
+        sums = {name: value + part.metrics[name].to(value.device) for name, value in total.metrics.items()}
     return replace(total, metrics=sums)
 
 
@@ -108,22 +108,22 @@ def _names(sums: Step) -> list[str]:
     return [name.removeprefix(_METRIC) for name in sums.metrics if name.startswith(_METRIC)]
 
 
-class Weighing:
+class WeightedLossSums:
     """The report of a mini-batch's loss in the place of its metrics: sums that add up to those of all mini-batches.
 
     Under the name of its rule stands (loss times weight, weight), under that of a metric (sum, count).
     """
 
     def __init__(self) -> None:
-        self._first: Loss | None = None
+        self._first_loss: Loss | None = None
 
     def __call__(self, loss: Loss) -> dict[str, Tensor]:
         """
         Raises:
             ValueError: its weight beside others cannot be seen. Comparisons are within a mini-batch.
         """
-        self._first = self._first or loss
-        if loss is not self._first and not loss.is_proven_beside(self._first):
+        self._first_loss = self._first_loss or loss
+        if loss is not self._first_loss and not loss.is_proven_beside(self._first_loss):
             raise loss.unproven()
         (rule, weight), value = loss.weight, loss.value
         with without_function_modes():

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.common.graph import nodes_of
 from pipeline.common.interrupts import calls_users_code, held
 from pipeline.distributed.wrapped import OF_PARTS, refuse_parts, refuse_reduced
-from pipeline.entry.forward import Backward, GiveAway
+from pipeline.entry.forward import Backward, GradientHandover
 from pipeline.gradients.clip import joined_norm
 from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.stage.hooks import grads_kept
@@ -66,8 +66,8 @@ def eager_backward(
 
 def _eager_backward(loss: Tensor, update: EagerUpdate) -> None:
     update.get_ready()
-    explored, pipes = _explored(loss, update)
-    leaves = [leaf for leaf in explored if update.holds(leaf.tensor)]
+    graph_leaves, pipes = _explored(loss, update)
+    leaves = [leaf for leaf in graph_leaves if update.holds(leaf.tensor)]
     _check(loss, leaves, update, is_alone=all(pipe.is_alone for pipe in pipes))
     with grads_kept([*[leaf.tensor for leaf in leaves], *update.params]):  # of a backward within the backward
         _backward(loss, leaves, update)
@@ -109,8 +109,8 @@ def _explored(loss: Tensor, update: EagerUpdate) -> tuple[list[_GraphLeaf], list
         )
     leaves: dict[int, _GraphLeaf] = {}
     for node in nodes:
-        for nearer, _ in node.next_functions:
-            leaf = getattr(nearer, "variable", None)
+        for next_node, _ in node.next_functions:
+            leaf = getattr(next_node, "variable", None)
             if leaf is not None:
                 leaves.setdefault(id(leaf), _GraphLeaf(leaf, [])).parents.append(node)
     calls = [getattr(node, "backward_call", None) for node in nodes]
@@ -131,8 +131,8 @@ def _check(loss: Tensor, leaves: Sequence[_GraphLeaf], update: EagerUpdate, is_a
         )
     if update.validates():
         refuse_reduced([leaf.tensor for leaf in leaves], "an EagerUpdate")
-    held = [leaf.tensor for leaf in leaves] if update.optimizer is None else list(update.params)
-    named = [(f"a parameter of shape {list(param.shape)}", param) for param in held]
+    params = [leaf.tensor for leaf in leaves] if update.optimizer is None else list(update.params)
+    named = [(f"a parameter of shape {list(param.shape)}", param) for param in params]
     refuse_parts(named, "eager_backward", OF_PARTS)
     check_free(named)
 
@@ -166,14 +166,14 @@ def _taking(loss: Tensor, leaves: Sequence[_GraphLeaf], step: EagerStep) -> Iter
     handles.append(loss.grad_fn.register_prehook(begins))
     pipes = _by_pipe(leaves)
     for pipe, keys in pipes.items():
-        pipe.give_away = GiveAway(keys, step.take)
+        pipe.handover = GradientHandover(keys, step.take)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
         for pipe in pipes:
-            pipe.give_away = None
+            pipe.handover = None
 
 
 def _by_pipe(leaves: Sequence[_GraphLeaf]) -> dict[Backward, set[int]]:

@@ -39,7 +39,7 @@ from pipeline.stage.hooks import accumulate, grads_kept, hooked
 
 # Of a run that succeeded: the call, which still has its outputs; the loss; (leaf, gradient) for `.grad`, of leaves
 # outside the Pipe and of the input; the metrics.
-Ended: TypeAlias = tuple[Call, Tensor, list[Pair], Mapping[str, Tensor]]
+EagerRunResult: TypeAlias = tuple[Call, Tensor, list[Pair], Mapping[str, Tensor]]
 
 
 class EagerSink(Sink):
@@ -100,28 +100,28 @@ class EagerRun:
         self._names = {id(param): name for name, param in named.items()}
         self._external: list[Pair] = []  # leaves outside the Pipe, whose gradients are for `.grad`
 
-    def play(self, run: RunWithLoss) -> Ended:
+    def play(self, run: RunWithLoss) -> EagerRunResult:
         """Run forward and backward, and take the whole gradients of this process."""
         finalizers: list[GradientFinalizer] = []
 
-        def listens(call: Call, end: LossEnd, loss: Loss) -> Listener:
+        def make_listener(call: Call, end: LossEnd, loss: Loss) -> Listener:
             finalizers.append(self._finalizer(call, end, loss))
             return finalizers[0].settled
 
-        call, loss = run.play(listens if run.execution.communicator.is_alone else None)
+        call, loss = run.play(make_listener if run.execution.communicator.is_alone else None)
         with call, without_autocast():
             return self._ended(call, loss, finalizers)
 
-    def _ended(self, call: Call, loss: Loss, finalizers: Sequence[GradientFinalizer]) -> Ended:
+    def _ended(self, call: Call, loss: Loss, finalizers: Sequence[GradientFinalizer]) -> EagerRunResult:
         """End the run: take the remaining gradients, and agree. `finalizers`: took gradients while it ran."""
         inputs = input_pairs(call)
-        own = loss.divisor if call.execution.has_last else None
+        divisor = loss.divisor if call.execution.has_last else None
         if finalizers:
-            pairs = self._rest(call, finalizers[0], own)
+            pairs = self._rest(call, finalizers[0], divisor)
         else:
-            pairs, own = self._joined(call, own)
+            pairs, divisor = self._joined(call, divisor)
         reached = bool(pairs or inputs or self.step.updated or self.step.norms)
-        inputs = [(tensor, divided(grad, own)) for tensor, grad in inputs]
+        inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]
         self._take_all(summed([*inputs, *pairs]), call, is_all=not finalizers)  # two inputs may share one gradient
         is_trial = self.step.only_norms
         verdict = Verdict(loss.value if call.execution.has_last else None, None, reached, is_trial, loss.metrics)
@@ -158,10 +158,10 @@ class EagerRun:
         """Raise where a stage still needs a weight, past autograd, that will be updated before its backward."""
         later: dict[int, str] = {}  # names of later stages' parameters, by address
         for stage in reversed(call.stages):
-            own = {_memory(param): param for param, _ in stage.aliases.trained}
+            stage_params = {_memory(param): param for param, _ in stage.aliases.trained}
             for tensor in saved(stage.kept_graphs) if later else ():
                 name = later.get(_memory(tensor))
-                if name is not None and _memory(tensor) not in own:
+                if name is not None and _memory(tensor) not in stage_params:
                     raise RuntimeError(
                         f"{stage.layers.name} computes with parameter '{name}' of a later stage, past autograd (.data, "
                         "detach()). It is updated before this stage has gone backward, whose gradients would be "
@@ -169,7 +169,8 @@ class EagerRun:
                         "stages, or step with the optimizer itself."
                     )
             later.update({
-                where: self._names.get(id(param), "") for where, param in own.items() if self._update.holds(param)
+                address: self._names.get(id(param), "")
+                for address, param in stage_params.items() if self._update.holds(param)
             })  # fmt: skip
 
     def _take(self, owner: Tensor, grad: Tensor) -> None:
@@ -202,13 +203,13 @@ class EagerRun:
         parts = [*call.parts_of_loss(), *sums.rest()]
         return [(owner, divide_(grad, divisor)) for owner, grad in joined(parts).values()]
 
-    def _joined(self, call: Call, own: Tensor | None) -> tuple[list[Pair], Tensor | None]:
+    def _joined(self, call: Call, own_divisor: Tensor | None) -> tuple[list[Pair], Tensor | None]:
         """Whole gradients over all processes, divided; and the divisor."""
-        divisor = call.communicator.share_divisor(own)
+        divisor = call.communicator.share_divisor(own_divisor)
         pairs = list(call.sums().values())
         averager = call.communicator.averager
         if averager is not None:
-            return averager.average(pairs, own, waits=True), divisor
+            return averager.average(pairs, own_divisor, waits=True), divisor
         return [(owner, divide_(grad, divisor)) for owner, grad in pairs], divisor
 
 

@@ -61,11 +61,11 @@ def forward(runtime: Runtime, input: Any, output: str) -> Any:
     if torch.jit.is_tracing():
         refuse_recording("torch.jit.trace")
     grad, settings = torch.is_grad_enabled(), runtime.settings
-    with turn() as now, runtime.communicator("forward", averages=grad) as communicator:
+    with turn() as hold, runtime.communicator("forward", averages=grad) as communicator:
         batch = scatter(input, settings.chunks, batch_dim=settings.batch_dim)
         request = Request(plan_forward, grad, {"output": output}, keep=True)
         execution = Execution(runtime.agreed(request, batch, communicator), batch)
-        return attached(Call(execution), now, runtime.history.stale.mark, everywhere=output == "all")
+        return attached(Call(execution), hold, runtime.history.stale.mark, everywhere=output == "all")
 
 
 def step(
@@ -83,9 +83,9 @@ def step(
     }  # fmt: skip
     with turn(), runtime.communicator("step", averages=True) as communicator:
         sink = sink_of(optimizer, clip_grad_norm, scaler, grads)
-        made = _run(runtime, communicator, arguments, Request(plan_step, True, options, scaler=scaler), sink)
+        result = _run(runtime, communicator, arguments, Request(plan_step, True, options, scaler=scaler), sink)
         runtime.history.stale.mark()
-        return made
+        return result
 
 
 def evaluate(runtime: Runtime, arguments: LossArguments, sink: LossSink | None = None) -> Step:
@@ -110,24 +110,24 @@ def _run(
     modes: AbstractContextManager[None] = nullcontext(),
 ) -> Step:
     """Run a mini-batch that ends in a loss. `modes`: those in which layers and loss compute."""
-    begun = perf_counter()
+    start = perf_counter()
     check_flags(outputs=arguments.outputs, trace=arguments.trace)
     check_hooks(runtime.module, "pipe.step" if request.grad else "pipe.evaluate")
     batch, target = cut(runtime.settings, arguments.x, arguments.target)
     if sink.optimizer is not None:
-        beside = [*batch.tensors, *parameters_of(arguments.loss_fn)]
-        check_holds(sink.optimizer, list(runtime.module.named_parameters()), beside)
+        other_tensors = [*batch.tensors, *parameters_of(arguments.loss_fn)]
+        check_holds(sink.optimizer, list(runtime.module.named_parameters()), other_tensors)
     recorder = runtime.recorder() if arguments.trace else None
     with modes:
         execution = Execution(runtime.agreed(request, batch, communicator, target, recorder), batch)
-        made = sink.run(RunWithLoss(runtime, execution, arguments, target, request.scaler))
-    ended = perf_counter()
+        result = sink.run(RunWithLoss(runtime, execution, arguments, target, request.scaler))
+    end = perf_counter()
     for trace in execution.setup.traces:
-        trace.record_step(begun, ended)
+        trace.record_step(start, end)
     if recorder is None:
-        return made
+        return result
     recorder.join(*communicator.exchange.share_events(recorder.events, recorder.steps))
-    return replace(made, timeline=recorder.timeline)
+    return replace(result, timeline=recorder.timeline)
 
 
 @contextmanager

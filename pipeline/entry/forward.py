@@ -34,12 +34,12 @@ from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.stage.hooks import deliver, skip_none
 
 
-def attached(call: Call, now: Turn, on_backward: Callable[[], None], everywhere: bool = True) -> Any:
+def attached(call: Call, hold: Turn, on_backward: Callable[[], None], everywhere: bool = True) -> Any:
     """The value of a call, attached to autograd's graph where a tensor of it needs a gradient.
 
     Args:
         call: the call to run.
-        now: its hold of the call lock.
+        hold: its hold of the call lock.
         on_backward: called at the end of each backward.
         everywhere: whether all ranks get the output; else the last one, and the others a number in its place.
     """
@@ -52,23 +52,23 @@ def attached(call: Call, now: Turn, on_backward: Callable[[], None], everywhere:
             joined, sizes = gather([message.tree for message in messages], call.batch.rows, call.batch.batch_dim)
             columns = zip(*[message.needs_grad for message in messages], strict=True)
             output = Output(joined, [any(column) for column in columns])
-        wanted = call.communicator.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
+        reached = call.communicator.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
         if everywhere:
             output = share_output(call.communicator.exchange, output)
-        joined, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [wanted])
+        joined, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [reached])
         owners = call.owners() if any(needs_grad) else []
     if not any(needs_grad):
         return joined.build(joined.tensors)
     tensors = call.batch.tree.tensors
-    inputs = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-    forward = AttachedCall(call, now, sizes, everywhere, inputs, owners, versions(tensors))
+    input_indices = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    forward = AttachedCall(call, hold, sizes, everywhere, input_indices, owners, versions(tensors))
     leaves = forward.leaves
     if not owners:  # other ranks may have owners: this one takes part in the backward
         leaves.append(call.communicator.topology.nothing.requires_grad_())
     return joined.build(attach(Backward(forward, on_backward), joined.tensors, list(needs_grad), leaves))
 
 
-class GiveAway(NamedTuple):
+class GradientHandover(NamedTuple):
     """Whole gradients that are handed over before the backward ends.
 
     Attributes:
@@ -95,19 +95,19 @@ class Backward:
         # Autograd, too, goes back on those of the forward.
         self._streams = current_streams(forward.call.execution.devices)
         self._is_spent = False  # a backward failed part-way
-        self.give_away: GiveAway | None = None  # of the backward under way
+        self.handover: GradientHandover | None = None  # of the backward under way
 
     @property
     def is_alone(self) -> bool:
         """Whether this process runs every stage."""
         return self._call.communicator.is_alone
 
-    def __call__(self, given: OutputGrads, retain: bool) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs that need one, and of the owners. `given`: those of the outputs."""
+    def __call__(self, output_grads: OutputGrads, retain: bool) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs that need one, and of the owners. `output_grads`: those of the outputs."""
         execution = self._call.execution
-        with turn(self._forward.then), beside(self._streams), execution.communicator.again() as communicator:
+        with turn(self._forward.hold), beside(self._streams), execution.communicator.again() as communicator:
             execution.go_on_with(communicator)
-            grads = given.received()
+            grads = output_grads.received()
             options = {OPTIONS: f"create_graph={torch.is_grad_enabled()}"}
             communicator.open(lambda values: options, draws=False, tensors=self._compared(grads))
             result = self._compute(grads, retain)
@@ -117,9 +117,9 @@ class Backward:
             use_here(result)
         skip_none([leaf for leaf, grad in zip(self._forward.leaves, result, strict=True) if grad is None])
         result = result if self._forward.owners else (*result, torch.zeros(0, device="cpu"))
-        if given.link is None or self.is_alone:
+        if output_grads.link is None or self.is_alone:
             return result
-        return SecondBackward(self._forward, communicator, grads).differentiable(result, grads, given.link)
+        return SecondBackward(self._forward, communicator, grads).differentiable(result, grads, output_grads.link)
 
     def _compute(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         if self._is_spent:
@@ -143,28 +143,28 @@ class Backward:
                 inputs, totals = self._call.differentiate(parts, self._forward.owners, create_graph)
             if not retain:
                 self._call.release()
-            return *(inputs[index] for index in self._forward.wanted), *totals
+            return *(inputs[index] for index in self._forward.input_indices), *totals
         with torch.no_grad():
             return self._gradients(parts, retain)
 
     def _gradients(self, parts: Sequence[Grads], retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients alone: the B half."""
-        given = self._given_away()
+        finalizer = self._handover_finalizer()
         try:
-            self._call.run_backward(parts, retain, None if given is None else given.settled)
+            self._call.run_backward(parts, retain, None if finalizer is None else finalizer.settled)
         except BaseException:
             self._is_spent = not retain
             if self._is_spent:
                 self._call.release()
             raise
         inputs = self._call.input_grads()
-        sums = self._sums() if given is None else joined(given.rest())
+        sums = self._sums() if finalizer is None else joined(finalizer.rest())
         if not retain:
             self._call.release()
-        wanted, owners = self._forward.wanted, self._forward.owners
+        input_indices, owners = self._forward.input_indices, self._forward.owners
         pairs = [sums.pop(id(owner), None) for owner in owners]
         deliver(list(sums.values()))  # of parameters missing in the graph: layers with torch's reentrant checkpoint
-        return *(inputs[index] for index in wanted), *(None if pair is None else pair[1] for pair in pairs)
+        return *(inputs[index] for index in input_indices), *(None if pair is None else pair[1] for pair in pairs)
 
     def _compared(self, grads: Grads) -> Compared:
         """The gradients of the output, which must be the same on all ranks if all have it."""
@@ -178,17 +178,17 @@ class Backward:
             return sums
         return {id(owner): (owner, grad) for owner, grad in averager.average(list(sums.values()), None)}
 
-    def _given_away(self) -> GradientFinalizer | None:
+    def _handover_finalizer(self) -> GradientFinalizer | None:
         """The finalizer that hands over whole gradients during the backward; over ranks only after all have agreed."""
-        wanted = self.give_away
-        if wanted is None or not self._call.communicator.is_alone:
+        handover = self.handover
+        if handover is None or not self._call.communicator.is_alone:
             return None
         stages = self._call.stages
 
         def late() -> set[int]:
-            return {key for stage in stages for key in stage.reads} - wanted.keys
+            return {key for stage in stages for key in stage.reads} - handover.keys
 
-        return GradientFinalizer(stages, wanted.take, lambda: None, late)
+        return GradientFinalizer(stages, handover.take, lambda: None, late)
 
     def _refuse_over_ranks(self, batched: bool, moved: bool) -> None:
         """Raise over ranks: a recomputation of all stages needs them in this process."""

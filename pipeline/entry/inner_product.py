@@ -46,14 +46,14 @@ def _owners(runtime: Runtime, one: PartialGrads, other: PartialGrads) -> list[Te
     Raises:
         ValueError: their numbers differ, or a shape does.
     """
-    every: list[Tensor] = list(runtime.module.parameters())
-    trained = [owner for owner in every if owner.requires_grad]
-    owners = every if len(one) == len(every) else trained
+    parameters: list[Tensor] = list(runtime.module.parameters())
+    trained = [owner for owner in parameters if owner.requires_grad]
+    owners = parameters if len(one) == len(parameters) else trained
     if not len(one) == len(other) == len(owners):
         raise ValueError(
-            f"{len(one)} and {len(other)} tensors were given for {len(every)} parameters of this process, of which "
-            f"{len(trained)} are trained. Give one for each of list(pipe.parameters()), in its order, or one for each "
-            "that requires a gradient; None where there is none."
+            f"{len(one)} and {len(other)} tensors were given for {len(parameters)} parameters of this process, of "
+            f"which {len(trained)} are trained. Give one for each of list(pipe.parameters()), in its order, or one for "
+            "each that requires a gradient; None where there is none."
         )
     for owner, *pair in zip(owners, one, other, strict=True):
         for tensor in pair:
@@ -81,9 +81,9 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sum_over: Callable[[Tensor], Tensor], counts: Sequence[bool], *terms: Tensor) -> Tensor:
         ctx.terms = [(term.dtype, term.device) for term in terms]
-        own = sum([float(term) for term, has in zip(terms, counts, strict=True) if has])
+        own_sum = sum([float(term) for term, is_counted in zip(terms, counts, strict=True) if is_counted])
         is_double = any([term.dtype is torch.float64 for term in terms])
-        whole, doubles = sum_over(torch.tensor([own, float(is_double)], dtype=torch.float64, device="cpu")).unbind()
+        whole, doubles = sum_over(torch.tensor([own_sum, float(is_double)], dtype=torch.float64, device="cpu")).unbind()
         device = terms[0].device if terms else torch.device("cpu")
         return whole.to(device, torch.float64 if doubles else torch.float32)
 

@@ -24,35 +24,35 @@ def takes_arguments(layers: Sequence[nn.Module]) -> bool:
     return isinstance(first, Beginning)
 
 
-def input_of(given: Sequence[Any], named: Mapping[str, Any], arguments: bool) -> Any:
+def input_of(positional: Sequence[Any], named: Mapping[str, Any], arguments: bool) -> Any:
     """The input of a call.
 
     Args:
-        given: by position.
+        positional: by position.
         named: by name.
         arguments: whether the first layer takes the arguments of a model's forward.
 
     Raises:
         TypeError: there is none, or several where the first layer takes one.
     """
-    if not named and len(given) == 1:
-        (value,) = given
+    if not named and len(positional) == 1:
+        (value,) = positional
         return dict(value) if arguments and isinstance(value, Mapping) else value
-    if not given and list(named) == ["input"]:
+    if not positional and list(named) == ["input"]:
         return named["input"]
-    if not given and not named:
+    if not positional and not named:
         raise TypeError("a Pipe is called with its input: pipe(x).")
     if not arguments:
-        words = f"{len(given)} inputs" if given else ", ".join(f"{name}=" for name in named)
-        whole, kind = ("(x, y)", "a tuple") if given else ("{" + f"{next(iter(named))!r}: ..." + "}", "a dict")
+        words = f"{len(positional)} inputs" if positional else ", ".join(f"{name}=" for name in named)
+        whole, kind = ("(x, y)", "a tuple") if positional else ("{" + f"{next(iter(named))!r}: ..." + "}", "a dict")
         raise TypeError(
             f"the Pipe was called with {words}, but the first layer of an nn.Sequential takes one value. "
             f"pipe({whole}) hands it {kind}; a model whose forward takes several arguments is cut by "
             "Pipe(model, sample=...)."
         )
-    if given and named:
+    if positional and named:
         raise TypeError(
-            f"the Pipe was called with {len(given)} inputs by position and with {', '.join(named)} by name. Give all "
-            "of them as the model's sample had them."
+            f"the Pipe was called with {len(positional)} inputs by position and with {', '.join(named)} by name. Give "
+            "all of them as the model's sample had them."
         )
-    return tuple(given) if given else dict(named)
+    return tuple(positional) if positional else dict(named)

@@ -12,12 +12,12 @@ from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.stale import trained_elsewhere
 from pipeline.distributed.ties import Ties
 from pipeline.entry.runtime import Runtime
-from pipeline.entry.state.meta_init import How
+from pipeline.entry.state.meta_init import ValueSource
 from pipeline.entry.validation import settle
 from pipeline.execution.communicator import Verdict
 
 
-def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: How) -> Ties:
+def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: ValueSource) -> Ties:
     """Join the Pipes that the other ranks build now into one. Their layers become placeholders here.
 
     Args:
@@ -33,7 +33,7 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
     """
     topology = runtime.topology
     assert topology is not None  # one process joins nobody
-    elsewhere = dict(topology.elsewhere(stages))
+    placeholders = dict(topology.elsewhere(stages))
     count = sum(runtime.settings.balance)
     with DistributedCommunicator(topology, (), f"Pipe({count} layers)") as communicator:
         words = {SETTINGS: runtime.settings.words}
@@ -43,13 +43,13 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
         settle(stages, topology.assignment.own_stages, runtime.settings.layout.devices, materialize, lambda: seed)
         modules: dict[str, Any] = runtime.module._modules
         modes = runtime.settings.origin.modes
-        here = [layer for name, layer in modules.items() if name not in elsewhere]
-        theirs = trained_elsewhere([modules[name] for name in elsewhere], here, modes.model)
-        for name, placeholder in elsewhere.items():
+        own_layers = [layer for name, layer in modules.items() if name not in placeholders]
+        stale_modules = trained_elsewhere([modules[name] for name in placeholders], own_layers, modes.model)
+        for name, placeholder in placeholders.items():
             modes.add(modes.model or modules[name], placeholder)
-        modules.update(elsewhere)
+        modules.update(placeholders)
         copies = topology.assignment.copies_in(runtime.module)
         communicator.gradients.share_values(copies)
         communicator.agree(Verdict(None, None, True))
-    runtime.history.stale = theirs
+    runtime.history.stale = stale_modules
     return Ties(topology, copies)

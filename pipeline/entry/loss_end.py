@@ -52,17 +52,17 @@ class LossEnd(ChunkLosses):
         self._state = {} if has_all else _buffers_of(loss.loss_fn)
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
-        apart = self._is_apart or not any([tensor.requires_grad for tensor in tree.tensors])
-        tensors = given = tree.tensors
-        if apart:
-            tensors = given = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
+        is_apart = self._is_apart or not any([tensor.requires_grad for tensor in tree.tensors])
+        tensors = loss_inputs = tree.tensors
+        if is_apart:
+            tensors = loss_inputs = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
             if chunk == 0 or self._writes:  # chunk 0 shows whether loss_fn writes its output
-                given = tuple([copied(tensor) for tensor in tensors])
-        own = [tensor for tensor in tensors if tensor.requires_grad]
-        ends = [edge(tensor) for tensor in own]
-        loss, weight, external = self.computed(self.loss, chunk, tree, given, ends)
-        if apart and chunk == 0:
-            self._writes = any(map(_is_written, given, tensors))
+                loss_inputs = tuple([copied(tensor) for tensor in tensors])
+        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+        ends = [edge(tensor) for tensor in differentiable]
+        loss, weight, external = self.computed(self.loss, chunk, tree, loss_inputs, ends)
+        if is_apart and chunk == 0:
+            self._writes = any(map(_is_written, loss_inputs, tensors))
         if not loss.requires_grad:
             if self.compares:
                 self.compare(chunk, tree, ())
@@ -76,28 +76,28 @@ class LossEnd(ChunkLosses):
                 remedy = "Return it from the last stage as part of the output."
                 refuse_marked(leaf, "loss_fn", through="arguments", remedy=remedy)
         roots = Roots((loss,), (self._first_grad(loss, weight),), external)
-        return self._differentiated(chunk, roots, own, tree) if apart else roots
+        return self._differentiated(chunk, roots, differentiable, tree) if is_apart else roots
 
     def _first_grad(self, loss: Tensor, weight: float) -> Tensor:
         """The gradient with which the backward begins: that of the loss times its weight."""
-        left = self._first_grads.setdefault((weight, loss.dtype, loss.device), [])
+        grads = self._first_grads.setdefault((weight, loss.dtype, loss.device), [])
         if type(loss) is not Tensor:
             return torch.ones_like(loss, requires_grad=False) * weight
-        if not left:  # one for each chunk: its receiver may keep or write it
-            left.extend(torch.full((self._target.chunks,), weight, dtype=loss.dtype, device=loss.device).unbind())
-        return left.pop()
+        if not grads:  # one for each chunk: its receiver may keep or write it
+            grads.extend(torch.full((self._target.chunks,), weight, dtype=loss.dtype, device=loss.device).unbind())
+        return grads.pop()
 
-    def _differentiated(self, chunk: int, roots: Roots, own: Sequence[Tensor], tree: Tree) -> Roots:
+    def _differentiated(self, chunk: int, roots: Roots, differentiable: Sequence[Tensor], tree: Tree) -> Roots:
         """Go on from the outputs, and add the gradients of leaves that the loss reads to its sums."""
         external = list(roots.foreign.values())
         with hooks_asleep(external), without_autocast():
-            grads = gradients(roots.tensors, [*own, *external], roots.grads, retain=bool(external))
-        for leaf, grad in zip(external, grads[len(own) :], strict=True):
+            grads = gradients(roots.tensors, [*differentiable, *external], roots.grads, retain=bool(external))
+        for leaf, grad in zip(external, grads[len(differentiable) :], strict=True):
             if grad is not None:
                 earlier = self.sums.get(id(leaf))
                 self.sums[id(leaf)] = (leaf, owned(grad, leaf) if earlier is None else earlier[1] + grad)
-        left = iter(grads)
-        of_outputs = tuple([next(left) if tensor.requires_grad else None for tensor in tree.tensors])
+        remaining = iter(grads)
+        of_outputs = tuple([next(remaining) if tensor.requires_grad else None for tensor in tree.tensors])
         if self.compares:
             self.compare(chunk, tree, of_outputs, None if self._scaler is None else self._scaler.get_scale())
         return roots_of(of_outputs, [tensor if tensor.requires_grad else None for tensor in tree.tensors])
@@ -111,8 +111,8 @@ class LossEnd(ChunkLosses):
         if not self._is_checked and self._execution.has_last:
             self._is_checked = True
             self.check_all()
-            now = _buffers_of(self.loss.loss_fn) if self._state else {}
-            written = [name for name, then in self._state.items() if not _is_as_before(then, now.get(name))]
+            buffers = _buffers_of(self.loss.loss_fn) if self._state else {}
+            written = [name for name, before in self._state.items() if not _is_as_before(before, buffers.get(name))]
             if written:
                 raise RuntimeError(
                     f"loss_fn wrote its buffers {written}. Over ranks only the last one computes the loss, so the "
@@ -129,8 +129,8 @@ def _buffers_of(loss_fn: object) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
     return {name: (buffer, versions([buffer])) for name, buffer in loss_fn.named_buffers()}
 
 
-def _is_as_before(then: tuple[Tensor, tuple[int, ...]], now: tuple[Tensor, tuple[int, ...]] | None) -> bool:
-    return now is not None and now[0] is then[0] and now[1] == then[1]
+def _is_as_before(before: tuple[Tensor, tuple[int, ...]], after: tuple[Tensor, tuple[int, ...]] | None) -> bool:
+    return after is not None and after[0] is before[0] and after[1] == before[1]
 
 
 def _is_written(clone: Tensor, tensor: Tensor) -> bool:

@@ -74,8 +74,8 @@ def _cut(settings: Settings, x: Any, target: Any, where: str = "") -> tuple[Batc
 def _pair(item: Any, number: int, entry: str) -> tuple[Any, Any]:
     if isinstance(item, (tuple, list)) and len(item) == 2:
         return item[0], item[1]
-    what = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
+    description = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
     raise ValueError(
-        f"mini-batch {number} of the loader is {what}. Give pairs (x, target), such as "
+        f"mini-batch {number} of the loader is {description}. Give pairs (x, target), such as "
         f"pipe.{entry}(((batch['x'], batch['y']) for batch in loader), loss_fn=loss_fn)."
     )

@@ -61,7 +61,7 @@ class PipeFunction(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:  # pragma: no cover
         ctx.saved_tensors
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, *ctx.backward_call(getattr(token, _GIVEN), retain)
+        return None, *ctx.backward_call(getattr(token, _OUTPUT_GRADS), retain)
 
 
 class PipeOutput(torch.autograd.Function):
@@ -78,19 +78,20 @@ class PipeOutput(torch.autograd.Function):
         return (*outputs, link)
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
-        *grads, _ = given
+    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
+        *grads, _ = output_grads
         (link,) = ctx.saved_tensors if torch.is_grad_enabled() else (None,)
         on_host = not any([grad is not None and is_accelerator(grad.device) for grad in grads])
         token = torch.empty(0, dtype=torch.float32, device="cpu")  # else autograd would hand on another one
-        setattr(token, _GIVEN, OutputGrads(tuple(grads), None if on_host else torch.accelerator.current_stream(), link))
+        stream = None if on_host else torch.accelerator.current_stream()
+        setattr(token, _OUTPUT_GRADS, OutputGrads(tuple(grads), stream, link))
         return None, None, token
 
 
-_GIVEN = "_penstock_given"  # set on the gradient of a token
+_OUTPUT_GRADS = "_penstock_given"  # set on the gradient of a token
 # Function.apply without its Python part, which looks at each parameter.
-_work: Callable[..., Tensor] = super(torch.autograd.Function, PipeFunction).apply
-_emit: Callable[..., tuple[Tensor, ...]] = PipeOutput.apply
+_apply_pipe_function: Callable[..., Tensor] = super(torch.autograd.Function, PipeFunction).apply
+_apply_pipe_output: Callable[..., tuple[Tensor, ...]] = PipeOutput.apply
 
 
 def attach(
@@ -104,7 +105,7 @@ def attach(
         needs_grad: of which of them.
         leaves: at least one requires a gradient.
     """
-    *attached, _ = _emit(tuple(outputs), list(needs_grad), _work(backward, *leaves))
+    *attached, _ = _apply_pipe_output(tuple(outputs), list(needs_grad), _apply_pipe_function(backward, *leaves))
     return tuple(attached)
 
 

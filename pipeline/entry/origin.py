@@ -40,7 +40,7 @@ class Origin:
         self.modes = module.modes if isinstance(module, ModelLayers) else modes or Modes()
         model = self.modes.model
         layers = [] if module is None else list(module.children())
-        brought = [layer.in_model for layer in layers if isinstance(layer, NamedLayer) and layer.in_model is not None]
+        in_models = [layer.in_model for layer in layers if isinstance(layer, NamedLayer) and layer.in_model is not None]
         self._module = None if module is None else weakref.ref(module)
         self._places = [] if module is None else [_children(module)]
         self._settings: list[tuple[weakref.ref[nn.Module], Mapping[str, Any]]] = []
@@ -48,12 +48,14 @@ class Origin:
         self._shared = list(_shared(layers))
         self._containers: list[tuple[str, weakref.ref[nn.Module]]] = []
         if model is not None:
-            names = {name: None for each in brought for name in each.settings}
+            names = {name: None for in_model in in_models for name in in_model.settings}
             self._containers = [(name, weakref.ref(model.get_submodule(name))) for name in names]
-            self._places += _places(model, brought)
-            self._settings += _settings(model, brought, [name for name, _ in self._shared])
-            owners = [model.get_submodule(name) for name in {name for each in brought for name in each.settings}]
-            self._references = [(weakref.ref(owner), ids) for owner in owners if (ids := _referred(owner))]
+            self._places += _places(model, in_models)
+            self._settings += _settings(model, in_models, [name for name, _ in self._shared])
+            owners = [
+                model.get_submodule(name) for name in {name for in_model in in_models for name in in_model.settings}
+            ]
+            self._references = [(weakref.ref(owner), ids) for owner in owners if (ids := _reference_ids(owner))]
 
     def __reduce__(self) -> tuple[type[Origin], tuple[None, Modes]]:
         return Origin, (None, self.modes)
@@ -70,16 +72,16 @@ class Origin:
             check_own_hooks(module)
         for name, copies in self._shared:
             contents = [_contents(module) for copy in copies if (module := copy()) is not None]
-            if any(each != contents[0] for each in contents):
+            if any(content != contents[0] for content in contents):
                 raise RuntimeError(
                     f"{name!r}, which several parts of the model call, was replaced in one of them, in whole or in "
                     "part. Build the Pipe anew, or put that back."
                 )
         model = self.modes.model
         for name, container in self._containers:
-            above, _, own = name.rpartition(".")
-            if model is not None and name and model.get_submodule(above)._modules.get(own) is not container():
-                _refuse(model.get_submodule(above), [own])
+            parent, _, child = name.rpartition(".")
+            if model is not None and name and model.get_submodule(parent)._modules.get(child) is not container():
+                _refuse(model.get_submodule(parent), [child])
         for owner, table, names, ids in self._places:
             module = owner()
             if module is not None and _ids(module, table, names) != ids:
@@ -88,14 +90,15 @@ class Origin:
         for owner, settings in self._settings:
             module = owner()
             if module is not None:
-                now = {**vars(module), **behaviour_of(module)}
-                changed = [name for name, value in settings.items() if _differs(now.get(name), value)]
+                current = {**vars(module), **behaviour_of(module)}
+                changed = [name for name, value in settings.items() if _differs(current.get(name), value)]
                 if changed:
                     _refuse(module, changed)
-        for owner, referred in self._references:
+        for owner, recorded in self._references:
             module = owner()
-            if module is not None and (refers := _referred(module)) != referred:
-                _refuse(module, [key for key in {**referred, **refers} if referred.get(key) != refers.get(key)])
+            if module is not None and (current_ids := _reference_ids(module)) != recorded:
+                changed = [key for key in {**recorded, **current_ids} if recorded.get(key) != current_ids.get(key)]
+                _refuse(module, changed)
 
 
 def _refuse(module: nn.Module, changed: Sequence[str]) -> None:
@@ -119,35 +122,37 @@ def _children(module: nn.Module) -> _TableEntries:
     return _place(module, "_modules", [*module._modules, appended])
 
 
-def _places(model: nn.Module, brought: Iterable[ModelNames]) -> Iterator[_TableEntries]:
+def _places(model: nn.Module, in_models: Iterable[ModelNames]) -> Iterator[_TableEntries]:
     """The places of what layers bring of a model."""
     tables = dict[tuple[str, str], list[str]]()
-    for name in dict.fromkeys(name for each in brought for name in each.names):
-        owner, _, own = name.rpartition(".")
+    for name in dict.fromkeys(name for in_model in in_models for name in in_model.names):
+        owner_name, _, key = name.rpartition(".")
         for table in _TABLES:
-            if own in getattr(model.get_submodule(owner), table):
-                tables.setdefault((owner, table), []).append(own)
-    for (owner, table), names in tables.items():
-        yield _place(model.get_submodule(owner), table, names)
+            if key in getattr(model.get_submodule(owner_name), table):
+                tables.setdefault((owner_name, table), []).append(key)
+    for (owner_name, table), names in tables.items():
+        yield _place(model.get_submodule(owner_name), table, names)
 
 
 def _settings(
-    model: nn.Module, brought: Iterable[ModelNames], shared: Iterable[str]
+    model: nn.Module, in_models: Iterable[ModelNames], shared: Iterable[str]
 ) -> Iterator[tuple[weakref.ref[nn.Module], Mapping[str, Any]]]:
     """The settings of modules of a model that layers run and do not hold; and of those of which they have copies.
 
     Numbers and words are those with which it was cut, which may have been a twin of it; objects are its own.
     """
-    settings = {name: own for each in brought for name, own in each.settings.items()}
-    for name, own in settings.items():
+    settings = {name: module_settings for in_model in in_models for name, module_settings in in_model.settings.items()}
+    for name, module_settings in settings.items():
         module = model.get_submodule(name)
-        there = {**vars(module), **behaviour_of(module)}
-        yield weakref.ref(module), {key: value if _is_plain(value) else there.get(key) for key, value in own.items()}
+        attributes = {**vars(module), **behaviour_of(module)}
+        yield weakref.ref(module), {
+            key: value if _is_plain(value) else attributes.get(key) for key, value in module_settings.items()
+        }
     for module in [module for name in shared for module in model.get_submodule(name).modules()]:
         yield weakref.ref(module), behaviour_of(module)
 
 
-def _referred(module: nn.Module) -> dict[str, list[Any]]:
+def _reference_ids(module: nn.Module) -> dict[str, list[Any]]:
     """The entries of lists, tuples and dicts in which a module refers to others, by attribute: ids, plain values."""
     return {
         key: [leaf if isinstance(leaf, bool | int | float | str) else (id(leaf),) for leaf in tree_leaves(value)]
@@ -157,19 +162,24 @@ def _referred(module: nn.Module) -> dict[str, list[Any]]:
 
 def _shared(layers: Iterable[nn.Module]) -> Iterator[tuple[str, list[weakref.ref[nn.Module]]]]:
     """By name the modules that several parts of a model hold, each a copy of its own with the same parameters."""
-    held: dict[str, list[weakref.ref[nn.Module]]] = defaultdict(list)
+    copies_by_name: dict[str, list[weakref.ref[nn.Module]]] = defaultdict(list)
     for layer in layers:
         for name in layer.in_model.names if isinstance(layer, NamedLayer) and layer.in_model is not None else ():
             with suppress(AttributeError):  # it is a tensor
-                held[name].append(weakref.ref(layer.get_submodule(name)))
-    yield from [(name, copies) for name, copies in held.items() if len(copies) > 1]
+                copies_by_name[name].append(weakref.ref(layer.get_submodule(name)))
+    yield from [(name, copies) for name, copies in copies_by_name.items() if len(copies) > 1]
 
 
 def _contents(module: nn.Module) -> list[Any]:
     """The modules in a module: name, type, parameters, plain attributes. Each copy may have buffers of its own."""
     return [
-        (name, type(each), {key: id(parameter) for key, parameter in each._parameters.items()}, plain_of(each))
-        for name, each in module.named_modules()
+        (
+            name,
+            type(submodule),
+            {key: id(parameter) for key, parameter in submodule._parameters.items()},
+            plain_of(submodule),
+        )
+        for name, submodule in module.named_modules()
     ]
 
 
@@ -182,8 +192,10 @@ def _ids(module: nn.Module, table: str, names: Iterable[str]) -> list[int]:
     return [id(entries.get(name)) for name in names]
 
 
-def _differs(there: Any, value: Any) -> bool:
-    return there is not value and (not _is_plain(value) or type(there) is not type(value) or there != value)
+def _differs(current: Any, recorded: Any) -> bool:
+    return current is not recorded and (
+        not _is_plain(recorded) or type(current) is not type(recorded) or current != recorded
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -24,16 +24,16 @@ class Plans:
     """All plans of a Pipe under one schedule.
 
     Args:
-        given: the schedule, or its name.
+        schedule: the schedule, or its name.
         places: the place of each stage.
         values: the table of values that cross stages.
         ranks: the number of ranks, and this rank. None: one process.
     """
 
     def __init__(
-        self, given: str | Schedule, places: Sequence[Place], values: Values, ranks: tuple[int, int] | None
+        self, schedule: str | Schedule, places: Sequence[Place], values: Values, ranks: tuple[int, int] | None
     ) -> None:
-        self.given = given
+        self.given = schedule
         self._places = places
         self._ranks = ranks
         self._here = None if ranks is None else OneRank(ranks[1], values)
@@ -41,12 +41,12 @@ class Plans:
         self._plans: dict[tuple[int, Planner], CallPlan] = {}
         self._uncut: dict[Placement, CallPlan] = {}
 
-    def schedule(self, chunks: int, asked: int) -> Schedule:
+    def schedule(self, chunks: int, pipe_chunks: int) -> Schedule:
         """The schedule, with a lane for each device or rank. For a shorter mini-batch, its first chunks.
 
         Args:
             chunks: of a mini-batch.
-            asked: the Pipe's `chunks`.
+            pipe_chunks: the Pipe's `chunks`.
 
         Raises:
             ScheduleError: it is made for fewer chunks.
@@ -59,13 +59,13 @@ class Plans:
             try:
                 return self.resolved(chunks)
             except ScheduleError:  # it is defined for the Pipe's own number, or the Pipe would not be
-                if chunks >= asked:
+                if chunks >= pipe_chunks:
                     raise
-                whole = self.resolved(asked)
+                whole = self.resolved(pipe_chunks)
         if whole.chunks < chunks:
             raise ScheduleError(
-                f"the schedule is made for {whole.chunks} chunks but this mini-batch gives {chunks} (chunks={asked}). "
-                "Give a schedule by name, which fits any number, or set pipe.chunks."
+                f"the schedule is made for {whole.chunks} chunks but this mini-batch gives {chunks} "
+                f"(chunks={pipe_chunks}). Give a schedule by name, which fits any number, or set pipe.chunks."
             )
         self._say_once(
             f"schedule {whole.name} is made for {whole.chunks} chunks but this mini-batch gives {chunks}, so its order "
@@ -73,9 +73,9 @@ class Plans:
         )
         return whole.first(chunks)
 
-    def _say_once(self, words: str) -> None:
+    def _say_once(self, message: str) -> None:
         if not self._has_said and (self._ranks is None or self._ranks[1] == 0):
-            warnings.warn(words, UserWarning, stacklevel=2)
+            warnings.warn(message, UserWarning, stacklevel=2)
         self._has_said = True
 
     def resolved(self, chunks: int) -> Schedule:
@@ -87,20 +87,23 @@ class Plans:
             return on_ranks(self.given, self._ranks[0])
         return schedule_over(self.given, stages, chunks, self._ranks[0])
 
-    def plan(self, chunks: int, planner: Planner, asked: int) -> CallPlan:
+    def plan(self, chunks: int, planner: Planner, pipe_chunks: int) -> CallPlan:
         """The plan of a call of so many chunks; `planner` makes it, see execution/plan.py."""
         key = (chunks, planner)
         if key not in self._plans:
-            self._plans[key] = planner(self.schedule(chunks, asked), self._places, self._here)
+            self._plans[key] = planner(self.schedule(chunks, pipe_chunks), self._places, self._here)
         return self._plans[key]
 
     def uncut(self, placement: Placement) -> CallPlan:
         """The plan of a forward of one chunk, whatever the schedule."""
         if placement not in self._uncut:
-            hosted = [placement.stages_of(lane) for lane in range(placement.lanes)]
+            stages_of_lanes = [placement.stages_of(lane) for lane in range(placement.lanes)]
             orders = tuple([
-                (*[Action(stage, Kind.F, 0) for stage in own], *[Action(stage, Kind.B, 0) for stage in reversed(own)])
-                for own in hosted
+                (
+                    *[Action(stage, Kind.F, 0) for stage in lane_stages],
+                    *[Action(stage, Kind.B, 0) for stage in reversed(lane_stages)],
+                )
+                for lane_stages in stages_of_lanes
             ])
             self._uncut[placement] = plan_forward(Schedule("uncut", placement, 1, orders), self._places, self._here)
         return self._uncut[placement]

@@ -38,17 +38,17 @@ def reported(
             raise ValueError(f"step {number} of {len(steps)} has no timeline. Trace it: pipe.step(..., trace=True).")
         timelines.append(timeline)
     usage = {} if sampling is None else {usage.device.label: usage for usage in sampling.usage}
-    peaks, watts, busy = _of_lanes(runtime, lambda device: _told(device, usage.get(str(device))))
-    told = report(
+    peaks, watts, busy = _of_lanes(runtime, lambda device: _measured(device, usage.get(str(device))))
+    plain_report = report(
         timelines, planned, balance=runtime.settings.balance,
         peak_bytes=[None if peak is None else int(peak) for peak in peaks],
         watts=watts if any(power is not None for power in watts) else None, utilisation=busy,
     )  # fmt: skip
     kinds = {device.type for device in runtime.settings.layout.devices if is_accelerator(device)}
-    return replace(told, notes=(*told.notes, *map(_LAUNCHES.format, sorted(kinds))))
+    return replace(plain_report, notes=(*plain_report.notes, *map(_LAUNCHES.format, sorted(kinds))))
 
 
-def _told(device: torch.device, usage: Usage | None) -> list[float | None]:
+def _measured(device: torch.device, usage: Usage | None) -> list[float | None]:
     """Peak bytes, mean watts and utilisation of a device. None: not known."""
     if usage is None:
         return [peak_bytes(device), None, None]
@@ -56,19 +56,19 @@ def _told(device: torch.device, usage: Usage | None) -> list[float | None]:
     return [peak_bytes(device), watts, usage.utilisation]
 
 
-def _of_lanes(runtime: Runtime, tell: Callable[[torch.device], list[float | None]]) -> list[list[float | None]]:
+def _of_lanes(runtime: Runtime, measure: Callable[[torch.device], list[float | None]]) -> list[list[float | None]]:
     """Three numbers of the device of each lane, a list for each. Over ranks each tells of its own."""
     settings = runtime.settings
-    known = torch.zeros(settings.schedule.lanes, 3, 2, dtype=torch.float64, device="cpu")
+    measured = torch.zeros(settings.schedule.lanes, 3, 2, dtype=torch.float64, device="cpu")
     for stage, lane in enumerate(settings.schedule.placement.lane_of):
         if runtime.topology is None or runtime.topology.has(stage):
-            numbers = tell(settings.layout.devices[stage])
+            numbers = measure(settings.layout.devices[stage])
             pairs = [(number or 0, number is not None) for number in numbers]
-            known[lane] = torch.tensor(pairs, dtype=torch.float64, device="cpu")
+            measured[lane] = torch.tensor(pairs, dtype=torch.float64, device="cpu")
     with runtime.communicator("report") as communicator:
         communicator.open(lambda values: {}, draws=False)
-        known = communicator.exchange.sum_over(known)
-    columns = known.transpose(0, 1).tolist()
+        measured = communicator.exchange.sum_over(measured)
+    columns = measured.transpose(0, 1).tolist()
     return [[number if is_known else None for number, is_known in column] for column in columns]
 
 

@@ -157,11 +157,13 @@ class Runtime:
         """
         topology, replicas = self.topology, self.settings.processes.replicas
         tied = [] if topology is None else topology.assignment.copies_in(self.module)
-        own: Communicator = LocalCommunicator() if topology is None else DistributedCommunicator(topology, tied, entry)
+        inner: Communicator = (
+            LocalCommunicator() if topology is None else DistributedCommunicator(topology, tied, entry)
+        )
         if replicas is None or not averages:
-            return own
-        stages = {stage: layers for stage, layers in enumerate(self.stages()) if own.topology.has(stage)}
-        return DataParallelCommunicator(own, replicas, layout_of(stages, {id(copy) for copy in tied}), entry)
+            return inner
+        stages = {stage: layers for stage, layers in enumerate(self.stages()) if inner.topology.has(stage)}
+        return DataParallelCommunicator(inner, replicas, layout_of(stages, {id(copy) for copy in tied}), entry)
 
     def setup(
         self, batch: Batch, target: Batch, communicator: Communicator, options: Mapping[str, object]
@@ -198,9 +200,9 @@ class Runtime:
                 "the Pipe decides and waits for on the host. Capture the plain module, pipe.to_sequential(), or call "
                 "the Pipe outside."
             )
-        given = {"x": batch} if target is None else {"x": batch, "the target": target}
-        tensors = [tensor for cut in given.values() for tensor in cut.tensors]
-        words = partial(self._words, request, given)
+        batches = {"x": batch} if target is None else {"x": batch, "the target": target}
+        tensors = [tensor for cut in batches.values() for tensor in cut.tensors]
+        words = partial(self._words, request, batches)
         seed = communicator.open(words, request.draws, Compared(mini_batch=[*tensors, *_scales(request.scaler)]))
         if request.grad and not torch.is_grad_enabled():
             raise RuntimeError(
@@ -243,7 +245,7 @@ class Runtime:
 
     # -------------------------------------------------------------------------------------------------- descriptions
 
-    def _words(self, request: Request, given: Mapping[str, Batch], values: bool) -> dict[str, str]:
+    def _words(self, request: Request, batches: Mapping[str, Batch], values: bool) -> dict[str, str]:
         """The descriptions on which all ranks must agree."""
         gradients = "on" if request.grad and torch.is_grad_enabled() else "off"
         options = {"gradients": gradients, **request.options}
@@ -251,10 +253,10 @@ class Runtime:
             SETTINGS: self.settings.words,
             MODES: self._modes(),
             OPTIONS: "\n".join([f"{name}={value}" for name, value in options.items()]),
-            MINI_BATCHES: ", ".join([f"{name} {described(cut)}" for name, cut in given.items()]),
+            MINI_BATCHES: ", ".join([f"{name} {described(cut)}" for name, cut in batches.items()]),
         }
         if values:
-            words[VALUES] = values_in_words([tensor for cut in given.values() for tensor in cut.tensors])
+            words[VALUES] = values_in_words([tensor for cut in batches.values() for tensor in cut.tensors])
             words[SCALES] = ", ".join([str(scale.item()) for scale in _scales(request.scaler)])
         return words
 
@@ -265,8 +267,8 @@ class Runtime:
     def _modes(self) -> str:
         """A description of the layers in train mode and of autocast."""
         flags = self._flags()
-        some = f"layers {[index for index, flag in enumerate(flags) if flag]} in train mode, the others in eval mode"
-        training = "train" if all(flags) else some if any(flags) else "eval"
+        mixed = f"layers {[index for index, flag in enumerate(flags) if flag]} in train mode, the others in eval mode"
+        training = "train" if all(flags) else mixed if any(flags) else "eval"
         types = dict.fromkeys(["cpu", *(device.type for device in self.settings.layout.devices)])
         kinds = [(kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)]
         return f"{training}, autocast {kinds or 'off'}"
@@ -276,8 +278,8 @@ class Runtime:
     def recorder(self) -> TraceRecorder:
         """A recorder of the lanes of this Pipe."""
         schedule, layout = self.settings.schedule, self.settings.layout
-        alone = self.settings.processes.ranks is None  # a rank has one lane
-        turns = in_turns(layout.workers, layout.places, schedule.placement.lane_of) if alone else ()
+        is_alone = self.settings.processes.ranks is None  # a rank has one lane
+        turns = in_turns(layout.workers, layout.places, schedule.placement.lane_of) if is_alone else ()
         return TraceRecorder(schedule.lanes, turns)
 
 

@@ -70,15 +70,15 @@ class SecondBackward:
         attached = iter(attach(self, present, [True] * len(present), [*self._leaves, *nothing, *bent, link]))
         return tuple([None if grad is None else next(attached) for grad in result])
 
-    def __call__(self, given: OutputGrads, retain: bool) -> tuple[Tensor | None, ...]:
-        """The derivatives by all that the gradients are functions of. `given`: the cotangents of the gradients."""
+    def __call__(self, grads: OutputGrads, retain: bool) -> tuple[Tensor | None, ...]:
+        """The derivatives by all that the gradients are functions of. `grads`: the cotangents of the gradients."""
         execution, streams = self._call.execution, current_streams(self._call.execution.devices)
-        with turn(self._forward.then), self._first.again("second backward") as communicator:
+        with turn(self._forward.hold), self._first.again("second backward") as communicator:
             execution.go_on_with(communicator)
-            left = iter(given.received())
-            cotangents = [next(left) if is_present else None for is_present in self._present]
+            remaining = iter(grads.received())
+            cotangents = [next(remaining) if is_present else None for is_present in self._present]
             batched = any([is_batched(grad) or is_in_vmap(grad) for grad in cotangents])
-            of_input = () if batched else tuple(cotangents[: len(self._forward.wanted)])
+            of_input = () if batched else tuple(cotangents[: len(self._forward.input_indices)])
             options = {OPTIONS: self._options()}
             communicator.open(lambda values: options, draws=False, tensors=Compared((), of_input, _DIFFER))
             self._refuse(batched)
@@ -125,17 +125,17 @@ class SecondBackward:
         return versions([grad for grad in self._grads if grad is not None])
 
     def _compute(self, cotangents: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Grads]:
-        call, wanted, owners = self._call, self._forward.wanted, self._forward.owners
-        of_those = cotangents[len(wanted) :]
-        pairs = zip(owners, of_those, strict=False)  # a process without owners has the leaf for nothing
-        given = {id(owner): (owner, grad) for owner, grad in pairs if grad is not None}
-        of_owners = call.communicator.gradients.shared(given)
+        call, input_indices, owners = self._call, self._forward.input_indices, self._forward.owners
+        owner_cotangents = cotangents[len(input_indices) :]
+        pairs = zip(owners, owner_cotangents, strict=False)  # a process without owners has the leaf for nothing
+        owner_pairs = {id(owner): (owner, grad) for owner, grad in pairs if grad is not None}
+        of_owners = call.communicator.gradients.shared(owner_pairs)
         of_input: list[Tensor | None] = [None] * len(call.batch.tree.tensors)
-        for index, grad in zip(wanted, cotangents, strict=False):
+        for index, grad in zip(input_indices, cotangents, strict=False):
             of_input[index] = grad
         parts = self._forward.parts(self._grads)
         inputs, products, tangents = call.differentiate_gradients(parts, tuple(of_input), of_owners)
-        of_leaves = [inputs[index] for index in wanted]
+        of_leaves = [inputs[index] for index in input_indices]
         of_leaves += [products[id(owner)][1] if id(owner) in products else None for owner in owners]
         return of_leaves, self._of_grads(tangents)
 

@@ -17,7 +17,7 @@ from typing_extensions import Self
 _BUILT_WITH = frozenset(["balance", "devices", "workers", "group", "replicas", "timeout", "heartbeat", "materialize"])
 
 
-class Settled(nn.Module):
+class FixedModule(nn.Module):
     """The operations of nn.Module that a Pipe refuses."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -38,12 +38,12 @@ class Settled(nn.Module):
         Raises:
             TypeError: a tensor would move to another device.
         """
-        here = {tensor.device for tensors in (self.parameters(), self.buffers()) for tensor in tensors}
-        for device in here:
-            there = fn(torch.empty(0, device=device)).device
-            if there != device:
+        devices = {tensor.device for tensors in (self.parameters(), self.buffers()) for tensor in tensors}
+        for device in devices:
+            target = fn(torch.empty(0, device=device)).device
+            if target != device:
                 raise TypeError(
-                    f"a Pipe places its stages itself, so what it has on {device} does not move to {there}. Give "
+                    f"a Pipe places its stages itself, so what it has on {device} does not move to {target}. Give "
                     "Pipe(..., devices=[...]), or take the plain module with pipe.to_sequential()."
                 )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -54,9 +54,9 @@ class Settled(nn.Module):
         refuse_recording("torch.jit.script")
 
 
-def refuse_recording(what: str) -> NoReturn:
+def refuse_recording(tool: str) -> NoReturn:
     """Raise: a tool would record the engine instead of the layers."""
     raise TypeError(
-        f"{what} cannot record a Pipe, which runs its layers in threads, ranks and chunks. Record the plain module: "
-        f"{what}(pipe.to_sequential(), ...), or single layers before Pipe(...)."
+        f"{tool} cannot record a Pipe, which runs its layers in threads, ranks and chunks. Record the plain module: "
+        f"{tool}(pipe.to_sequential(), ...), or single layers before Pipe(...)."
     )

@@ -29,7 +29,7 @@ from pipeline.gradients.store import GradStore
 from pipeline.stage.hooks import accumulate, grads_kept, has_hooks, hooked
 
 NamedGrads: TypeAlias = Sequence[tuple[str, Tensor]]
-Taken: TypeAlias = tuple[GradStore | None, Tensor | None]
+StoreAndNorm: TypeAlias = tuple[GradStore | None, Tensor | None]
 
 
 class Sink(ABC):
@@ -84,7 +84,7 @@ class GradSink(Sink):
                 call.communicator.close()
         return Step(value, store, outputs, None, metrics, norm)
 
-    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
+    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> StoreAndNorm:
         """Take whole gradients. Empties `pairs`. A failure leaves everything that it writes as it was found.
 
         Args:
@@ -113,21 +113,21 @@ class StoreSink(GradSink):
     def __init__(self, max_norm: float | None) -> None:
         self._max_norm = max_norm
 
-    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
+    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> StoreAndNorm:
         norm: Tensor | None = None
-        known: dict[int, tuple[str, Tensor]] = {id(param): (name, param) for name, param in module.named_parameters()}
-        only_inputs = {id(tensor) for tensor in call.batch.tree.tensors} - known.keys()
+        named: dict[int, tuple[str, Tensor]] = {id(param): (name, param) for name, param in module.named_parameters()}
+        only_inputs = {id(tensor) for tensor in call.batch.tree.tensors} - named.keys()
         of_inputs = [pair for pair in pairs if id(pair[0]) in only_inputs]
         others = [pair for pair in pairs if id(pair[0]) not in only_inputs]
         pairs.clear()
-        known.update({id(owner): ("", owner) for owner, _ in others if id(owner) not in known})
+        named.update({id(owner): ("", owner) for owner, _ in others if id(owner) not in named})
         with _grads_undone(of_inputs):
             accumulate(of_inputs)
-            store = GradStore([param if not name else (name, param) for name, param in known.values()])
+            store = GradStore([param if not name else (name, param) for name, param in named.values()])
             for owner, grad in others:
                 store.add_(owner, grad)
             if self._max_norm is not None:
-                grads = [(known[id(param)][0], grad) for param, grad in store.items()]
+                grads = [(named[id(param)][0], grad) for param, grad in store.items()]
                 norm = call.communicator.exchange.total_norm(grads, 2.0)
                 store.scale_(clip_factor(self._max_norm, norm))
         return store, norm
@@ -149,7 +149,7 @@ class OptimizerSink(GradSink):
         self._max_norm = max_norm
         self._scaler = scaler
 
-    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
+    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> StoreAndNorm:
         norm: Tensor | None = None
         communicator, scaler = call.communicator, self._scaler
         with self._undone(pairs):
@@ -158,8 +158,8 @@ class OptimizerSink(GradSink):
                 _unscale(scaler, self.optimizer, communicator)
             if self._max_norm is not None:  # of all that is stepped: a loss may have parameters of its own
                 named = list(module.named_parameters())
-                known = {id(param) for _, param in named}
-                others = [("", param) for param in self._stepped() if id(param) not in known]
+                module_ids = {id(param) for _, param in named}
+                others = [("", param) for param in self._stepped() if id(param) not in module_ids]
                 norm = clip_grads([*named, *others], self._max_norm, 2.0, communicator)
             if scaler is None:
                 self.optimizer.step()
@@ -217,12 +217,12 @@ def collect(call: Call, loss: Loss) -> tuple[list[Pair], Tensor, bool, Mapping[s
     inputs = input_pairs(call)
     pairs = list(call.sums().values())
     reached, has_loss = bool(pairs or inputs), call.execution.has_last
-    own = loss.divisor if has_loss else None
+    own_divisor = loss.divisor if has_loss else None
     averager = call.communicator.averager
     if averager is not None:
-        pairs = averager.average(pairs, own)
+        pairs = averager.average(pairs, own_divisor)
     hooks = any([has_hooks(owner) for owner, _ in [*inputs, *pairs]])
-    verdict = Verdict(loss.value if has_loss else None, own, reached, hooks, loss.metrics)
+    verdict = Verdict(loss.value if has_loss else None, own_divisor, reached, hooks, loss.metrics)
     value, divisor, reached, hooks, metrics = call.communicator.agree(verdict)
     assert value is not None  # the last stage's process has it
     check_reached(reached)

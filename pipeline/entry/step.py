@@ -27,7 +27,7 @@ from pipeline.gradients.store import GradStore
 from scheduler import Timeline
 from scheduler.summary import size_of
 
-Listens: TypeAlias = Callable[[Call, LossEnd, Loss], Listener]  # makes what takes gradients while a call runs
+ListenerFactory: TypeAlias = Callable[[Call, LossEnd, Loss], Listener]  # makes what takes gradients while a call runs
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,33 +111,33 @@ class RunWithLoss:
         self._target = target
         self._scaler = scaler
 
-    def play(self, listens: Listens | None = None) -> tuple[Call, Loss]:
+    def play(self, make_listener: ListenerFactory | None = None) -> tuple[Call, Loss]:
         """Run the call. Validating calls compare its loss with the un-pipelined one.
 
         Args:
-            listens: makes what takes gradients while it runs.
+            make_listener: makes what takes gradients while it runs.
         """
         execution, arguments, counts = self.execution, self._arguments, self.runtime.history.losses
         rows = execution.batch.rows
-        several, is_uneven = len(rows) > 1, len(set(rows)) > 1
-        number, shown = counts.get(arguments.loss_fn, is_uneven)
-        loss = Loss(arguments.loss_fn, arguments.loss_reduction, rows, arguments.is_part, shown)
-        number += several
-        compare = several and validates(number)
+        is_several, is_uneven = len(rows) > 1, len(set(rows)) > 1
+        number, earlier_proof = counts.get(arguments.loss_fn, is_uneven)
+        loss = Loss(arguments.loss_fn, arguments.loss_reduction, rows, arguments.is_part, earlier_proof)
+        number += is_several
+        compare = is_several and validates(number)
         end = LossEnd(execution, loss, self._target, self._scaler, compare, arguments.outputs)
         if self._scaler is not None and not execution.has_last:
             device = self.runtime.settings.layout.devices[0]
             self._scaler.scale(torch.zeros((), device=device))  # its scale exists from its first use on
         try:
             with Call(execution, end, arguments.outputs) as call:
-                call.run_forward(None if listens is None else listens(call, end, loss))
+                call.run_forward(None if make_listener is None else make_listener(call, end, loss))
                 end.check()
         except BaseException:  # the next call validates
             for kind in (False, True):
                 counts.set(loss.loss_fn, LossCount(), kind)
             raise
         # Under its key after the call: a loss that counts its calls must not look new in each.
-        count = LossCount(number if loss.is_proven else 0, loss.proof or () if compare else shown)
+        count = LossCount(number if loss.is_proven else 0, loss.proof or () if compare else earlier_proof)
         counts.set(loss.loss_fn, count, is_uneven)
         return call, loss
 

@@ -27,7 +27,7 @@ from pipeline.common.places import Place, place_of
 from pipeline.distributed.group import RankGroup, ranks_of
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.distributed.stale import refuse_stale
-from pipeline.entry.state.meta_init import How, materialize
+from pipeline.entry.state.meta_init import ValueSource, materialize
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.skip import Enclosed
 from scheduler import Action, Kind, Schedule, ScheduleError, by_name
@@ -175,18 +175,18 @@ def choose_balance(
     return balance_costs(costs, min(count, len(costs)))
 
 
-def choose_places(given: list[Place] | None, stages: int, ranks: RankGroup | None = None) -> list[Place]:
+def choose_places(places: list[Place] | None, stages: int, ranks: RankGroup | None = None) -> list[Place]:
     """One place a stage: the first of those given, of all accelerators, or the CPU for all. On a rank: its own."""
     if ranks is not None:
         return [Place(ranks.device)] * stages
-    if given is None:
-        given = [Place(device) for device in accelerators()] or [place_of("cpu")] * stages
-    if len(given) < stages:
+    if places is None:
+        places = [Place(device) for device in accelerators()] or [place_of("cpu")] * stages
+    if len(places) < stages:
         raise ValueError(
-            f"balance has {stages} stages but there are {len(given)} devices ({', '.join(map(str, given))}). Give "
-            f"devices=[...] with {stages} entries (repeats are allowed), or a balance of {len(given)} stages."
+            f"balance has {stages} stages but there are {len(places)} devices ({', '.join(map(str, places))}). Give "
+            f"devices=[...] with {stages} entries (repeats are allowed), or a balance of {len(places)} stages."
         )
-    return given[:stages]
+    return places[:stages]
 
 
 def check_shared(stages: Sequence[nn.Sequential]) -> None:
@@ -199,11 +199,11 @@ def check_shared(stages: Sequence[nn.Sequential]) -> None:
     for index, stage in enumerate(stages):
         writing = sequential({number: layer for number, layer in stage._modules.items() if not _runs_model(layer)})
         for name, buffer in writing.named_buffers():  # by name: two parts of a model, of which each has been cast
-            other = min(owner.setdefault(id(buffer), index), named.setdefault(name, index))
-            if other != index:
+            first_stage = min(owner.setdefault(id(buffer), index), named.setdefault(name, index))
+            if first_stage != index:
                 raise ValueError(
-                    f"buffer '{name}' is shared by stages {other} and {index}, which run different chunks at a time. "
-                    "Put their layers into one stage, or give each a buffer of its own."
+                    f"buffer '{name}' is shared by stages {first_stage} and {index}, which run different chunks at a "
+                    "time. Put their layers into one stage, or give each a buffer of its own."
                 )
 
 
@@ -256,35 +256,35 @@ def check_placement(schedule: Schedule, rank_of: Sequence[int]) -> None:
 
 def settle(
     stages: Sequence[nn.Sequential],
-    own: Iterable[int],
+    own_stages: Iterable[int],
     devices: Sequence[torch.device],
-    how: How,
+    source: ValueSource,
     seed: Callable[[], int],
 ) -> None:
     """Put some stages on their devices, and values into what is on the meta device.
 
     Args:
         stages: all.
-        own: those to place.
+        own_stages: those to place.
         devices: of each stage.
-        how: where values come from, see entry/state/meta_init.py.
+        source: where values come from, see entry/state/meta_init.py.
         seed: draws a seed, if one is needed.
 
     Raises:
         RuntimeError: one of those to place is trained by another rank of an earlier Pipe.
     """
-    own = set(own)
-    refuse_stale([each for stage in sorted(own) for each in stages[stage].named_modules()])
+    own_stages = set(own_stages)
+    refuse_stale([named_module for stage in sorted(own_stages) for named_module in stages[stage].named_modules()])
     to_fill: list[tuple[int, str, nn.Module]] = []
     others: list[tuple[int, str, nn.Module]] = []
     places = []
     for stage, layers in enumerate(stages):
         table: Mapping[str, Any] = layers._modules  # not named_children(), which leaves out a layer's second place
         for name, layer in table.items():
-            (to_fill if stage in own else others).append((len(to_fill) + len(others), name, layer))
-            places += [devices[stage]] * (stage in own)
-    materialize(to_fill, how, places, seed() if how is not None else 0, others)
-    for stage in sorted(own, reverse=True):
+            (to_fill if stage in own_stages else others).append((len(to_fill) + len(others), name, layer))
+            places += [devices[stage]] * (stage in own_stages)
+    materialize(to_fill, source, places, seed() if source is not None else 0, others)
+    for stage in sorted(own_stages, reverse=True):
         with moved_in_place(devices[stage]):
             stages[stage].to(devices[stage])  # a layer that several stages share stays with the first
 
@@ -328,7 +328,7 @@ def parameters_of(loss_fn: object) -> list[Tensor]:
 
 
 def check_holds(
-    optimizer: torch.optim.Optimizer | EagerUpdate, named: Sequence[tuple[str, Tensor]], beside: Iterable[Tensor]
+    optimizer: torch.optim.Optimizer | EagerUpdate, named: Sequence[tuple[str, Tensor]], other_tensors: Iterable[Tensor]
 ) -> None:
     """Refuse an optimizer that would drop the gradients: of another model, or of parameters that were replaced.
 
@@ -336,7 +336,7 @@ def check_holds(
 
     Args:
         named: the Pipe's parameters, of this process.
-        beside: other tensors that get gradients in a step: the input, the loss's own parameters.
+        other_tensors: other tensors that get gradients in a step: the input, the loss's own parameters.
 
     Raises:
         ValueError: it has none of them; or, in place of some, others of their shapes.
@@ -345,19 +345,21 @@ def check_holds(
         if optimizer.optimizer is None:  # a rule gets them all
             return
         optimizer = optimizer.optimizer
-    held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-    lacking = {id(param): (name, param) for name, param in named if param.requires_grad and id(param) not in held}
+    optimizer_params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    lacking = {
+        id(param): (name, param) for name, param in named if param.requires_grad and id(param) not in optimizer_params
+    }
     if not lacking:
         return
-    known = {id(tensor) for tensor in beside}.union([id(param) for _, param in named])
-    strange = [param for key, param in held.items() if key not in known and param.requires_grad]
-    if not held.keys() & known:
+    known_ids = {id(tensor) for tensor in other_tensors}.union([id(param) for _, param in named])
+    foreign = [param for key, param in optimizer_params.items() if key not in known_ids and param.requires_grad]
+    if not optimizer_params.keys() & known_ids:
         raise ValueError(f"the optimizer has none of the Pipe's parameters, so their gradients would be lost. {_ANEW}")
-    if strange and Counter([param.shape for param in strange]) <= Counter([p.shape for _, p in lacking.values()]):
-        shapes = [param.shape for param in strange]
+    if foreign and Counter([param.shape for param in foreign]) <= Counter([p.shape for _, p in lacking.values()]):
+        shapes = [param.shape for param in foreign]
         names = [name for name, param in lacking.values() if param.shape in shapes]
         raise ValueError(
-            f"the optimizer has {len(strange)} parameters that are not the Pipe's, and none of {names[:5]}, which "
+            f"the optimizer has {len(foreign)} parameters that are not the Pipe's, and none of {names[:5]}, which "
             f"have their shapes: gradients would be lost. {_ANEW}"
         )
 

@@ -40,7 +40,7 @@ from pipeline.common.torch_modes import without_counting_modes, without_function
 from pipeline.data.microbatch import Batch, row_dim, row_sizes
 from pipeline.data.pytrees import Tree
 from pipeline.entry.probe.probe_call import LayerRun, ProbeCall
-from pipeline.entry.probe.rows import Differs, all_same, any_differs, is_mixed, is_moved, same
+from pipeline.entry.probe.rows import RowComparison, all_same, any_differs, is_mixed, is_moved, same
 from pipeline.execution.setup import Setup
 from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.policy import repeating
@@ -66,14 +66,14 @@ class Probe:
             known=StageTraits(), layout=replace(setup.layout, workers="inline" if setup.communicator.is_alone else None)
         )
         self._batch = max(batch.each, key=lambda part: part.chunks)
-        self._another = batch.each[-1]
+        self._last_batch = batch.each[-1]
         self._rows = min(sum(self._batch.rows), max(2, self._batch.rows[0]))
-        own = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
-        modules = [module for layers in own for top in layers for module in top.modules()]
+        own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
+        modules = [module for layers in own_stages for top in layers for module in top.modules()]
         self._modules = list({id(module): module for module in modules}.values())
         self._in_eval_mode = False
         lanes = Counter(setup.plan.schedule.placement.lane_of)
-        self._shares = len(own) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
+        self._shares = len(own_stages) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
 
     @property
     def _has_last(self) -> bool:
@@ -90,7 +90,12 @@ class Probe:
             self._check_frequencies()
         rows = self._rows
         alone = self._picked(range(rows))
-        parameters = [each for module in self._modules for each in module._parameters.values() if each is not None]
+        parameters = [
+            parameter
+            for module in self._modules
+            for parameter in module._parameters.values()
+            if parameter is not None
+        ]
         with (
             torch.no_grad(), repeating(), uncompiled(), without_counting_modes(), _without_cached_weights(),
             unwritten(parameters) as contents, _on_copies_of_buffers(self._modules),
@@ -125,7 +130,9 @@ class Probe:
     def _others(self) -> Batch:
         """As many other rows, uncut: the last ones, or another mini-batch."""
         total = sum(self._batch.rows)
-        return self._another if total == self._rows == 1 else self._picked(range(total - 1, total - 1 - self._rows, -1))
+        if total == self._rows == 1:
+            return self._last_batch
+        return self._picked(range(total - 1, total - 1 - self._rows, -1))
 
     def _picked(self, rows: Sequence[int]) -> Batch:
         """Some rows of the mini-batch, uncut. Behind the last one comes the first."""
@@ -196,7 +203,7 @@ class Probe:
             again = self._new(self._picked(range(shift, shift + self._rows))) if shift else first
             elsewhere = self._new(self._picked([place + shift for place in places]))
             culprits.append(_first_to_differ(again.run_recorded(), elsewhere.run_recorded(), differs))
-        culprit = culprits[0] if len({one and one.number for one in culprits}) == 1 else None
+        culprit = culprits[0] if len({run and run.number for run in culprits}) == 1 else None
         if not self._communicator.exchange.any(culprit is not None):
             return
         is_excused = culprit is not None and (culprit.draws or first.gathers(culprit.layer))
@@ -214,15 +221,15 @@ class Probe:
             return  # another rank has the layer, and raises
         if culprit is None and not self._has_last:
             return
-        what = "a layer" if culprit is None else f"layer {culprit.number} ({type(culprit.layer).__name__})"
+        subject = "a layer" if culprit is None else f"layer {culprit.number} ({type(culprit.layer).__name__})"
         batch_dim = self._batch.batch_dim
-        other = 1 if batch_dim == 0 else 0
+        other_dim = 1 if batch_dim == 0 else 0
         raise ValueError(
-            f"{what} {words}. Chunks are cut along dim {batch_dim}, so each would see its own rows only, and numbers "
-            f"would not be those of the plain module. If dim {other} counts the rows, use Pipe(..., batch_dim={other}),"
-            f" or batch_first={batch_dim == 0} in nn.LSTM, nn.GRU, nn.TransformerEncoderLayer and the like. If each "
-            "chunk may be computed by itself, as BatchNorm does in train mode, use Pipe(..., mixes_rows=True); else "
-            "chunks=1."
+            f"{subject} {words}. Chunks are cut along dim {batch_dim}, so each would see its own rows only, and "
+            f"numbers would not be those of the plain module. If dim {other_dim} counts the rows, use Pipe(..., "
+            f"batch_dim={other_dim}), or batch_first={batch_dim == 0} in nn.LSTM, nn.GRU, nn.TransformerEncoderLayer "
+            "and the like. If each chunk may be computed by itself, as BatchNorm does in train mode, use "
+            "Pipe(..., mixes_rows=True); else chunks=1."
         )
 
     def _check_order(self, alone: Batch, others: Batch) -> None:
@@ -232,7 +239,7 @@ class Probe:
         if not self._communicator.exchange.any(astray is not None):
             return
         once_more = self._run(alone)
-        if astray is not None and all_same(once_more.made[astray], in_order.made[astray]):
+        if astray is not None and all_same(once_more.stage_outputs[astray], in_order.stage_outputs[astray]):
             name = in_order.by_index[astray].layers.name
             raise RuntimeError(
                 f"{name} gives other values for the same input when other chunks have run before it: it reads what "
@@ -243,17 +250,17 @@ class Probe:
             )
 
 
-def _first_to_differ(ours: Sequence[LayerRun], theirs: Sequence[LayerRun], differs: Differs) -> LayerRun | None:
+def _first_to_differ(ours: Sequence[LayerRun], theirs: Sequence[LayerRun], differs: RowComparison) -> LayerRun | None:
     """The first layer whose output rows have changed though its input rows have not."""
-    for one, other in zip(ours, theirs):
-        if any_differs(one.came, other.came, differs):
+    for our_run, their_run in zip(ours, theirs):
+        if any_differs(our_run.inputs, their_run.inputs, differs):
             return None
-        if any_differs(one.made, other.made, differs):
-            return one
+        if any_differs(our_run.outputs, their_run.outputs, differs):
+            return our_run
     return None
 
 
-def _differ(alone: ProbeCall, again: ProbeCall, differs: Differs) -> bool:
+def _differ(alone: ProbeCall, again: ProbeCall, differs: RowComparison) -> bool:
     """Whether rows of an output have changed."""
     if alone.output is None or again.output is None:
         return False

@@ -36,8 +36,8 @@ class LayerRun(NamedTuple):
 
     number: int
     layer: nn.Module
-    came: list[Tensor]
-    made: list[Tensor]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
     draws: bool
 
 
@@ -47,7 +47,7 @@ class ProbeCall:
     Attributes:
         stages: those in this process.
         by_index: the same, by their numbers.
-        made: by stage, its output. None: it raised.
+        stage_outputs: by stage, its output. None: it raised.
         output: of the last stage, if it is here and made any.
     """
 
@@ -58,15 +58,15 @@ class ProbeCall:
         self._execution = Execution(setup, batch)
         self.stages = stages_of(self._execution, ends_in_loss=False)
         self.by_index = {stage.layers.index: stage for stage in self.stages}
-        self.made: dict[int, list[Activations] | None] = {}
+        self.stage_outputs: dict[int, list[Activations] | None] = {}
         self._inboxes: dict[int, tuple[list[Activations], list[Any]]] = {}
         self._generators = generators
         self._wrote: set[int] = set()  # the ids of modules whose buffers have changed
 
     @property
     def output(self) -> Tree | None:
-        made = self.made.get(self._execution.last)
-        return None if made is None else made[0].tree
+        outputs = self.stage_outputs.get(self._execution.last)
+        return None if outputs is None else outputs[0].tree
 
     def run(self, then: Callable[[], None] | None = None) -> None:
         """Stage after stage, and then something else. What they do to modules and generators is undone."""
@@ -90,24 +90,24 @@ class ProbeCall:
         before = [_buffers_of(module) for module in modules]
 
         defaults = default_generators(self._execution.setup.layout.devices)
-        came: dict[int, tuple[list[Tensor], list[Any]]] = {}
+        inputs_and_states: dict[int, tuple[list[Tensor], list[Any]]] = {}
 
         def states() -> list[Any]:
             return [*[generator.get_state() for generator in defaults], *self._generators.states()]
 
         def begin(module: nn.Module, args: Any) -> None:
             if id(module) in numbers:
-                came[id(module)] = _tensors(args), states()
+                inputs_and_states[id(module)] = _tensors(args), states()
 
-        def record(module: nn.Module, args: Any, made: Any) -> None:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
             if id(module) in numbers:
-                given, found = came.pop(id(module))
-                draws = not all(map(same_state, found, states()))
-                layers.append(LayerRun(numbers[id(module)], module, given, _tensors(made), draws))
+                inputs, states_before = inputs_and_states.pop(id(module))
+                draws = not all(map(same_state, states_before, states()))
+                layers.append(LayerRun(numbers[id(module)], module, inputs, _tensors(output), draws))
 
         def look() -> None:
             pairs = zip(modules, before, strict=True)
-            self._wrote = {id(module) for module, then in pairs if not _same_buffers(then, _buffers_of(module))}
+            self._wrote = {id(module) for module, buffers in pairs if not _same_buffers(buffers, _buffers_of(module))}
 
         handles = [
             module_hooks.register_module_forward_pre_hook(begin), module_hooks.register_module_forward_hook(record)
@@ -132,14 +132,14 @@ class ProbeCall:
 
         def descend() -> None:
             for run in reversed(self.stages):
-                given, first = in_order._inboxes[run.layers.index], in_order.made[run.layers.index]
-                made = self._again(run, *given)
-                if not all_same(made, first):
-                    if all([all_same(self._again(run, *given), made) for _ in range(_REPEATS)]):
+                inputs, expected = in_order._inboxes[run.layers.index], in_order.stage_outputs[run.layers.index]
+                outputs = self._again(run, *inputs)
+                if not all_same(outputs, expected):
+                    if all([all_same(self._again(run, *inputs), outputs) for _ in range(_REPEATS)]):
                         astray.append(run.layers.index)
                         return
 
-        is_whole = None not in in_order.made.values()
+        is_whole = None not in in_order.stage_outputs.values()
         self.run(descend if is_whole else None)
         return astray[0] if astray else None
 
@@ -148,20 +148,20 @@ class ProbeCall:
         run.rewind()
         place = self._execution.setup.layout.places[run.layers.index]
         with self._generators.at(states), entered(place.device):
-            return self._made_by(run, inbox)
+            return self._outputs_of(run, inbox)
 
     def _forward(self, stage: int, chunk: int) -> None:
         execution, run = self._execution, self.by_index[stage]
         inbox = execution.take(stage, chunk)
         self._inboxes[stage] = inbox, self._generators.states()
-        self.made[stage] = made = self._made_by(run, inbox) if inbox[0].tree.tensors else None
+        self.stage_outputs[stage] = outputs = self._outputs_of(run, inbox) if inbox[0].tree.tensors else None
         if stage != execution.last:
             values = execution.setup.layout.values.made_by[stage]
             nothing = [Activations(flatten(None, run.layers.name), ())] * len(values)
-            execution.mailbox.put(stage, chunk, nothing if made is None else made)
+            execution.mailbox.put(stage, chunk, nothing if outputs is None else outputs)
 
     @staticmethod
-    def _made_by(run: StageRun, inbox: Sequence[Activations]) -> list[Activations] | None:
+    def _outputs_of(run: StageRun, inbox: Sequence[Activations]) -> list[Activations] | None:
         try:
             return run.forward(0, inbox, False, False)
         except Exception:  # the call itself raises it, or nothing is known

@@ -18,42 +18,42 @@ _LEAST = 1e-3  # the least change of a row, relative to that of its neighbours, 
 _LEAST_ELSEWHERE = 0.05  # that of a row among another number of rows, relative to its size: half precision adds up
 _MOST_ROWS = 8  # the number of rows that are compared
 
-Differs: TypeAlias = Callable[[Tensor, Tensor], bool]  # whether rows of one tensor are others in another one
+RowComparison: TypeAlias = Callable[[Tensor, Tensor], bool]  # whether rows of one tensor are others in another one
 
 
-def any_differs(ones: Sequence[Tensor], others: Sequence[Tensor], differs: Differs) -> bool:
+def any_differs(ones: Sequence[Tensor], others: Sequence[Tensor], differs: RowComparison) -> bool:
     """Whether rows of any of some tensors have changed."""
     return len(ones) == len(others) and any(map(differs, ones, others))
 
 
-def is_mixed(one: Tensor, other: Tensor, batch_dim: int, rows: int) -> bool:
+def is_mixed(reference: Tensor, probed: Tensor, batch_dim: int, rows: int) -> bool:
     """Whether at least a quarter of the rows that were kept have changed. (A few may: near ties, by rounding.)"""
-    if one.shape != other.shape:
+    if reference.shape != probed.shape:
         return False
-    parts, other_parts = _row_parts(one, batch_dim, rows), _row_parts(other, batch_dim, rows)
+    parts, other_parts = _row_parts(reference, batch_dim, rows), _row_parts(probed, batch_dim, rows)
     if not parts:
         return False
-    kept = range(1, rows, 2)
-    kept = kept[:: -(-len(kept) // _MOST_ROWS)]
+    kept_rows = range(1, rows, 2)
+    kept_rows = kept_rows[:: -(-len(kept_rows) // _MOST_ROWS)]
     with without_function_modes():
-        moved = max([_change(parts[row - 1], other_parts[row - 1])[0] for row in kept])
-        changes = [_change(parts[row], other_parts[row]) for row in kept]
-    rounding = _ROUNDING.get(one.dtype, _HALF_ROUNDING)
+        moved = max([_change(parts[row - 1], other_parts[row - 1])[0] for row in kept_rows])
+        changes = [_change(parts[row], other_parts[row]) for row in kept_rows]
+    rounding = _ROUNDING.get(reference.dtype, _HALF_ROUNDING)
     changed = [change > _LEAST * moved + rounding * size for change, size in changes]
     return 4 * sum(changed) >= len(changed)
 
 
-def is_moved(one: Tensor, other: Tensor, batch_dim: int, rows: int, places: Sequence[int]) -> bool:
+def is_moved(reference: Tensor, probed: Tensor, batch_dim: int, rows: int, places: Sequence[int]) -> bool:
     """Whether a row has changed that stands at another place. (Not of integers: rounding decides near ties.)"""
-    parts, other_parts = _row_parts(one, batch_dim, rows), _row_parts(other, batch_dim, len(places))
-    if not (one.is_floating_point() or one.is_complex()) or not parts or not other_parts:
+    parts, other_parts = _row_parts(reference, batch_dim, rows), _row_parts(probed, batch_dim, len(places))
+    if not (reference.is_floating_point() or reference.is_complex()) or not parts or not other_parts:
         return False
     pairs = [(parts[row], part) for row, part in zip(places, other_parts, strict=True) if row < rows]
     if any([part.shape != other_part.shape for part, other_part in pairs]):
         return False
     with without_function_modes():
         changes = [_change(*pair) for pair in pairs]
-    rounding = _ROUNDING.get(one.dtype, _HALF_ROUNDING)
+    rounding = _ROUNDING.get(reference.dtype, _HALF_ROUNDING)
     return any([change > _LEAST_ELSEWHERE * size + rounding for change, size in changes])
 
 

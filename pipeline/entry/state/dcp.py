@@ -34,17 +34,17 @@ class Directory:
     def __init__(self, path: Path, part: str | None) -> None:
         self._reader = _RequestedReader(path)
         self._entries: dict[str, list[tuple[str, tuple[str | int, ...]]]] = {}  # flat names, and the keys to each
-        metadata, whole = self._reader.found, set()
+        metadata, all_keys = self._reader.saved_metadata, set()
         for flat in metadata.state_dict_metadata:
-            way = (metadata.planner_data or {}).get(flat, (flat,))
-            whole.add(str(way[0]))
-            if part is not None and way[0] == part and len(way) > 1:
-                way = way[1:]
+            key_path = (metadata.planner_data or {}).get(flat, (flat,))
+            all_keys.add(str(key_path[0]))
+            if part is not None and key_path[0] == part and len(key_path) > 1:
+                key_path = key_path[1:]
             elif part is not None:
                 continue
-            self._entries.setdefault(way[0], []).append((flat, way[1:]))
+            self._entries.setdefault(key_path[0], []).append((flat, key_path[1:]))
         if part is not None and not self._entries:
-            raise KeyError(f"the checkpoint in {str(path)!r} has no dict {part!r}; it has {sorted(whole)}.")
+            raise KeyError(f"the checkpoint in {str(path)!r} has no dict {part!r}; it has {sorted(all_keys)}.")
 
     @property
     def names(self) -> Collection[str]:
@@ -57,24 +57,24 @@ class Directory:
         Raises:
             RuntimeError: one cannot be read.
         """
-        ways = {flat: (name, *way) for name in names for flat, way in self._entries[name]}
-        into = {flat: self._place(flat) for flat in ways}
-        self._reader.wanted = list(into)
+        key_paths = {flat: (name, *key_path) for name in names for flat, key_path in self._entries[name]}
+        state_dict = {flat: self._place(flat) for flat in key_paths}
+        self._reader.requested = list(state_dict)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for: no_dist
-                dcp.load(into, storage_reader=self._reader, no_dist=True)
+                dcp.load(state_dict, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:  # a BaseException, around what went wrong on each rank
             causes = "; ".join(str(failure[0]) for failure in error.failures.values())
-            first = next(iter(ways.values()))[0]
+            first = next(iter(key_paths.values()))[0]
             raise RuntimeError(
                 f"{first!r} of {str(self._reader.path)!r} cannot be read: {causes}. Is the directory whole?"
             ) from error
-        return unflatten_state_dict(into, ways)
+        return unflatten_state_dict(state_dict, key_paths)
 
     def _place(self, flat: str) -> torch.Tensor | None:
         """Memory to read an entry into, if it is a tensor."""
-        entry = self._reader.found.state_dict_metadata[flat]
+        entry = self._reader.saved_metadata.state_dict_metadata[flat]
         if isinstance(entry, TensorStorageMetadata):
             return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         return None
@@ -83,12 +83,12 @@ class Directory:
 class _RequestedReader(dcp.FileSystemReader):
     """Reads the list of entries once, and shows torch the requested ones only: torch goes through all that it sees."""
 
-    wanted: Sequence[str] = ()
+    requested: Sequence[str] = ()
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            self.found = super().read_metadata()
+            self.saved_metadata = super().read_metadata()
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"no checkpoint in {str(path)!r}: {error}. Give the directory that torch.distributed.checkpoint.save "
@@ -96,5 +96,5 @@ class _RequestedReader(dcp.FileSystemReader):
             ) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        entries = {flat: self.found.state_dict_metadata[flat] for flat in self.wanted}
-        return replace(self.found, state_dict_metadata=entries)
+        entries = {flat: self.saved_metadata.state_dict_metadata[flat] for flat in self.requested}
+        return replace(self.saved_metadata, state_dict_metadata=entries)

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from partition.names import sequential
 from pipeline.common.arguments import few, shown
 from pipeline.entry.state.meta_tensors import (
-    Empty,
     MetaMemory,
+    MetaTensor,
     NumberedLayers,
     check_reachable,
     is_marked,
@@ -39,7 +39,7 @@ from pipeline.recompute.randomness import default_generators, generators_kept, l
 
 Init: TypeAlias = Callable[[nn.Module], object]
 State: TypeAlias = Mapping[str, Any] | str | PathLike[str]
-How: TypeAlias = Init | State | tuple[Init, State] | None
+ValueSource: TypeAlias = Init | State | tuple[Init, State] | None
 
 _REMEDY = (
     "Give materialize=: a callable that fills a layer in place (pipeline.reset_parameters does, for layers "
@@ -49,7 +49,7 @@ _REMEDY = (
 
 
 def materialize(
-    layers: NumberedLayers, how: How, devices: Sequence[torch.device], seed: int, others: NumberedLayers = ()
+    layers: NumberedLayers, source: ValueSource, devices: Sequence[torch.device], seed: int, others: NumberedLayers = ()
 ) -> None:
     """Give memory and values to all parameters and buffers of some layers that are on the meta device.
 
@@ -58,11 +58,11 @@ def materialize(
 
     Args:
         layers: this process's own: (index in the nn.Sequential, name, layer).
-        how: where values come from. A callable gets each layer that needs values, once, and fills it in place, without
-            gradients; the default generators of torch, Python and numpy are at `layer_seed(seed, 0, index)` then. A
-            mapping has the plain module's names, and only those that are needed are read. A path is that of a folder
-            of safetensors files, or of a torch.distributed.checkpoint directory, where the names stand as they are or
-            under "model".
+        source: where values come from. A callable gets each layer that needs values, once, and fills it in place,
+            without gradients; the default generators of torch, Python and numpy are at `layer_seed(seed, 0, index)`
+            then. A mapping has the plain module's names, and only those that are needed are read. A path is that of a
+            folder of safetensors files, or of a torch.distributed.checkpoint directory, where the names stand as they
+            are or under "model".
             (callable, state): the callable fills, and the state replaces all but buffers that no state_dict has.
         devices: of each layer.
         seed: of the initial values.
@@ -71,7 +71,7 @@ def materialize(
     Raises:
         ValueError: values that are missing, or of another shape or type; tensors without memory that are no parameters
             or buffers, or are no plain tensors. The message names them. Or there is a state, and nothing to fill.
-        TypeError: `how` is none of these.
+        TypeError: `source` is none of these.
         RuntimeError: the callable put other objects in the place of those that it should fill.
 
     Example:
@@ -81,12 +81,12 @@ def materialize(
         >>> torch.equal(layer.weight, nn.Linear(2, 3).weight)
         True
     """
-    init, state = _sources(how)
+    init, state = _sources(source)
     empty = survey(layers, devices)
     check_reachable(layers, empty)
     _add_names(empty, others)
     if not empty:
-        _check_is_forfew(state, [*layers, *others])
+        _refuse_unread_state(state, [*layers, *others])
         return
     saved = None if state is None else _open(state, empty.values())
     _check_given(empty.values(), init is not None, saved)
@@ -95,13 +95,13 @@ def materialize(
         memory.give(meta, marked=init is not None)
     if init is not None:
         with torch.no_grad(), generators_kept(devices):
-            for position in sorted({meta.at for meta in empty.values()}):
+            for position in sorted({meta.position for meta in empty.values()}):
                 _initialise(init, layers, position, empty, devices, seed)
     if saved is not None:
         with torch.no_grad():
             for meta in empty.values():
                 _fill(meta, saved)
-        _set_extra_state([layers[position] for position in {meta.at for meta in empty.values()}], saved)
+        _set_extra_state([layers[position] for position in {meta.position for meta in empty.values()}], saved)
     _check_filled([meta for meta in empty.values() if saved is None or not _has(saved, meta)])
     for _, _, layer in layers:
         for module in layer.modules():
@@ -126,14 +126,14 @@ def reset_parameters(layer: nn.Module) -> None:
         tensor([0., 0.])
     """
     modules = list(_children_first("", layer, set()))
-    without = [
+    unresettable = [
         f"{name or 'the layer'} ({type(module).__name__})"
         for name, module in modules
         if _reset_of(module) is None and next(module.parameters(recurse=False), None) is not None
     ]
-    if without:
+    if unresettable:
         raise ValueError(
-            f"modules with parameters but no reset_parameters(): {', '.join(without)}. Give them that method, or "
+            f"modules with parameters but no reset_parameters(): {', '.join(unresettable)}. Give them that method, or "
             "initialise the layer with a callable of your own."
         )
     for _, module in modules:
@@ -156,18 +156,18 @@ def _children_first(name: str, module: nn.Module, done: set[int]) -> Iterator[tu
         yield name, module
 
 
-def _sources(how: How) -> tuple[Init | None, State | None]:
-    init, state = how if isinstance(how, tuple) and len(how) == 2 else (None, how)
-    if not isinstance(how, tuple) and callable(how):
-        init, state = how, None
-    known = state is None or isinstance(state, Mapping | str | PathLike)
-    known = known and not isinstance(how, type | nn.Module)
-    if not known or isinstance(how, tuple) and not (callable(init) and state is not None):
-        raise TypeError(f"materialize is {shown(how)}. {_REMEDY}")
+def _sources(source: ValueSource) -> tuple[Init | None, State | None]:
+    init, state = source if isinstance(source, tuple) and len(source) == 2 else (None, source)
+    if not isinstance(source, tuple) and callable(source):
+        init, state = source, None
+    is_valid = state is None or isinstance(state, Mapping | str | PathLike)
+    is_valid = is_valid and not isinstance(source, type | nn.Module)
+    if not is_valid or isinstance(source, tuple) and not (callable(init) and state is not None):
+        raise TypeError(f"materialize is {shown(source)}. {_REMEDY}")
     return init, state  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
 
 
-def _add_names(empty: Mapping[int, Empty], others: NumberedLayers) -> None:
+def _add_names(empty: Mapping[int, MetaTensor], others: NumberedLayers) -> None:
     """Note the names that tensors have in other layers: a file has a tied tensor under one of its names."""
     for _, name, layer in others:
         for place, tensor, _ in places(name, layer):
@@ -175,7 +175,7 @@ def _add_names(empty: Mapping[int, Empty], others: NumberedLayers) -> None:
                 empty[id(tensor)].names.append(place)
 
 
-def _check_is_forfew(state: State | None, layers: NumberedLayers) -> None:
+def _refuse_unread_state(state: State | None, layers: NumberedLayers) -> None:
     """Refuse a state that would be read by no rank, since all is initialised already."""
     tensors = [tensor for _, name, layer in layers for _, tensor, _ in places(name, layer)]
     if state is not None and tensors and not any(tensor.is_meta for tensor in tensors):
@@ -186,7 +186,7 @@ def _check_is_forfew(state: State | None, layers: NumberedLayers) -> None:
         )
 
 
-def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | None) -> None:
+def _check_given(empty: Iterable[MetaTensor], init: bool, saved: Mapping[str, Any] | None) -> None:
     """Refuse, by name, tensors that would get no value."""
     if saved is None:
         if not init:
@@ -212,17 +212,17 @@ def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | 
 
 def _like(name: str, saved: Iterable[str]) -> str:
     """A name of the state with other steps in front, as that of a model within the model has."""
-    for other in saved:
-        if f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}"):
-            return f": {other!r} may be {name!r}"
+    for key in saved:
+        if f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}"):
+            return f": {key!r} may be {name!r}"
     return ""
 
 
-def _has(saved: Mapping[str, Any], meta: Empty) -> bool:
+def _has(saved: Mapping[str, Any], meta: MetaTensor) -> bool:
     return any(name in saved for name in meta.names)
 
 
-def _open(state: State, empty: Iterable[Empty]) -> Mapping[str, Any]:
+def _open(state: State, empty: Iterable[MetaTensor]) -> Mapping[str, Any]:
     """The state by the plain module's names; those of a directory may stand under "model"."""
     if isinstance(state, Mapping):
         return state
@@ -235,15 +235,15 @@ def _initialise(
     init: Init,
     layers: NumberedLayers,
     position: int,
-    empty: Mapping[int, Empty],
+    empty: Mapping[int, MetaTensor],
     devices: Sequence[torch.device],
     seed: int,
 ) -> None:
     """Let the callable fill a layer; tensors that were filled before keep their values."""
     index, name, layer = layers[position]
     before = {place: tensor for place, tensor, _ in places(name, layer)}
-    others = [tensor for tensor in before.values() if id(tensor) not in empty or empty[id(tensor)].at != position]
-    kept = [(tensor, tensor.clone()) for tensor in others]
+    others = [tensor for tensor in before.values() if id(tensor) not in empty or empty[id(tensor)].position != position]
+    copies = [(tensor, tensor.clone()) for tensor in others]
     for generator in default_generators(devices):
         generator.manual_seed(layer_seed(seed, 0, index))
     with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
@@ -255,11 +255,11 @@ def _initialise(
             f"the callable in materialize= put other objects at {changed}. It should fill the tensors that are there, "
             "as torch.nn.init does."
         )
-    for tensor, value in kept:
+    for tensor, value in copies:
         tensor.copy_(value)
 
 
-def _fill(empty: Empty, saved: Mapping[str, Any]) -> None:
+def _fill(empty: MetaTensor, saved: Mapping[str, Any]) -> None:
     """Give a tensor its value, which may stand under any of its names, if it is the same under all."""
     first: Tensor | None = None
     for name in empty.names:
@@ -295,11 +295,11 @@ def _set_extra_state(layers: Iterable[tuple[int, str, nn.Module]], saved: Mappin
                 module.set_extra_state(saved[f"{prefix}._extra_state"])
 
 
-def _check_filled(empty: Iterable[Empty]) -> None:
+def _check_filled(empty: Iterable[MetaTensor]) -> None:
     """Refuse, by name, tensors that the callable left without values."""
-    left = [meta.names[0] for meta in empty if is_marked(meta)]
-    if left:
+    unfilled = [meta.names[0] for meta in empty if is_marked(meta)]
+    if unfilled:
         raise ValueError(
-            f"the callable in materialize= left {left} without values, or with some nan. Where a module is "
+            f"the callable in materialize= left {unfilled} without values, or with some nan. Where a module is "
             "parametrized, fill the original (parametrizations.weight.original) or assign: module.weight = value."
         )

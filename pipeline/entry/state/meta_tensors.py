@@ -1,6 +1,6 @@
 """Tensors without memory (on the meta device): a survey, their allocation, and marks of those not yet written.
 
-    layers --survey--> Empty, by id        on the meta device: a shape and a type, at one place or several
+    layers --survey--> MetaTensor, by id   on the meta device: a shape and a type, at one place or several
                           |
                        MetaMemory.give         the same object, now with memory on its device, marked
                           |
@@ -26,12 +26,12 @@ NumberedLayers: TypeAlias = Sequence[tuple[int, str, nn.Module]]  # (index in th
 
 
 @dataclass(eq=False)
-class Empty:
+class MetaTensor:
     """A parameter or buffer without memory.
 
     Attributes:
         tensor: the object, which stays the same.
-        at: the position, among the layers surveyed, of the first that has it.
+        position: the position, among the layers surveyed, of the first that has it.
         device: where its memory will be.
         names: of all its places.
         saved: whether a state_dict has it: not a buffer with persistent=False.
@@ -39,7 +39,7 @@ class Empty:
     """
 
     tensor: Tensor
-    at: int
+    position: int
     device: torch.device
     names: list[str] = field(default_factory=list)
     saved: bool = False
@@ -55,33 +55,35 @@ def places(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
                 yield f"{prefix}.{key}".removeprefix("."), tensor, key not in module._non_persistent_buffers_set
 
 
-def survey(layers: NumberedLayers, devices: Sequence[torch.device]) -> dict[int, Empty]:
+def survey(layers: NumberedLayers, devices: Sequence[torch.device]) -> dict[int, MetaTensor]:
     """The tensors without memory, by id, in the order of their first places.
 
     Raises:
         ValueError: one is no plain tensor.
     """
-    by_id: dict[int, Empty] = {}
-    for at, ((_, name, layer), device) in enumerate(zip(layers, devices, strict=True)):
+    by_id: dict[int, MetaTensor] = {}
+    for position, ((_, name, layer), device) in enumerate(zip(layers, devices, strict=True)):
         for place, tensor, saved in places(name, layer):
             if tensor.is_meta:
                 _check_plain(place, tensor)
-                empty = by_id.setdefault(id(tensor), Empty(tensor, at, device))
+                empty = by_id.setdefault(id(tensor), MetaTensor(tensor, position, device))
                 empty.names.append(place)
                 empty.saved = empty.saved or saved
     return by_id
 
 
 def _check_plain(name: str, tensor: Tensor) -> None:
-    own = type(tensor).__torch_dispatch__ not in (Tensor.__torch_dispatch__, nn.Parameter.__torch_dispatch__)
-    if own or tensor.layout is not torch.strided or tensor.is_quantized:
+    overrides_dispatch = type(tensor).__torch_dispatch__ not in (
+        Tensor.__torch_dispatch__, nn.Parameter.__torch_dispatch__
+    )
+    if overrides_dispatch or tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(
             f"{name!r} is on the meta device and no plain tensor ({type(tensor).__name__}, {tensor.layout}), so it "
             "cannot be given memory. Build its layer on a real device."
         )
 
 
-def check_reachable(layers: NumberedLayers, empty: Mapping[int, Empty]) -> None:
+def check_reachable(layers: NumberedLayers, empty: Mapping[int, MetaTensor]) -> None:
     """Refuse tensors without memory that are neither parameters nor buffers: nothing could give them values."""
     stray = []
     for _, name, layer in layers:
@@ -103,7 +105,7 @@ class MetaMemory:
     def __init__(self) -> None:
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
-    def give(self, empty: Empty, marked: bool) -> None:
+    def give(self, empty: MetaTensor, marked: bool) -> None:
         """Give a tensor memory, in the same object; `marked`, so that `is_marked` tells whether it was filled."""
         old = empty.tensor.untyped_storage()
         if old._cdata not in self._storages:  # an address, which stays the old one's, since that is kept
@@ -139,7 +141,7 @@ def _mark(tensor: Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def is_marked(empty: Empty) -> bool:
+def is_marked(empty: MetaTensor) -> bool:
     """Whether a tensor, or part of it, is as `_mark` left it."""
     tensor = empty.tensor.detach()
     if tensor.is_floating_point() or tensor.is_complex():

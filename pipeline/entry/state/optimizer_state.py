@@ -64,17 +64,17 @@ def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
     packed = optimizer.state_dict()
     flat: dict[str, Any] = {}
     for number, group, param in numbered(optimizer, packed):
-        own = names.get(id(param))
-        if own is None:
+        param_names = names.get(id(param))
+        if param_names is None:
             raise ValueError(
                 f"the optimizer has a parameter of shape {list(param.shape)} that is none of those named. Give it an "
                 "optimizer of its own."
             )
-        if own == [""]:
+        if param_names == [""]:
             continue
-        kept = dict(flattened(own[0], packed["state"].get(number, {})))
-        shown = kept or dict(flattened(own[0], _places_for(optimizer, group, param)))
-        flat.update(entries_of(own, group, kept, shown))
+        state = dict(flattened(param_names[0], packed["state"].get(number, {})))
+        saved = state or dict(flattened(param_names[0], _places_for(optimizer, group, param)))
+        flat.update(entries_of(param_names, group, state, saved))
     return flat
 
 
@@ -109,14 +109,14 @@ def load_optimizer_state(
     """
     check_optimizer(optimizer)
     names = _names_of(named_parameters)
-    entries = _entries(state, {name for own in names.values() for name in own if name}, all_names)
+    entries = _entries(state, {name for param_names in names.values() for name in param_names if name}, all_names)
     packed = optimizer.state_dict()
     chosen = _chosen(optimizer, names, entries)
     packed["state"] = {
         number: nested for number, _, param in numbered(optimizer, packed) if (nested := chosen[id(param)].nested())
     }
-    for index, (group, held) in enumerate(zip(packed["param_groups"], optimizer.param_groups, strict=True)):
-        group.update(_options(index, [(names[id(param)][0], chosen[id(param)]) for param in held["params"]]))
+    for index, (group, param_group) in enumerate(zip(packed["param_groups"], optimizer.param_groups, strict=True)):
+        group.update(_options(index, [(names[id(param)][0], chosen[id(param)]) for param in param_group["params"]]))
     optimizer.load_state_dict(packed)
 
 
@@ -163,11 +163,11 @@ def _names_of(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[int, list[
 
 def numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any], Tensor]]:
     """(number, group, parameter) in the packed state of an optimizer."""
-    for held, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        for number, param in zip(group["params"], held["params"], strict=True):
+    for param_group, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        for number, param in zip(group["params"], param_group["params"], strict=True):
             yield number, group, param
-    known = {number for group in packed["param_groups"] for number in group["params"]}
-    others = [key for key in packed["state"] if key not in known]
+    numbers = {number for group in packed["param_groups"] for number in group["params"]}
+    others = [key for key in packed["state"] if key not in numbers]
     if others:
         raise ValueError(
             f"{type(optimizer).__name__} keeps state that belongs to no parameter, under {others}. It cannot be saved "
@@ -197,19 +197,19 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def entries_of(
-    names: Iterable[str], group: Mapping[str, Any], kept: Mapping[str, Any], shown: Mapping[str, Any]
+    names: Iterable[str], group: Mapping[str, Any], state: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """The entries of a parameter in a flat state, under each of its names.
 
     Args:
         names: all of them.
         group: that it is in.
-        kept: what the optimizer has for it, by dotted keys.
-        shown: the same, or what only makes places.
+        state: what the optimizer has for it, by dotted keys.
+        saved: the same, or what only makes places.
     """
     for name in names:
-        yield from [(f"state.{name}.{key}", value) for key, value in shown.items()]
-        yield f"state_keys.{name}", tuple(sorted(kept))
+        yield from [(f"state.{name}.{key}", value) for key, value in saved.items()]
+        yield f"state_keys.{name}", tuple(sorted(state))
         yield from [(f"param_groups.{name}.{key}", value) for key, value in options_of(group).items()]
 
 
@@ -250,14 +250,14 @@ class _SavedState:
     state: dict[str, Any] = field(default_factory=dict)
     keys: tuple[str, ...] | None = None
 
-    def put(self, kind: str, what: str, value: Any) -> None:
+    def put(self, kind: str, key: str, value: Any) -> None:
         """Take in one value of a flat state."""
         if kind == "state_keys":
             self.keys = tuple(value)
         elif kind == "state":
-            self.state[what] = value
-        elif what not in NOT_OPTIONS:
-            self.options[what] = value
+            self.state[key] = value
+        elif key not in NOT_OPTIONS:
+            self.options[key] = value
 
     def nested(self) -> dict[str, Any]:
         """The state as the optimizer had it."""
@@ -272,34 +272,36 @@ class _SavedState:
         return state
 
 
-def _entries(state: Mapping[str, Any], own: Collection[str], all_names: Iterable[str] | None) -> dict[str, _SavedState]:
+def _entries(
+    state: Mapping[str, Any], own_names: Collection[str], all_names: Iterable[str] | None
+) -> dict[str, _SavedState]:
     """The entries of a flat state for this process's names."""
-    known = {*own, *(all_names or ())}
-    wanted: dict[str, tuple[str, str, str]] = {}  # (kind, name, what) of each key that is this process's
+    known_names = {*own_names, *(all_names or ())}
+    own_keys: dict[str, tuple[str, str, str]] = {}  # (kind, name, state key) of each key that is this process's
     unknown = []
     for key in state:
         kind, _, rest = key.partition(".")
-        name = rest if rest in known else _name_in(rest, known)
+        name = rest if rest in known_names else _name_in(rest, known_names)
         if kind not in ("state", "state_keys", "param_groups") or name is None:
             unknown.append(key)
-        elif name in own:
-            wanted[key] = kind, name, rest.removeprefix(name).removeprefix(".")
+        elif name in own_names:
+            own_keys[key] = kind, name, rest.removeprefix(name).removeprefix(".")
     if unknown:
         raise ValueError(
             f"entries that belong to no parameter: {few(unknown)}. The state has the names of another "
             "model, or was not saved by name: it should come from pipe.optimizer_state_dict(optimizer)."
         )
-    values = state.read(wanted) if isinstance(state, Saved) else {key: state[key] for key in wanted}
+    values = state.read(own_keys) if isinstance(state, Saved) else {key: state[key] for key in own_keys}
     entries: dict[str, _SavedState] = defaultdict(_SavedState)
-    for key, (kind, name, what) in wanted.items():
-        entries[name].put(kind, what, values[key])
+    for key, (kind, name, state_key) in own_keys.items():
+        entries[name].put(kind, state_key, values[key])
     return dict(entries)
 
 
-def _name_in(rest: str, known: Collection[str]) -> str | None:
+def _name_in(rest: str, names: Collection[str]) -> str | None:
     """The name that a key begins with. No name begins with another one: a parameter has no parameters."""
     name = rest
-    while name and name not in known:
+    while name and name not in names:
         name = name.rpartition(".")[0]
     return name or None
 
@@ -309,16 +311,16 @@ def _chosen(
 ) -> dict[int, _SavedState]:
     """The entry of each parameter that an optimizer holds, by id; a tied one's may stand under any of its names."""
     chosen: dict[int, _SavedState] = {}
-    missing, held = [], set()
+    missing, held_names = [], set()
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        own = names.get(id(param), [])
-        held.update(own)
-        if own == [""]:
+        param_names = names.get(id(param), [])
+        held_names.update(param_names)
+        if param_names == [""]:
             chosen[id(param)] = _SavedState()
             continue
-        candidates = [(name, entries[name]) for name in own if name in entries and entries[name].options]
+        candidates = [(name, entries[name]) for name in param_names if name in entries and entries[name].options]
         if not candidates:
-            missing.append(own[0] if own else f"one of shape {list(param.shape)} without a name")
+            missing.append(param_names[0] if param_names else f"one of shape {list(param.shape)} without a name")
             continue
         for name, entry in candidates:
             _check_complete(name, entry)
@@ -328,7 +330,7 @@ def _chosen(
             f"the state knows nothing of parameters that the optimizer holds: {missing}. Was it saved by an optimizer "
             "of the same parameters?"
         )
-    foreign = [name for name in entries if name not in held]
+    foreign = [name for name in entries if name not in held_names]
     if foreign:
         raise ValueError(
             f"the state is of parameters that the optimizer does not hold: {foreign}. Give it those, or take their "
@@ -373,10 +375,10 @@ def _options(index: int, members: Iterable[tuple[str, _SavedState]]) -> dict[str
     for name, entry in members:
         first = first or (name, entry)
         for key in {**first[1].options, **entry.options}:
-            one, other = first[1].options.get(key), entry.options.get(key)
-            if not same(one, other):
+            first_option, option = first[1].options.get(key), entry.options.get(key)
+            if not same(first_option, option):
                 raise ValueError(
-                    f"group {index} of the optimizer has {first[0]!r} and {name!r}, which were saved with {key} {one} "
-                    f"and {other}. Build the groups as they were when saved."
+                    f"group {index} of the optimizer has {first[0]!r} and {name!r}, which were saved with {key} "
+                    f"{first_option} and {option}. Build the groups as they were when saved."
                 )
     return {} if first is None else first[1].options

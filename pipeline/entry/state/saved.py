@@ -73,7 +73,7 @@ class Saved(Mapping[str, Any]):
         return self._source.read(keys)
 
 
-class WithTied(Mapping[str, Any]):
+class StateWithTiedNames(Mapping[str, Any]):
     """A saved state with a tied parameter under each of its names, of which a file may have but one.
 
     Args:

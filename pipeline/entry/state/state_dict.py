@@ -23,14 +23,14 @@ from pipeline.common.call_lock import turn
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
-from pipeline.entry.state.saved import Saved, WithTied
+from pipeline.entry.state.saved import Saved, StateWithTiedNames
 from pipeline.entry.state.whole_optimizer_state import by_name, first_names_of, is_packed, own_entries, whole_state
 from pipeline.execution.communicator import Verdict
 from pipeline.skip import Enclosed
 from pipeline.stage.batchnorm import batch_norms
 
 
-class Stateful(LayeredModule, Enclosed, ABC):
+class StateDictMixin(LayeredModule, Enclosed, ABC):
     """The part of a Pipe that saves and loads."""
 
     @abstractmethod
@@ -110,8 +110,8 @@ class Stateful(LayeredModule, Enclosed, ABC):
             communicator.open(lambda values: {}, draws=False)
             nothing = [] if topology is None else [("", topology.nothing)]
             named = [*self.named_parameters(), *nothing]
-            own = own_entries(named, optimizer, 0 if topology is None else topology.ranks.rank)
-            entries = communicator.exchange.gather(own)
+            own_state = own_entries(named, optimizer, 0 if topology is None else topology.ranks.rank)
+            entries = communicator.exchange.gather(own_state)
             communicator.agree(Verdict(None, None, True))
             whole = None if entries is None else whole_state(entries, dict.fromkeys(self._first_names().values()))
             communicator.close()
@@ -166,7 +166,7 @@ class Stateful(LayeredModule, Enclosed, ABC):
         A `Saved` may have a tied parameter under one of its names alone, as save_pretrained writes it.
         """
         if isinstance(state_dict, Saved):
-            state_dict = WithTied(state_dict, self._first_names())
+            state_dict = StateWithTiedNames(state_dict, self._first_names())
         remote = {number for number, layer in self._modules.items() if isinstance(layer, RemoteLayer)}
         if remote:
             elsewhere = {name for name, holders in Names(self._modules).units.items() if remote.issuperset(holders)}

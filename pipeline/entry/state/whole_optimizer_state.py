@@ -38,20 +38,20 @@ def own_entries(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optim
     entries: dict[str, Any] = {}
     for index, group in enumerate(packed["param_groups"]):
         entries[f"{_GROUP}{index}.{rank}"] = options_of(group)
-        held = [places.get(id(param)) for param in optimizer.param_groups[index]["params"]]
-        known = [place for place in held if place is not None]
-        if len(known) < len(held):
+        group_places = [places.get(id(param)) for param in optimizer.param_groups[index]["params"]]
+        known_places = [place for place in group_places if place is not None]
+        if len(known_places) < len(group_places):
             raise ValueError(
                 "the optimizer has a parameter that is none of this rank's of the Pipe. Give it an optimizer of its "
                 "own."
             )
-        if known != sorted(known):
+        if known_places != sorted(known_places):
             raise ValueError(
                 f"group {index} of the optimizer has its parameters in another order than the model: "
-                f"{[name for _, name in known][:5]}. Their numbers would be others in an optimizer of the plain "
+                f"{[name for _, name in known_places][:5]}. Their numbers would be others in an optimizer of the plain "
                 "module: build the groups in the order of pipe.named_parameters()."
             )
-        for number, (_, name) in zip(group["params"], known, strict=True):
+        for number, (_, name) in zip(group["params"], known_places, strict=True):
             if name:
                 entries[_PARAMETER + name] = {"group": index, "kept": dict(packed["state"].get(number, {}))}
     list(numbered(optimizer, packed))  # raises where something is kept for no parameter
@@ -71,9 +71,13 @@ def whole_state(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, A
     groups: dict[int, dict[str, Any]] = {}
     for key in (key for key in entries if key.startswith(_GROUP)):
         _, group, rank = key.split(".")
-        index, theirs = int(group), entries[key]
-        options = groups.setdefault(index, theirs)
-        differing = [what for what in {**options, **theirs} if not same(options.get(what), theirs.get(what))]
+        index, rank_options = int(group), entries[key]
+        options = groups.setdefault(index, rank_options)
+        differing = [
+            option
+            for option in {**options, **rank_options}
+            if not same(options.get(option), rank_options.get(option))
+        ]
         if differing:
             raise ValueError(
                 f"group {index} of the optimizer has another {', '.join(differing)} on rank {rank}. Build the groups "
@@ -87,8 +91,8 @@ def whole_state(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, A
     for index, members in by_group.items():
         numbers = range(number, number + len(members))
         packed["param_groups"].append({**groups[index], "param_names": members, "params": list(numbers)})
-        kept = {number: entries[_PARAMETER + name]["kept"] for number, name in zip(numbers, members, strict=True)}
-        packed["state"].update({number: state for number, state in kept.items() if state})
+        states = {number: entries[_PARAMETER + name]["kept"] for number, name in zip(numbers, members, strict=True)}
+        packed["state"].update({number: state for number, state in states.items() if state})
         number += len(members)
     on_host: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), packed)
     return on_host
@@ -124,8 +128,8 @@ def by_name(packed: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[s
                 "pipe.full_optimizer_state_dict(optimizer), or give the plain optimizer model.named_parameters()."
             )
         for number, first in zip(group["params"], names, strict=True):
-            kept = dict(flattened(first, packed["state"].get(number, {})))
-            flat.update(entries_of(aliases.get(first_names.get(first, first), [first]), group, kept, kept))
+            state = dict(flattened(first, packed["state"].get(number, {})))
+            flat.update(entries_of(aliases.get(first_names.get(first, first), [first]), group, state, state))
     return flat
 
 
