@@ -102,8 +102,8 @@ class Comparison:
 
     def numbers(self) -> list[int]:
         """The numbers still to be compared: of the mini-batch, if not all had its fingerprint; of output gradients."""
-        late = 0 if self._is_mini_batch_compared else self._mini_batch.number
-        return [late, *[to_bits(value) for sketch in self._sketches.values for value in sketch]]
+        mini_batch = 0 if self._is_mini_batch_compared else self._mini_batch.number
+        return [mini_batch, *[to_bits(value) for sketch in self._sketches.values for value in sketch]]
 
     def compare(self, rows: Sequence[Sequence[int]]) -> None:
         """Check once that all ranks' numbers are alike.
@@ -111,7 +111,7 @@ class Comparison:
         Raises:
             MismatchError: they are not.
         """
-        if len({late for late, *_ in rows}) > 1:
+        if len({mini_batch for mini_batch, *_ in rows}) > 1:
             self._refuse()
         values = [[from_bits(bits) for bits in row[1:]] for row in rows]
         size = len(GradSketch._fields)

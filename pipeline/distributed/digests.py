@@ -72,8 +72,8 @@ class GradSketch(NamedTuple):
         """Whether it may be of the same gradient."""
         if not all(map(math.isfinite, (*self, *other))):
             return not (all(map(math.isfinite, self)) or all(map(math.isfinite, other)))
-        most = max(self.tolerance, other.tolerance) * max(self.norm, other.norm)
-        return abs(self.norm - other.norm) <= most and abs(self.product - other.product) <= most
+        bound = max(self.tolerance, other.tolerance) * max(self.norm, other.norm)
+        return abs(self.norm - other.norm) <= bound and abs(self.product - other.product) <= bound
 
     def __str__(self) -> str:
         return f"norm {self.norm:.6g}, with random weights {self.product:.6g}"

@@ -118,8 +118,8 @@ class RankExchange(Exchange):
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
         return RankMailbox(values, self._topology.assignment.rank_of, self._ranks, self._messages.series, transport)
 
-    def broadcast(self, what: str, stage: int, message: Message | None) -> Message:
-        return self._messages.broadcast(self._topology.assignment.rank_of[stage], what, message)
+    def broadcast(self, name: str, stage: int, message: Message | None) -> Message:
+        return self._messages.broadcast(self._topology.assignment.rank_of[stage], name, message)
 
     def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
         tree = flatten(dict(named), f"the state of rank {self._ranks.rank}")
@@ -132,8 +132,8 @@ class RankExchange(Exchange):
             whole.update(message.tree.build(message.tree.tensors))
         return whole
 
-    def any(self, here: bool) -> bool:
-        return any(flag for (flag,) in self._ranks.exchange([here]))
+    def any(self, condition: bool) -> bool:
+        return any(flag for (flag,) in self._ranks.exchange([condition]))
 
     def sum_over(self, numbers: Tensor) -> Tensor:
         bits = numbers.cpu().contiguous().view(-1).view(torch.int64).tolist()
@@ -167,10 +167,10 @@ class RankExchange(Exchange):
                     by_name.setdefault(first_names.get(name, name), (dtype, value))  # a tied parameter counts once
                 elif rank == self._topology.assignment.last:
                     unnamed.append((dtype, value))
-        in_order = [by_name[name] for name in dict.fromkeys(first_names.values()) if name in by_name]
+        ordered = [by_name[name] for name in dict.fromkeys(first_names.values()) if name in by_name]
         all_norms = [
             torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype), device="cpu")
-            for dtype, value in [*in_order, *unnamed]
+            for dtype, value in [*ordered, *unnamed]
         ]
         return joined_norm(all_norms, norm_type).to(self._ranks.device)
 

@@ -67,10 +67,10 @@ class RankMailbox(Mailbox):
         assert self._messages is not None  # a phase has begun
         return self._messages
 
-    def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
+    def put(self, stage: int, chunk: int, outputs: Sequence[Activations]) -> None:
         rows = self._values.made_by[stage]
-        until: dict[tuple[int, int, int], int] | None = None
-        for row, message in zip(rows, made, strict=True):
+        last_readers: dict[tuple[int, int, int], int] | None = None
+        for row, message in zip(rows, outputs, strict=True):
             key = row.name, chunk, False
             if stage == CALLER:
                 parcel = self._transport.send(message.tree.tensors, None, Place(self._ranks.device))
@@ -78,8 +78,8 @@ class RankMailbox(Mailbox):
             elif row.reader == CALLER or self._rank_of[row.reader] == self._ranks.rank:
                 self._activations[key] = message, None
             else:
-                until = _until(rows, made) if until is None else until
-                memory = tuple([(identity.origin, until[identity.origin]) for identity in message.memory])
+                last_readers = _last_readers(rows, outputs) if last_readers is None else last_readers
+                memory = tuple([(identity.origin, last_readers[identity.origin]) for identity in message.memory])
                 tree = message.tree
                 self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, memory))
 
@@ -140,22 +140,22 @@ class RankMailbox(Mailbox):
         return message
 
 
-def _until(rows: Sequence[Value], messages: Sequence[Activations]) -> dict[tuple[int, int, int], int]:
+def _last_readers(rows: Sequence[Value], messages: Sequence[Activations]) -> dict[tuple[int, int, int], int]:
     """For each memory that is sent the last stage that reads it by another way: a rank between would not know."""
-    last_reader: dict[tuple[int, int, int], int] = {}
+    readers: dict[tuple[int, int, int], int] = {}
     times: dict[tuple[int, int, int], int] = {}
     for row, message in zip(rows, messages, strict=True):
         for memory in dict.fromkeys(message.memory):
             times[memory.origin] = times.get(memory.origin, 0) + 1
-            last_reader[memory.origin] = max(last_reader.get(memory.origin, -1), memory.until, row.reader)
+            readers[memory.origin] = max(readers.get(memory.origin, -1), memory.until, row.reader)
     return {
-        memory.origin: last_reader[memory.origin] if times[memory.origin] > 1 else memory.until
+        memory.origin: readers[memory.origin] if times[memory.origin] > 1 else memory.until
         for message in messages
         for memory in message.memory
     }
 
 
 def _memory(written: object) -> MemoryId:
-    assert isinstance(written, tuple)  # as _until wrote it
+    assert isinstance(written, tuple)  # as _last_readers wrote it
     origin, until = written
     return MemoryId(tuple(origin), until)

@@ -86,8 +86,8 @@ def _norm(step: EagerStep, call: Call, named: Mapping[str, Tensor]) -> Tensor:
     """The norm of all gradients, as torch.nn.utils.clip_grad_norm_ computes it."""
     names = {id(param): name for name, param in reversed(list(named.items()))}
     order = {key: index for index, key in enumerate(dict.fromkeys(map(id, named.values())))}
-    in_order = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
-    norms = [(names.get(key, ""), norm) for key, (_, norm) in in_order]
+    ordered = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
+    norms = [(names.get(key, ""), norm) for key, (_, norm) in ordered]
     return call.communicator.exchange.joined_norm(norms, 2.0)
 
 

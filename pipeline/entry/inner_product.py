@@ -23,12 +23,12 @@ def dot(runtime: Runtime, one: PartialGrads, other: PartialGrads) -> Tensor:
     with turn(), runtime.communicator("dot") as communicator:
         owners = _owners(runtime, one, other)
         communicator.open(lambda values: {"the arguments": "tensors of parameters"}, draws=False)
-        elsewhere = {id(copy) for tied, copy in runtime.tied() if tied.owner != runtime.rank}
+        remote_ids = {id(copy) for tied, copy in runtime.tied() if tied.owner != runtime.rank}
         terms, counts = [], []
         for owner, left, right in zip(owners, one, other, strict=True):
             if left is not None and right is not None:
                 terms.append(_term(left, right))
-                counts.append(id(owner) not in elsewhere)
+                counts.append(id(owner) not in remote_ids)
         total: Tensor = _Sum.apply(communicator.exchange.sum_over, counts, *terms)  # type: ignore[no-untyped-call]
         return total
 

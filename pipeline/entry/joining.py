@@ -36,8 +36,8 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: V
     placeholders = dict(topology.elsewhere(stages))
     count = sum(runtime.settings.balance)
     with DistributedCommunicator(topology, (), f"Pipe({count} layers)") as communicator:
-        words = {SETTINGS: runtime.settings.words}
-        seed = communicator.open(lambda values: words, draws=materialize is not None)
+        descriptions = {SETTINGS: runtime.settings.words}
+        seed = communicator.open(lambda values: descriptions, draws=materialize is not None)
         topology.ranks.refuse_shared_devices()
         topology.ranks.connections.connect(topology.pairs)
         settle(stages, topology.assignment.own_stages, runtime.settings.layout.devices, materialize, lambda: seed)

@@ -65,10 +65,10 @@ def cut(settings: Settings, x: Any, target: Any) -> tuple[Batch, Batch]:
     return consecutive(batches, "x"), consecutive(targets, "the target")
 
 
-def _cut(settings: Settings, x: Any, target: Any, where: str = "") -> tuple[Batch, Batch]:
+def _cut(settings: Settings, x: Any, target: Any, suffix: str = "") -> tuple[Batch, Batch]:
     value = input_of((x,), {}, settings.takes_arguments)
-    batch = scatter(value, settings.chunks, "x" + where, settings.batch_dim)
-    return batch, scatter_like(target, batch, "the target" + where)
+    batch = scatter(value, settings.chunks, "x" + suffix, settings.batch_dim)
+    return batch, scatter_like(target, batch, "the target" + suffix)
 
 
 def _pair(item: Any, number: int, entry: str) -> tuple[Any, Any]:

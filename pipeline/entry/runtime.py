@@ -202,8 +202,8 @@ class Runtime:
             )
         batches = {"x": batch} if target is None else {"x": batch, "the target": target}
         tensors = [tensor for cut in batches.values() for tensor in cut.tensors]
-        words = partial(self._words, request, batches)
-        seed = communicator.open(words, request.draws, Compared(mini_batch=[*tensors, *_scales(request.scaler)]))
+        describe = partial(self._words, request, batches)
+        seed = communicator.open(describe, request.draws, Compared(mini_batch=[*tensors, *_scales(request.scaler)]))
         if request.grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
@@ -249,16 +249,16 @@ class Runtime:
         """The descriptions on which all ranks must agree."""
         gradients = "on" if request.grad and torch.is_grad_enabled() else "off"
         options = {"gradients": gradients, **request.options}
-        words = {
+        descriptions = {
             SETTINGS: self.settings.words,
             MODES: self._modes(),
             OPTIONS: "\n".join([f"{name}={value}" for name, value in options.items()]),
             MINI_BATCHES: ", ".join([f"{name} {described(cut)}" for name, cut in batches.items()]),
         }
         if values:
-            words[VALUES] = values_in_words([tensor for cut in batches.values() for tensor in cut.tensors])
-            words[SCALES] = ", ".join([str(scale.item()) for scale in _scales(request.scaler)])
-        return words
+            descriptions[VALUES] = values_in_words([tensor for cut in batches.values() for tensor in cut.tensors])
+            descriptions[SCALES] = ", ".join([str(scale.item()) for scale in _scales(request.scaler)])
+        return descriptions
 
     def _flags(self) -> tuple[bool, ...]:
         """Whether each layer is in train mode."""

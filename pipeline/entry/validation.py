@@ -110,10 +110,10 @@ def check_plain(module: nn.Sequential) -> None:
     if module._parameters or module._buffers:
         names = ", ".join([*module._parameters, *module._buffers])
         raise ValueError(f"the nn.Sequential has parameters or buffers of its own ({names}). Put them into a layer.")
-    elsewhere = [name for name, layer in module.named_children() if isinstance(layer, RemoteLayer)]
-    if elsewhere:
+    remote = [name for name, layer in module.named_children() if isinstance(layer, RemoteLayer)]
+    if remote:
         raise ValueError(
-            f"layers {elsewhere} are on other ranks: the nn.Sequential was taken from a Pipe over ranks. Build the "
+            f"layers {remote} are on other ranks: the nn.Sequential was taken from a Pipe over ranks. Build the "
             "Pipe from the module itself (on the meta device, if it is large)."
         )
     pipes = [(name, child) for name, child in module.named_modules() if isinstance(child, Enclosed)]

@@ -53,11 +53,11 @@ def _run(check: Callable[[ChannelEnds], None], make_pair: MakePair, seconds: flo
     with make_pair() as pair:
         thread = _Thread(partial(check, pair))
         thread.join(seconds)
-        late = thread.is_alive()
-        if late:
+        is_late = thread.is_alive()
+        if is_late:
             pair.abort()
             thread.join(seconds)
-    if late:
+    if is_late:
         raise AssertionError(f"{name}: not done after {seconds} s.")
     if thread.error is not None:
         raise AssertionError(f"{name}: {type(thread.error).__name__}: {thread.error}") from thread.error

@@ -28,7 +28,7 @@ class ReplicaAverager(Averager):
         replicas: the replicas.
         layout: what travels between them.
         calls: the call, in words.
-        words: descriptions of what the replicas must agree on, where the call is a backward: those of its forward.
+        descriptions: of what the replicas must agree on, where the call is a backward: those of its forward.
 
     Attributes:
         waits_for_vote: all replicas are still to say that their means are there.
@@ -36,20 +36,20 @@ class ReplicaAverager(Averager):
     """
 
     def __init__(
-        self, replicas: Replicas, layout: BucketLayout, calls: str, words: Mapping[str, str] | None = None
+        self, replicas: Replicas, layout: BucketLayout, calls: str, descriptions: Mapping[str, str] | None = None
     ) -> None:
         self.layout = layout
         self.waits_for_vote = False
         self.is_agreed = False
-        self.words = {**(words or {}), "the calls": calls}
+        self.descriptions = {**(descriptions or {}), "the calls": calls}
         self._replicas = replicas
-        self._is_backward = words is not None
+        self._is_backward = descriptions is not None
         self._reducer: GradientReducer | None = None
         self._final: dict[int, Sequence[Pair]] = {}  # by stage
 
-    def describe(self, words: Mapping[str, str]) -> None:
+    def describe(self, descriptions: Mapping[str, str]) -> None:
         """Take descriptions of a call: what replicas must agree on is compared when their gradients meet."""
-        self.words.update({name: words[name] for name in _ALIKE if name in words})
+        self.descriptions.update({name: descriptions[name] for name in _ALIKE if name in descriptions})
 
     def settled(self, stage: int, pairs: Sequence[Pair]) -> None:
         """Send what is final, in the order of the buckets."""
@@ -103,7 +103,7 @@ class ReplicaAverager(Averager):
         ]
         lines += [f"a parameter of shape {list(leaf.shape)} that is not the module's" for leaf in self._external(last)]
         with among_replicas():
-            refuse(self._replicas.ranks, {**self.words, "the parameters": "\n".join(lines)})
+            refuse(self._replicas.ranks, {**self.descriptions, "the parameters": "\n".join(lines)})
 
     def _begun(self) -> GradientReducer:
         if self._reducer is None:
@@ -113,7 +113,7 @@ class ReplicaAverager(Averager):
 
     def _note(self, last: GradientBucket, divisor: Tensor | None) -> list[int]:
         """The note of this replica to the others: digests of what must be alike, and its divisor."""
-        texts = [self.words.get(name, "") for name in ("the calls", *_ALIKE)]
+        texts = [self.descriptions.get(name, "") for name in ("the calls", *_ALIKE)]
         flags = "".join(["01"[parameter.requires_grad] for parameter in self.layout.parameters])
         shapes = [tuple(leaf.shape) for leaf in self._external(last)]
         return [*[digest(text) for text in (*texts, f"{flags} {shapes}")], *optional_bits(divisor)]

@@ -43,7 +43,7 @@ class DataParallelCommunicator(Communicator):
         replicas: the replicas.
         layout: what travels between them.
         entry: what is called: "step".
-        forward_words: the call whose backward this is: what the replicas must agree on.
+        forward_descriptions: the call whose backward this is: what the replicas must agree on.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class DataParallelCommunicator(Communicator):
         replicas: Replicas,
         layout: BucketLayout,
         entry: str,
-        forward_words: Mapping[str, str] | None = None,
+        forward_descriptions: Mapping[str, str] | None = None,
     ) -> None:
         ranks = replicas.ranks
         self._inner = inner
         self._replicas = replicas
         self._entry = entry
-        self._is_backward = forward_words is not None
+        self._is_backward = forward_descriptions is not None
         self._name = f"{entry} (call {ranks.calls + 1} among the replicas)"
         self._action: Action | None = None  # under way
         self._interrupts = Deferral()  # from the last vote to the end
         calls = f"{entry} of Pipe {replicas.number}, {ranks.next_call}"
-        if forward_words is not None:
-            calls += f", of {forward_words['the calls']}"
-        self.averager: ReplicaAverager = ReplicaAverager(replicas, layout, calls, forward_words)
+        if forward_descriptions is not None:
+            calls += f", of {forward_descriptions['the calls']}"
+        self.averager: ReplicaAverager = ReplicaAverager(replicas, layout, calls, forward_descriptions)
         self.topology, self.exchange, self.gradients = inner.topology, inner.exchange, inner.gradients
 
     @property
@@ -128,8 +128,8 @@ class DataParallelCommunicator(Communicator):
         """The failure that the replicas' monitor knows, described for the pipeline."""
         ranks = self._replicas.ranks
         failure = ranks.monitor.verdict(GRACE) or ranks.lost(error, self._call)
-        where = f"{_WHERE[1]}(ranks {members(ranks)} of the world, here 0 to {ranks.size - 1})"
-        return _located(failure, where)
+        location = f"{_WHERE[1]}(ranks {members(ranks)} of the world, here 0 to {ranks.size - 1})"
+        return _located(failure, location)
 
     def _pass_on(self) -> None:
         """Make the pipeline's failure that of the replicas."""
@@ -138,9 +138,9 @@ class DataParallelCommunicator(Communicator):
         failure = pipeline.monitor.verdict(0.0)
         if failure is None:
             failure = silence(pipeline.rank, self._call, "the call failed before it began.")
-        where = f"{_WHERE[0]}{ranks.rank} (ranks {members(pipeline)} of the world, here 0 to {pipeline.size - 1})"
+        location = f"{_WHERE[0]}{ranks.rank} (ranks {members(pipeline)} of the world, here 0 to {pipeline.size - 1})"
         ranks.is_in_call = False
-        ranks.monitor.fail(_located(failure, where))
+        ranks.monitor.fail(_located(failure, location))
         ranks.close()
         ranks.monitor.leave()
 
@@ -166,7 +166,7 @@ class DataParallelCommunicator(Communicator):
     def again(self, entry: str = "backward") -> DataParallelCommunicator:
         """The backward of this call."""
         inner, averager = self._inner.again(entry), self.averager
-        return DataParallelCommunicator(inner, self._replicas, averager.layout, entry, averager.words)
+        return DataParallelCommunicator(inner, self._replicas, averager.layout, entry, averager.descriptions)
 
     # ------------------------------------------------------------------------------------------------------ together
 
@@ -201,10 +201,10 @@ class DataParallelCommunicator(Communicator):
             self._replicas.ranks.exchange([self._replicas.number])
 
 
-def _located(failure: Failure, where: str) -> Failure:
+def _located(failure: Failure, location: str) -> Failure:
     """The failure, with the place where it arose, once: for ranks that are numbered otherwise."""
     if failure.call.startswith(_WHERE):
         return failure
     is_silence = failure.type_name.endswith(f".{RankError.__name__}")
-    message = f"{where}: {failure.message}" if is_silence else failure.message
-    return failure._replace(call=f"{where}, {failure.call}", message=message)
+    message = f"{location}: {failure.message}" if is_silence else failure.message
+    return failure._replace(call=f"{location}, {failure.call}", message=message)

@@ -64,16 +64,16 @@ class Replicas:
         ranks.connections.connect(permutations(range(ranks.size), 2))
         ranks.enter(call)
         try:
-            words = {
+            descriptions = {
                 "the Pipes": f"number {self.number} among the replicas",
                 "the places in the pipeline": _place(self.pipeline),
                 "the settings": settings,
                 "the parameters": self.parameters,
                 "the buffers": shapes_in_words(module.named_buffers()),
             }
-            digests = [digest(text) for text in words.values()]
+            digests = [digest(text) for text in descriptions.values()]
             if any(theirs != digests for theirs in ranks.exchange(digests)):
-                refuse(ranks, words)
+                refuse(ranks, descriptions)
             if self.pipeline is not None:  # else devices were given
                 ranks.refuse_shared_devices()
             self._share([*module.parameters(), *module.buffers()])
@@ -136,13 +136,13 @@ def find_replicas(group: Any, ranks: RankGroup | None, heartbeat: float, timeout
     return replicas
 
 
-def refuse(ranks: RankGroup, words: Mapping[str, str]) -> NoReturn:
+def refuse(ranks: RankGroup, descriptions: Mapping[str, str]) -> NoReturn:
     """Exchange descriptions with the other replicas, and raise what differs. All replicas call this.
 
     Raises:
         MismatchError: in words.
     """
-    texts = ranks.exchange_texts(encoded(words))
+    texts = ranks.exchange_texts(encoded(descriptions))
     raise MismatchError(
         f"the replicas of a Pipe (ranks {members(ranks)} of the world, here 0 to {ranks.size - 1}) do not do the same: "
         f"{difference(texts)}. All replicas run the same script, each with mini-batches of its own."

@@ -64,14 +64,14 @@ class FailureDetector:
             or self._stuck(own_beat, now)
         )
 
-    def waits(self, but: int | None = None) -> str:
+    def waits(self, excluded: int | None = None) -> str:
         """A description of where every rank but one is."""
-        return "; ".join(f"rank {rank} {self._stood(rank)}" for rank in range(self._size) if rank != but) + "."
+        return "; ".join(f"rank {rank} {self._stood(rank)}" for rank in range(self._size) if rank != excluded) + "."
 
     def without_store(self, own_beat: Heartbeat, reason: str) -> Failure:
         """The failure of this rank's call where the store, and so the others, cannot be seen any more."""
         message = f"{reason} rank {self._rank} is {own_beat.described()}."
-        return silence(self._rank, own_beat.call, message, self.waits(but=self._rank))
+        return silence(self._rank, own_beat.call, message, self.waits(excluded=self._rank))
 
     def needy(self, call: Heartbeat, serials: Mapping[int, int], now: float, patience: float) -> list[int]:
         """The ranks that may still need this one for a call that it has left.
@@ -103,9 +103,9 @@ class FailureDetector:
     def _ended(self, own_beat: Heartbeat) -> Failure | None:
         for rank, beat in self._others().items():
             if beat.ended and not beat.has_left(own_beat):
-                where = f" at {beat.at} in {beat.call}" if beat.has_entered(own_beat) and beat.at else ""
-                message = f"rank {rank} {beat.ended}{where} while rank {self._rank} waits in {own_beat.call} for it."
-                return silence(rank, own_beat.call, message, self.waits(but=rank))
+                place = f" at {beat.at} in {beat.call}" if beat.has_entered(own_beat) and beat.at else ""
+                message = f"rank {rank} {beat.ended}{place} while rank {self._rank} waits in {own_beat.call} for it."
+                return silence(rank, own_beat.call, message, self.waits(excluded=rank))
         return None
 
     def _given_up(self, own_beat: Heartbeat) -> Failure | None:
@@ -128,7 +128,7 @@ class FailureDetector:
             f"rank {rank} does not answer since {silent_seconds[rank]:.1f} s (heartbeat={self._heartbeat}): stopped, "
             f"swapped out or cut off. It was last seen {self._beats[rank].described()}."
         )
-        return silence(rank, own_beat.call, message, self.waits(but=rank))
+        return silence(rank, own_beat.call, message, self.waits(excluded=rank))
 
     def _stuck(self, own_beat: Heartbeat, now: float) -> Failure | None:
         if now - self._moved <= self._timeout:

@@ -66,7 +66,7 @@ class Probe:
             known=StageTraits(), layout=replace(setup.layout, workers="inline" if setup.communicator.is_alone else None)
         )
         self._batch = max(batch.each, key=lambda part: part.chunks)
-        self._last_batch = batch.each[-1]
+        self._another = batch.each[-1]
         self._rows = min(sum(self._batch.rows), max(2, self._batch.rows[0]))
         own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         modules = [module for layers in own_stages for top in layers for module in top.modules()]
@@ -130,9 +130,7 @@ class Probe:
     def _others(self) -> Batch:
         """As many other rows, uncut: the last ones, or another mini-batch."""
         total = sum(self._batch.rows)
-        if total == self._rows == 1:
-            return self._last_batch
-        return self._picked(range(total - 1, total - 1 - self._rows, -1))
+        return self._another if total == self._rows == 1 else self._picked(range(total - 1, total - 1 - self._rows, -1))
 
     def _picked(self, rows: Sequence[int]) -> Batch:
         """Some rows of the mini-batch, uncut. Behind the last one comes the first."""
@@ -166,12 +164,12 @@ class Probe:
         call.run()
         return call
 
-    def _check_sizes(self, reference: ProbeCall, again: ProbeCall, rows: int) -> None:
+    def _check_sizes(self, reference: ProbeCall, resized: ProbeCall, rows: int) -> None:
         """Raise if the size of an output does not follow the rows."""
-        if reference.output is None or again.output is None:
+        if reference.output is None or resized.output is None:
             return
-        pairs = list(zip(reference.output.tensors, again.output.tensors))  # not strict: a model may return more
-        for pair in pairs if len(reference.output.tensors) == len(again.output.tensors) else ():
+        pairs = list(zip(reference.output.tensors, resized.output.tensors))  # not strict: a model may return more
+        for pair in pairs if len(reference.output.tensors) == len(resized.output.tensors) else ():
             if pair[0].dim() and pair[0].dim() == pair[1].dim():  # else they are seen not to fit where they are joined
                 row_sizes(pair, (self._rows, rows), self._batch.batch_dim)
 
@@ -181,13 +179,13 @@ class Probe:
         among_others = self._run(beside)  # on every rank, as everything here: votes follow
         if not self._communicator.exchange.any(_differ(reference, among_others, differs)):
             return
-        again, among_others = self._new(alone), self._new(beside)  # again, layer by layer
-        ours, theirs = again.run_recorded(), among_others.run_recorded()
-        is_certain = _differ(again, among_others, differs) and same(again.output, reference.output)
+        repeated, among_others = self._new(alone), self._new(beside)  # again, layer by layer
+        ours, theirs = repeated.run_recorded(), among_others.run_recorded()
+        is_certain = _differ(repeated, among_others, differs) and same(repeated.output, reference.output)
         if not self._communicator.exchange.any(is_certain):
             return
         culprit = _first_to_differ(ours, theirs, differs)
-        is_excused = culprit is not None and again.gathers(culprit.layer)
+        is_excused = culprit is not None and repeated.gathers(culprit.layer)
         self._refuse(
             culprit, is_excused,
             "mixes the rows of the mini-batch: with other rows beside it, a row comes out otherwise"
@@ -200,9 +198,9 @@ class Probe:
             return
         culprits, first = [], self._new(self._picked(range(self._rows)))
         for shift in (0, 1):  # for the same rows and for others, layer by layer: a near tie shows once
-            again = self._new(self._picked(range(shift, shift + self._rows))) if shift else first
-            elsewhere = self._new(self._picked([place + shift for place in places]))
-            culprits.append(_first_to_differ(again.run_recorded(), elsewhere.run_recorded(), differs))
+            repeated = self._new(self._picked(range(shift, shift + self._rows))) if shift else first
+            moved = self._new(self._picked([place + shift for place in places]))
+            culprits.append(_first_to_differ(repeated.run_recorded(), moved.run_recorded(), differs))
         culprit = culprits[0] if len({run and run.number for run in culprits}) == 1 else None
         if not self._communicator.exchange.any(culprit is not None):
             return
@@ -235,12 +233,12 @@ class Probe:
     def _check_order(self, alone: Batch, others: Batch) -> None:
         """Raise if a stage gives other values after other rows have gone through all stages."""
         in_order, backwards = self._run(alone), self._new(others)
-        astray = backwards.first_astray(in_order)
-        if not self._communicator.exchange.any(astray is not None):
+        stage = backwards.first_astray(in_order)
+        if not self._communicator.exchange.any(stage is not None):
             return
         once_more = self._run(alone)
-        if astray is not None and all_same(once_more.stage_outputs[astray], in_order.stage_outputs[astray]):
-            name = in_order.by_index[astray].layers.name
+        if stage is not None and all_same(once_more.stage_outputs[stage], in_order.stage_outputs[stage]):
+            name = in_order.by_index[stage].layers.name
             raise RuntimeError(
                 f"{name} gives other values for the same input when other chunks have run before it: it reads what "
                 "another stage, or an earlier chunk, left elsewhere (in a shared dict, on a module, in a closure). "
@@ -260,11 +258,11 @@ def _first_to_differ(ours: Sequence[LayerRun], theirs: Sequence[LayerRun], diffe
     return None
 
 
-def _differ(alone: ProbeCall, again: ProbeCall, differs: RowComparison) -> bool:
+def _differ(reference: ProbeCall, probed: ProbeCall, differs: RowComparison) -> bool:
     """Whether rows of an output have changed."""
-    if alone.output is None or again.output is None:
+    if reference.output is None or probed.output is None:
         return False
-    return any_differs(alone.output.tensors, again.output.tensors, differs)
+    return any_differs(reference.output.tensors, probed.output.tensors, differs)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ class ProbeCall:
 
     def first_astray(self, in_order: ProbeCall) -> int | None:
         """Run, then the stages of another call from the last to the first; the first stage that differs, every time."""
-        astray: list[int] = []
+        stages: list[int] = []
 
         def descend() -> None:
             for run in reversed(self.stages):
@@ -136,12 +136,12 @@ class ProbeCall:
                 outputs = self._again(run, *inputs)
                 if not all_same(outputs, expected):
                     if all([all_same(self._again(run, *inputs), outputs) for _ in range(_REPEATS)]):
-                        astray.append(run.layers.index)
+                        stages.append(run.layers.index)
                         return
 
         is_whole = None not in in_order.stage_outputs.values()
         self.run(descend if is_whole else None)
-        return astray[0] if astray else None
+        return stages[0] if stages else None
 
     def _again(self, run: StageRun, inbox: Sequence[Activations], states: Sequence[Any]) -> list[Activations] | None:
         """Run a stage as before, but after others."""

@@ -120,21 +120,21 @@ def load_optimizer_state(
     optimizer.load_state_dict(packed)
 
 
-def own_part(state_dict: Mapping[str, Any], elsewhere: Collection[str]) -> OrderedDict[str, Any]:
+def own_part(state_dict: Mapping[str, Any], remote_names: Collection[str]) -> OrderedDict[str, Any]:
     """A state_dict of the whole model without the values of other ranks' layers, which are not read.
 
     Their keys stay, with None, so that loading still tells keys that belong to no layer.
 
     Args:
         state_dict: of the whole model; one that reads its values when asked (`pipeline.Saved`) reads few.
-        elsewhere: what only other ranks have, by name: layers, or modules and tensors of a model.
+        remote_names: what only other ranks have, by name: layers, or modules and tensors of a model.
 
     Example:
-        >>> dict(own_part({"0.weight": 5, "1.weight": 7}, elsewhere=["1"]))
+        >>> dict(own_part({"0.weight": 5, "1.weight": 7}, remote_names=["1"]))
         {'0.weight': 5, '1.weight': None}
     """
     part = OrderedDict(
-        (key, None if any(start in elsewhere for start in starts(key)) else state_dict[key]) for key in state_dict
+        (key, None if any(start in remote_names for start in starts(key)) else state_dict[key]) for key in state_dict
     )
     versions = getattr(state_dict, "_metadata", None)
     if versions is not None:

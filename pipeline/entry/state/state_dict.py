@@ -169,8 +169,8 @@ class StateDictMixin(LayeredModule, Enclosed, ABC):
             state_dict = StateWithTiedNames(state_dict, self._first_names())
         remote = {number for number, layer in self._modules.items() if isinstance(layer, RemoteLayer)}
         if remote:
-            elsewhere = {name for name, holders in Names(self._modules).units.items() if remote.issuperset(holders)}
-            state_dict = own_part(state_dict, elsewhere)
+            remote_names = {name for name, holders in Names(self._modules).units.items() if remote.issuperset(holders)}
+            state_dict = own_part(state_dict, remote_names)
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None and "partitions" not in self._modules:
             renamed = OrderedDict(state_dict)
