@@ -68,10 +68,10 @@ class EagerSink(Sink):
             with call:
                 _finish(update, step, external)
         with call:
-            joined = run.joined(call)
+            outputs = run.joined(call)
         call.release()
         call.communicator.close()
-        return Step(loss, None, joined, None, metrics, norm)
+        return Step(loss, None, outputs, None, metrics, norm)
 
 
 def _finish(update: EagerUpdate, step: EagerStep, external: list[Pair]) -> None:

@@ -54,7 +54,7 @@ def sink_of(
     return GradSink() if grads == "param" else StoreSink(max_norm)
 
 
-def forward(runtime: Runtime, input: Any, output: str) -> Any:
+def forward(runtime: Runtime, value: Any, output: str) -> Any:
     """`pipe(input)`: the value, differentiable by autograd."""
     if output not in ("all", "last"):
         raise ValueError(f"output is {output!r}. Use 'all' or 'last': which ranks get the output.")
@@ -62,7 +62,7 @@ def forward(runtime: Runtime, input: Any, output: str) -> Any:
         refuse_recording("torch.jit.trace")
     grad, settings = torch.is_grad_enabled(), runtime.settings
     with turn() as hold, runtime.communicator("forward", averages=grad) as communicator:
-        batch = scatter(input, settings.chunks, batch_dim=settings.batch_dim)
+        batch = scatter(value, settings.chunks, batch_dim=settings.batch_dim)
         request = Request(plan_forward, grad, {"output": output}, keep=True)
         execution = Execution(runtime.agreed(request, batch, communicator), batch)
         return attached(Call(execution), hold, runtime.history.stale.mark, everywhere=output == "all")

@@ -49,23 +49,23 @@ def attached(call: Call, hold: Turn, on_backward: Callable[[], None], everywhere
         output: Output | None = None
         sizes: tuple[tuple[int, ...], ...] = ()
         if call.execution.has_last:
-            joined, sizes = gather([message.tree for message in messages], call.batch.rows, call.batch.batch_dim)
+            tree, sizes = gather([message.tree for message in messages], call.batch.rows, call.batch.batch_dim)
             columns = zip(*[message.needs_grad for message in messages], strict=True)
-            output = Output(joined, [any(column) for column in columns])
+            output = Output(tree, [any(column) for column in columns])
         reached = call.communicator.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
         if everywhere:
             output = share_output(call.communicator.exchange, output)
-        joined, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [reached])
+        tree, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [reached])
         owners = call.owners() if any(needs_grad) else []
     if not any(needs_grad):
-        return joined.build(joined.tensors)
+        return tree.build(tree.tensors)
     tensors = call.batch.tree.tensors
     input_indices = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     forward = AttachedCall(call, hold, sizes, everywhere, input_indices, owners, versions(tensors))
     leaves = forward.leaves
     if not owners:  # other ranks may have owners: this one takes part in the backward
         leaves.append(call.communicator.topology.nothing.requires_grad_())
-    return joined.build(attach(Backward(forward, on_backward), joined.tensors, list(needs_grad), leaves))
+    return tree.build(attach(Backward(forward, on_backward), tree.tensors, list(needs_grad), leaves))
 
 
 class GradientHandover(NamedTuple):

@@ -113,8 +113,8 @@ def built(spec: Strided | Sparse, parts: Iterator[Tensor]) -> Tensor:
     if isinstance(spec, Strided):
         return next(parts)
     indices, values = next(parts), next(parts)
-    built = torch.sparse_coo_tensor(indices, values, spec.shape, device=indices.device, check_invariants=False)
-    return built._coalesced_(spec.coalesced)
+    tensor = torch.sparse_coo_tensor(indices, values, spec.shape, device=indices.device, check_invariants=False)
+    return tensor._coalesced_(spec.coalesced)
 
 
 def _settled(tensor: Tensor, label: str) -> Tensor:
