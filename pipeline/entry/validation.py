@@ -308,7 +308,7 @@ def check_step(
             "grads='store' keeps the gradients for you, so no optimizer can step. Use store.apply(optimizer)."
         )
     if isinstance(optimizer, EagerUpdate):
-        _check_eager(optimizer, clip, scaler)
+        _check_eager(clip, scaler)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates the loss several times a step: write a closure around pipe.step(x, y, loss_fn=f)."
@@ -364,7 +364,7 @@ def check_holds(
         )
 
 
-def _check_eager(update: EagerUpdate, clip: float | None, scaler: torch.amp.GradScaler | None) -> None:
+def _check_eager(clip: float | None, scaler: torch.amp.GradScaler | None) -> None:
     if clip is not None:
         raise ValueError(
             "clip_grad_norm clips by the norm over all gradients, which an EagerUpdate does not know before its first "

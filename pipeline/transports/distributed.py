@@ -194,13 +194,13 @@ class _Edge(Outgoing, Incoming):
     def begin(self, buffer: Tensor, sends: bool, extra: bool) -> Handle:
         """Begin to send or to receive."""
         if self._group is None or self._given_up:
-            raise self._error(None)
+            raise self._error()
         begin = self._group.send if sends else self._group.recv
         try:
             work = begin([buffer], self._other, _EXTRA if extra else _STREAM)
         except RuntimeError as error:
             del begin
-            raise self._error(error) from error
+            raise self._error() from error
         self._count += 1
         self._under_way[self._count] = work
         return _WorkHandle(self, self._count, not sends and buffer.numel() <= _SHORT)
@@ -220,14 +220,14 @@ class _Edge(Outgoing, Incoming):
         """Wait for what was begun as this number. `at_once`: it has ended, or comes whole."""
         work = self._under_way.get(number)
         if work is None:
-            raise self._error(None)
+            raise self._error()
         try:
             has_ended = bool(work.wait()) if at_once else self._waiters.wait(work.wait)
         except RuntimeError as error:
             del work
-            raise self._error(error) from error
+            raise self._error() from error
         if not has_ended:
-            raise self._error(None)
+            raise self._error()
         self._under_way.pop(number, None)
 
     def abort(self) -> None:
@@ -247,7 +247,7 @@ class _Edge(Outgoing, Incoming):
         self._under_way.clear()
         self._group = None
 
-    def _error(self, cause: RuntimeError | None) -> ChannelError:
+    def _error(self) -> ChannelError:
         if self._group is None:
             return ChannelError(f"{self.name} has been closed.")
         if self._given_up:
