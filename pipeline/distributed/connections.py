@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pipeline.distributed.failure.monitor import FailureMonitor
 from pipeline.distributed.rendezvous import AbortableRendezvous
-from pipeline.transports.channel import ChannelError, Incoming, Outgoing
+from pipeline.transports.channel import ChannelError, IncomingChannel, OutgoingChannel
 from pipeline.transports.distributed import Channels
 from pipeline.transports.link import Receiver, Sender
 
@@ -162,11 +162,11 @@ class Connections:
         """The place of this rank's payloads. "": it has none."""
         return self._channels[0].place
 
-    def outgoing(self, to: int) -> Outgoing:
+    def outgoing(self, to: int) -> OutgoingChannel:
         """The channel to a rank."""
         return self._channels_of[self._rank, to].outgoing(to)
 
-    def incoming(self, source: int) -> Incoming:
+    def incoming(self, source: int) -> IncomingChannel:
         """The channel from a rank."""
         return self._channels_of[source, self._rank].incoming(source)
 

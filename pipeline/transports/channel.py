@@ -1,9 +1,9 @@
 """The interface of a channel: the requirements on a way to move bytes between two ranks.
 
-    rank a                                              rank b
-    Outgoing.send(buffer) -> Handle   ~~ in order ~~>   Incoming.post(buffer) -> Handle
-    Outgoing.send(buffer, extra=True) ~~ in order ~~>   Incoming.post(buffer, extra=True)
-    Outgoing.payloads.send(buffer)    ~~ in order ~~>   Incoming.payloads.post(nbytes) -> ExpectedPayload
+    rank a                                                     rank b
+    OutgoingChannel.send(buffer) -> Handle   ~~ in order ~~>   IncomingChannel.post(buffer) -> Handle
+    OutgoingChannel.send(buffer, extra=True) ~~ in order ~~>   IncomingChannel.post(buffer, extra=True)
+    OutgoingChannel.payloads.send(buffer)    ~~ in order ~~>   IncomingChannel.payloads.post(nbytes) -> ExpectedPayload
 
 A channel is one ordered pair of ranks and two streams: the usual one and an extra one. On each stream the first buffer
 sent fills the first buffer posted, the second the second; what happens on one stream never waits for the other.
@@ -60,7 +60,7 @@ class ExpectedPayload(ABC):
         """
 
 
-class PayloadsOut(ABC):
+class PayloadSender(ABC):
     """The sending end of the payloads of a channel.
 
     Attributes:
@@ -85,7 +85,7 @@ class PayloadsOut(ABC):
         """
 
 
-class PayloadsIn(ABC):
+class PayloadReceiver(ABC):
     """The receiving end of the payloads of a channel."""
 
     @abstractmethod
@@ -100,14 +100,14 @@ class PayloadsIn(ABC):
         """
 
 
-class Outgoing(ABC):
+class OutgoingChannel(ABC):
     """The sending end of a channel.
 
     Attributes:
         payloads: the stream of payloads; None: everything goes through the host.
     """
 
-    payloads: PayloadsOut | None = None
+    payloads: PayloadSender | None = None
 
     @abstractmethod
     def send(self, buffer: Tensor, extra: bool = False) -> Handle:
@@ -130,14 +130,14 @@ class Outgoing(ABC):
         self.send(buffer)
 
 
-class Incoming(ABC):
+class IncomingChannel(ABC):
     """The receiving end of a channel.
 
     Attributes:
         payloads: the stream of payloads; None: everything goes through the host.
     """
 
-    payloads: PayloadsIn | None = None
+    payloads: PayloadReceiver | None = None
 
     @abstractmethod
     def post(self, buffer: Tensor, extra: bool = False) -> Handle:

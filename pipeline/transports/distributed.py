@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.transports.channel import ChannelError, Handle, Incoming, Outgoing
+from pipeline.transports.channel import ChannelError, Handle, IncomingChannel, OutgoingChannel
 from pipeline.transports.payloads import Carrier, Payloads, drain
 from pipeline.transports.waiters import Waiters
 
@@ -70,14 +70,14 @@ class Channels:
         self._carrier = carrier
         self._ending = threading.Lock()
         self._waiters = Waiters()
-        self._edges: dict[tuple[int, int], _Edge] = {}
+        self._channels: dict[tuple[int, int], _GlooChannel] = {}
         options = _options(timeout)
         # In one order on all ranks: of the pairs not yet connected, both ranks of the first one are at it.
         for pair in sorted({(a, b) for a, b in pairs}):
             if pair[0] == pair[1]:
                 raise ValueError(f"a channel leads from one rank to another, got the pair {pair}.")
             if rank in pair:
-                self._edges[pair] = _Edge(store, prefix, pair, rank, options, self._waiters)
+                self._channels[pair] = _GlooChannel(store, prefix, pair, rank, options, self._waiters)
 
     @property
     def place(self) -> str:
@@ -98,30 +98,30 @@ class Channels:
             ChannelError: the other rank did not connect in time, or the channels were closed meanwhile.
         """
         assert self._carrier is not None  # it has a place
-        name = self._edge(*pair).name
+        name = self._channel(*pair).name
         payloads = Payloads(name, self._carrier, store, pair.index(self._rank), self._timeout)
         with self._ending:
-            if pair in self._edges:
-                self._edges[pair].payloads = payloads
+            if pair in self._channels:
+                self._channels[pair].payloads = payloads
                 return
         payloads.close()
         raise ChannelError(f"{name} has been closed.")
 
-    def outgoing(self, to: int) -> Outgoing:
+    def outgoing(self, to: int) -> OutgoingChannel:
         """The channel from this rank to another.
 
         Raises:
             KeyError: there is no such pair.
         """
-        return self._edge(self._rank, to)
+        return self._channel(self._rank, to)
 
-    def incoming(self, source: int) -> Incoming:
+    def incoming(self, source: int) -> IncomingChannel:
         """The channel from another rank to this one.
 
         Raises:
             KeyError: there is no such pair.
         """
-        return self._edge(source, self._rank)
+        return self._channel(source, self._rank)
 
     def abort(self) -> None:
         """Give all channels up: whoever waits on one, here or on the other rank, gets a ChannelError at once.
@@ -129,7 +129,7 @@ class Channels:
         May be called from any thread, and more than once.
         """
         with self._ending:
-            _at_once([edge.abort for edge in self._edges.values()])
+            _at_once([channel.abort for channel in self._channels.values()])
             self._waiters.wake()
             drain(self._all_payloads(), LAST_WORDS)
             for payloads in self._all_payloads():
@@ -152,22 +152,24 @@ class Channels:
         with self._ending:
             for payloads in self._all_payloads():
                 payloads.close()
-            for edge in self._edges.values():
-                edge.close()
-            self._edges.clear()
+            for channel in self._channels.values():
+                channel.close()
+            self._channels.clear()
             self._waiters.wake()
 
     def _all_payloads(self) -> list[Payloads]:
-        return [edge.payloads for edge in self._edges.values() if edge.payloads is not None]
+        return [channel.payloads for channel in self._channels.values() if channel.payloads is not None]
 
-    def _edge(self, source: int, to: int) -> _Edge:
-        edge = self._edges.get((source, to))
-        if edge is None:
-            raise KeyError(f"rank {self._rank} has no channel from rank {source} to rank {to}: {sorted(self._edges)}.")
-        return edge
+    def _channel(self, source: int, to: int) -> _GlooChannel:
+        channel = self._channels.get((source, to))
+        if channel is None:
+            raise KeyError(
+                f"rank {self._rank} has no channel from rank {source} to rank {to}: {sorted(self._channels)}."
+            )
+        return channel
 
 
-class _Edge(Outgoing, Incoming):
+class _GlooChannel(OutgoingChannel, IncomingChannel):
     """This rank's end of one channel: the group of the pair, and what is under way on it."""
 
     payloads: Payloads | None = None
@@ -256,22 +258,22 @@ class _Edge(Outgoing, Incoming):
 
 
 class _WorkHandle(Handle):
-    __slots__ = ("_edge", "_number", "_comes_whole")
+    __slots__ = ("_channel", "_number", "_comes_whole")
 
-    def __init__(self, edge: _Edge, number: int, comes_whole: bool) -> None:
-        self._edge: _Edge | None = edge
+    def __init__(self, channel: _GlooChannel, number: int, comes_whole: bool) -> None:
+        self._channel: _GlooChannel | None = channel
         self._number = number
         self._comes_whole = comes_whole
 
     def wait(self) -> None:
-        if self._edge is not None:
-            self._edge.wait(self._number, self._comes_whole)
-            self._edge = None
+        if self._channel is not None:
+            self._channel.wait(self._number, self._comes_whole)
+            self._channel = None
 
     def collect(self) -> None:
-        if self._edge is not None:
-            self._edge.wait(self._number, True)
-            self._edge = None
+        if self._channel is not None:
+            self._channel.wait(self._number, True)
+            self._channel = None
 
 
 def _at_once(works: Iterable[Callable[[], None]]) -> None:

@@ -25,10 +25,10 @@ from pipeline.transports.channel import (
     ChannelError,
     ExpectedPayload,
     Handle,
-    Incoming,
-    Outgoing,
-    PayloadsIn,
-    PayloadsOut,
+    IncomingChannel,
+    OutgoingChannel,
+    PayloadReceiver,
+    PayloadSender,
 )
 
 _STREAM, _EXTRA, _PAYLOADS = range(3)
@@ -37,8 +37,8 @@ _STREAM, _EXTRA, _PAYLOADS = range(3)
 class ChannelEnds(NamedTuple):
     """Both ends of a channel, and what gives it up, which may be called from any thread."""
 
-    outgoing: Outgoing
-    incoming: Incoming
+    outgoing: OutgoingChannel
+    incoming: IncomingChannel
     abort: Callable[[], None]
 
 
@@ -121,7 +121,7 @@ class _InProcessChannel:
         return transfer
 
 
-class _InProcessEnd(Outgoing, Incoming):
+class _InProcessEnd(OutgoingChannel, IncomingChannel):
     """Either end of a channel."""
 
     payloads: _InProcessPayloads | None
@@ -137,7 +137,7 @@ class _InProcessEnd(Outgoing, Incoming):
         return self._channel.post(buffer, _EXTRA if extra else _STREAM)
 
 
-class _InProcessPayloads(PayloadsOut, PayloadsIn):
+class _InProcessPayloads(PayloadSender, PayloadReceiver):
     device = torch.device("cpu")
 
     def __init__(self, channel: _InProcessChannel) -> None:

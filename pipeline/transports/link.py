@@ -40,7 +40,7 @@ from torch import Tensor
 
 from pipeline.common.accelerators import is_accelerator
 from pipeline.data.pytrees import LINE
-from pipeline.transports.channel import ExpectedPayload, Handle, Incoming, Outgoing, PayloadsOut
+from pipeline.transports.channel import ExpectedPayload, Handle, IncomingChannel, OutgoingChannel, PayloadSender
 from pipeline.transports.message import Message, MessageSpec, describe
 from pipeline.transports.packing import Packing
 from pipeline.transports.spec_cache import HEADER, MessageSeries, SpecCache
@@ -59,7 +59,7 @@ class Sender:
         label: how errors name it: "rank 0 to rank 1".
     """
 
-    def __init__(self, outgoing: Outgoing, label: str) -> None:
+    def __init__(self, outgoing: OutgoingChannel, label: str) -> None:
         self._outgoing = outgoing
         self._label = label
         self._specs = SpecCache(label)
@@ -146,7 +146,7 @@ class Sender:
         self._series = None
 
     def _announce(
-        self, series: MessageSeries, index: int, message: Message, payloads: PayloadsOut | None
+        self, series: MessageSeries, index: int, message: Message, payloads: PayloadSender | None
     ) -> None:
         """Send a message that is not as predicted, and predict the next one by it."""
         packing = Packing.of(message.tensors)
@@ -182,7 +182,7 @@ class Receiver:
     """
 
     def __init__(
-        self, incoming: Incoming, label: str, window: int = 3, device: torch.device | None = None
+        self, incoming: IncomingChannel, label: str, window: int = 3, device: torch.device | None = None
     ) -> None:
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}.")
@@ -311,7 +311,7 @@ class _Arrival(NamedTuple):
     payload: ExpectedPayload | None
 
 
-def _goes_as_payload(packing: Packing, tensors: Sequence[Tensor | None], payloads: PayloadsOut | None) -> bool:
+def _goes_as_payload(packing: Packing, tensors: Sequence[Tensor | None], payloads: PayloadSender | None) -> bool:
     """Whether these tensors go as a payload."""
     if payloads is None or packing.nbytes == 0:
         return False
@@ -319,7 +319,7 @@ def _goes_as_payload(packing: Packing, tensors: Sequence[Tensor | None], payload
 
 
 def _packed(
-    spec: MessageSpec, header: bytes, tensors: Sequence[Tensor | None], payloads: PayloadsOut | None
+    spec: MessageSpec, header: bytes, tensors: Sequence[Tensor | None], payloads: PayloadSender | None
 ) -> Tensor:
     """The buffer that goes through the host; a payload is sent at once."""
     if not spec.as_payload or payloads is None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.pytrees import LINE
-from pipeline.transports.tensor_spec import Strided, TensorSpec, built, fits, memories, parts_of, spec_of
+from pipeline.transports.tensor_spec import StridedSpec, TensorSpec, built, fits, memories, parts_of, spec_of
 
 _UINT8, _HOST, _ONE = torch.uint8, torch.device("cpu"), (1,)
 
@@ -127,7 +127,7 @@ class Packing:
 class _ByteSpan(NamedTuple):
     """The memory of a part: what it is, how many numbers, where it begins in the payload, and how long it is there."""
 
-    spec: Strided
+    spec: StridedSpec
     numbers: int
     begin: int
     nbytes: int

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.transports.channel import ChannelError, ExpectedPayload, PayloadsIn, PayloadsOut
+from pipeline.transports.channel import ChannelError, ExpectedPayload, PayloadReceiver, PayloadSender
 
 _PAUSE = 0.001  # seconds between two looks at what is under way
 
@@ -76,7 +76,7 @@ class Carrier(ABC):
         """End the group, and what is under way on it. From any thread."""
 
 
-class Payloads(PayloadsOut, PayloadsIn):
+class Payloads(PayloadSender, PayloadReceiver):
     """One end of the payloads of a channel.
 
     Args:

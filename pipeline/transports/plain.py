@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pipeline.transports.tensor_spec import Sparse, Strided
+from pipeline.transports.tensor_spec import SparseSpec, StridedSpec
 
 Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
 
@@ -100,8 +100,8 @@ _WRITE: dict[type, Callable[[Any], Json]] = {
     float: write_float,
     list: lambda value: [encode_plain(item) for item in value],
     tuple: lambda value: {"tuple": [encode_plain(item) for item in value]},
-    Strided: lambda value: {"strided": [encode_plain(item) for item in value]},
-    Sparse: lambda value: {"sparse": [encode_plain(item) for item in value]},
+    StridedSpec: lambda value: {"strided": [encode_plain(item) for item in value]},
+    SparseSpec: lambda value: {"sparse": [encode_plain(item) for item in value]},
     dict: lambda value: {"dict": [[encode_plain(key), encode_plain(item)] for key, item in value.items()]},
     torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
     torch.layout: lambda value: {"layout": str(value).removeprefix("torch.")},
@@ -111,8 +111,8 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "int": lambda written: int(written, 16),
     "float": _read_float,
     "tuple": lambda written: tuple([decode_plain(item) for item in written]),
-    "strided": lambda written: Strided(*[decode_plain(item) for item in written]),
-    "sparse": lambda written: Sparse(*[decode_plain(item) for item in written]),
+    "strided": lambda written: StridedSpec(*[decode_plain(item) for item in written]),
+    "sparse": lambda written: SparseSpec(*[decode_plain(item) for item in written]),
     "dict": lambda written: {decode_plain(key): decode_plain(item) for key, item in written},
     "type": _type_called,
     "dtype": lambda written: getattr(torch, written),

@@ -1,6 +1,6 @@
 """The specs of tensors in a message, and the conversion of tensors to ones that can be sent.
 
-    tensors --settle--> tensors that can be sent --spec_of--> Strided(dtype, shape, stride) | Sparse(...) | None
+    tensors --settle--> tensors that can be sent --spec_of--> StridedSpec(dtype, shape, stride) | SparseSpec(...) | None
                                                  --memories--> the tensors in memory that they are made of
 
 Strides stay as they are, and the offset in a cache line: a dense tensor travels as its memory lies there; an expanded
@@ -23,7 +23,7 @@ _STRIDED = torch.strided
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
-class Strided(NamedTuple):
+class StridedSpec(NamedTuple):
     """The spec of a tensor in memory.
 
     Attributes:
@@ -41,16 +41,16 @@ class Strided(NamedTuple):
         return span_of(self.shape, self.stride)
 
 
-class Sparse(NamedTuple):
+class SparseSpec(NamedTuple):
     """The spec of a sparse COO tensor."""
 
     shape: tuple[int, ...]
     coalesced: bool
-    indices: Strided
-    values: Strided
+    indices: StridedSpec
+    values: StridedSpec
 
 
-TensorSpec: TypeAlias = Strided | Sparse | None
+TensorSpec: TypeAlias = StridedSpec | SparseSpec | None
 
 
 def settle(tensors: Sequence[Tensor | None], label: str) -> tuple[Tensor | None, ...]:
@@ -69,7 +69,7 @@ def fits(tensor: Tensor | None, spec: TensorSpec) -> bool:
     """Whether a tensor looks like that and can be sent as it is. This is asked for every tensor of every message."""
     if tensor is None or spec is None:
         return tensor is None and spec is None
-    if isinstance(spec, Sparse):
+    if isinstance(spec, SparseSpec):
         return type(tensor) is Tensor and tensor.is_sparse and spec_of(tensor.detach()) == spec
     return (
         type(tensor) is Tensor
@@ -85,18 +85,18 @@ def fits(tensor: Tensor | None, spec: TensorSpec) -> bool:
     )
 
 
-def spec_of(tensor: Tensor) -> Strided | Sparse:
+def spec_of(tensor: Tensor) -> StridedSpec | SparseSpec:
     """The spec of a settled tensor."""
     if tensor.layout is _STRIDED:
         return _in_memory(tensor)
-    return Sparse(tuple(tensor.shape), tensor.is_coalesced(), *map(_in_memory, _components(tensor)))
+    return SparseSpec(tuple(tensor.shape), tensor.is_coalesced(), *map(_in_memory, _components(tensor)))
 
 
-def parts_of(spec: TensorSpec) -> tuple[Strided, ...]:
+def parts_of(spec: TensorSpec) -> tuple[StridedSpec, ...]:
     """The specs of the tensors in memory of which it is made."""
     if spec is None:
         return ()
-    return spec[2:] if isinstance(spec, Sparse) else (spec,)
+    return spec[2:] if isinstance(spec, SparseSpec) else (spec,)
 
 
 def memories(tensors: Sequence[Tensor | None]) -> Iterator[Tensor]:
@@ -108,9 +108,9 @@ def memories(tensors: Sequence[Tensor | None]) -> Iterator[Tensor]:
             yield from _components(tensor)
 
 
-def built(spec: Strided | Sparse, parts: Iterator[Tensor]) -> Tensor:
+def built(spec: StridedSpec | SparseSpec, parts: Iterator[Tensor]) -> Tensor:
     """The tensor made of the next tensors in memory."""
-    if isinstance(spec, Strided):
+    if isinstance(spec, StridedSpec):
         return next(parts)
     indices, values = next(parts), next(parts)
     tensor = torch.sparse_coo_tensor(indices, values, spec.shape, device=indices.device, check_invariants=False)
@@ -154,8 +154,8 @@ def _unsendable(tensor: Tensor) -> str | None:
     return None
 
 
-def _in_memory(tensor: Tensor) -> Strided:
-    return Strided(tensor.dtype, tuple(tensor.shape), tensor.stride(), line_offset(tensor))
+def _in_memory(tensor: Tensor) -> StridedSpec:
+    return StridedSpec(tensor.dtype, tuple(tensor.shape), tensor.stride(), line_offset(tensor))
 
 
 def _components(tensor: Tensor) -> list[Tensor]:

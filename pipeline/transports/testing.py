@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.pytrees import flatten, same_values, storage_of
-from pipeline.transports.channel import ChannelError, ExpectedPayload, Handle, PayloadsIn, PayloadsOut
+from pipeline.transports.channel import ChannelError, ExpectedPayload, Handle, PayloadReceiver, PayloadSender
 from pipeline.transports.in_process import ChannelEnds, MakePair, apart_pair, local_pair, rendezvous_pair
 from pipeline.transports.link import Receiver, Sender
 from pipeline.transports.message import Message
@@ -231,7 +231,7 @@ def _both_ends_have_payloads_or_neither_has(pair: ChannelEnds) -> None:
 
 
 def _payloads_arrive_in_the_order_in_which_they_were_sent(
-    out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds
+    out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds
 ) -> None:
     sent = [_bytes(size, seed) for seed, size in enumerate((16, 16, 1, 63, 64, 65, 4096, 16))]
     for buffer in sent:
@@ -239,7 +239,9 @@ def _payloads_arrive_in_the_order_in_which_they_were_sent(
     _assert_same(_taken([into.post(buffer.numel()) for buffer in sent]), sent)
 
 
-def _payloads_may_be_expected_before_they_are_sent(out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds) -> None:
+def _payloads_may_be_expected_before_they_are_sent(
+    out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds
+) -> None:
     sent = [_bytes(100 + seed, seed) for seed in range(5)]
     expected, received = [into.post(buffer.numel()) for buffer in sent], list[Tensor]()
     thread = _Thread(lambda: received.extend(_taken(expected)))
@@ -250,7 +252,7 @@ def _payloads_may_be_expected_before_they_are_sent(out: PayloadsOut, into: Paylo
     _assert_same(received, sent)
 
 
-def _payloads_of_megabytes_arrive_whole(out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds) -> None:
+def _payloads_of_megabytes_arrive_whole(out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds) -> None:
     sent = [_bytes(4 << 20, seed) for seed in range(3)]
     for buffer in sent:
         _send(out, buffer)
@@ -258,7 +260,7 @@ def _payloads_of_megabytes_arrive_whole(out: PayloadsOut, into: PayloadsIn, pair
 
 
 def _payloads_and_the_two_streams_do_not_wait_for_each_other(
-    out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds
+    out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds
 ) -> None:
     sent = [_bytes(64, seed) for seed in range(4)]
     posted = [torch.zeros_like(buffer) for buffer in sent]
@@ -271,7 +273,7 @@ def _payloads_and_the_two_streams_do_not_wait_for_each_other(
     _assert_same(_taken([into.post(64)]), sent[3:])
 
 
-def _a_payload_need_not_be_kept_by_its_sender(out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds) -> None:
+def _a_payload_need_not_be_kept_by_its_sender(out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds) -> None:
     for seed in range(10):
         _send(out, _bytes(10_000, seed))
     gc.collect()
@@ -280,7 +282,7 @@ def _a_payload_need_not_be_kept_by_its_sender(out: PayloadsOut, into: PayloadsIn
     _assert_same(received, [_bytes(10_000, seed) for seed in range(10)])
 
 
-def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds) -> None:
+def _giving_up_ends_payloads_as_well(out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds) -> None:
     first, second = into.post(8), into.post(8)
     thread = _Thread(lambda: (first.take(), None)[1])
     _abort_soon(pair)
@@ -293,14 +295,14 @@ def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: C
         _assert_raises_channel_error(use, f"a channel that was given up still {name}")
 
 
-def _messages_on_the_device_arrive_bit_by_bit(out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds) -> None:
+def _messages_on_the_device_arrive_bit_by_bit(out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds) -> None:
     tensors = [tensor.to(out.device) for tensor in _tensors() if tensor.layout is torch.strided]
     messages = [Message((tensor,)) for tensor in tensors] + [Message(tuple(tensors)), Message((tensors[0], None))]
     _exchange(pair, [messages, messages])
 
 
 def _messages_may_hold_tensors_on_the_device_and_on_the_host(
-    out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds
+    out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds
 ) -> None:
     on_device, on_host, empty = torch.randn(5).to(out.device), torch.arange(3), torch.empty(0).to(out.device)
     combinations = (
@@ -311,13 +313,15 @@ def _messages_may_hold_tensors_on_the_device_and_on_the_host(
 
 
 def _messages_on_the_device_may_be_asked_for_in_another_order(
-    out: PayloadsOut, into: PayloadsIn, pair: ChannelEnds
+    out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds
 ) -> None:
     messages = [Message((torch.full((index + 1,), index + 0.5).to(out.device),)) for index in range(8)]
     _ask_in_another_order(pair, messages, 3)
 
 
-def _with_payloads(check: Callable[[PayloadsOut, PayloadsIn, ChannelEnds], None]) -> Callable[[ChannelEnds], None]:
+def _with_payloads(
+    check: Callable[[PayloadSender, PayloadReceiver, ChannelEnds], None]
+) -> Callable[[ChannelEnds], None]:
     def run(pair: ChannelEnds) -> None:
         if pair.outgoing.payloads is not None and pair.incoming.payloads is not None:
             check(pair.outgoing.payloads, pair.incoming.payloads, pair)
@@ -387,11 +391,11 @@ def _wait(receives: list[Handle], sends: list[Handle]) -> None:
         handle.wait()
 
 
-def _send(out: PayloadsOut, buffer: Tensor) -> None:
+def _send(out: PayloadSender, buffer: Tensor) -> None:
     out.send(buffer.to(out.device, copy=True))
 
 
-def _send_on(out: PayloadsOut) -> None:
+def _send_on(out: PayloadSender) -> None:
     """Send until it is refused: the end that has not given up itself sees it as soon as its host tells."""
     while True:
         _send(out, _bytes(8, 0))

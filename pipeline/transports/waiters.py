@@ -13,8 +13,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeAlias
 
-WaitFor: TypeAlias = Callable[[], object]
-Answers: TypeAlias = "SimpleQueue[BaseException | bool]"  # what the job raised, or whether it ended
+WaitJob: TypeAlias = Callable[[], object]
+AnswerQueue: TypeAlias = "SimpleQueue[BaseException | bool]"  # what the job raised, or whether it ended
 
 
 class Waiters:
@@ -31,17 +31,17 @@ class Waiters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[tuple[WaitFor, Answers] | None]] = []
-        self._waiting: set[Answers] = set()
+        self._idle: list[SimpleQueue[tuple[WaitJob, AnswerQueue] | None]] = []
+        self._waiting: set[AnswerQueue] = set()
         self._is_woken = False
 
-    def wait(self, job: WaitFor) -> bool:
+    def wait(self, job: WaitJob) -> bool:
         """Whether a job has ended, which runs in one of the threads. False: `wake` was called before.
 
         Raises:
             Exception: the job's.
         """
-        answers: Answers = SimpleQueue()
+        answers: AnswerQueue = SimpleQueue()
         with self._lock:
             if self._is_woken:
                 return False
@@ -71,7 +71,7 @@ class Waiters:
                 jobs.put(None)
             self._idle.clear()
 
-    def _run(self, jobs: SimpleQueue[tuple[WaitFor, Answers] | None]) -> None:
+    def _run(self, jobs: SimpleQueue[tuple[WaitJob, AnswerQueue] | None]) -> None:
         while (task := jobs.get()) is not None:
             job, answers = task
             answer = _outcome(job)
@@ -86,7 +86,7 @@ class Waiters:
                 return
 
 
-def _outcome(job: WaitFor) -> BaseException | bool:
+def _outcome(job: WaitJob) -> BaseException | bool:
     try:
         job()
     except BaseException as error:

@@ -39,21 +39,21 @@ def counted(kind: str) -> list[int]:
 def counting() -> Iterator[Callable[[], int]]:
     """Within: how many messages this rank has sent that are in no plan."""
     sent, planned = [0], [0]
-    begin_edge, begin_box = distributed._Edge.begin, RankMailbox.begin
+    begin_channel, begin_box = distributed._GlooChannel.begin, RankMailbox.begin
 
     def begin(edge: Any, buffer: Any, sends: bool, extra: bool) -> Any:
         sent[0] += sends
-        return begin_edge(edge, buffer, sends, extra)
+        return begin_channel(edge, buffer, sends, extra)
 
     def begin_phase(box: Any, phase: int, messages: Any) -> None:
         planned[0] += sum(len(of) for (source, _), of in messages.channels.items() if source == dist.get_rank())
         begin_box(box, phase, messages)
 
-    distributed._Edge.begin, RankMailbox.begin = begin, begin_phase  # type: ignore[method-assign]
+    distributed._GlooChannel.begin, RankMailbox.begin = begin, begin_phase  # type: ignore[method-assign]
     try:
         yield lambda: sent[0] - planned[0]
     finally:
-        distributed._Edge.begin, RankMailbox.begin = begin_edge, begin_box  # type: ignore[method-assign]
+        distributed._GlooChannel.begin, RankMailbox.begin = begin_channel, begin_box  # type: ignore[method-assign]
 
 
 Made = tuple[Pipe, Callable[[], object]]

@@ -27,7 +27,7 @@ from pipeline import Pipe
 from pipeline.distributed import group
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.tree import all_to_all
-from pipeline.transports.distributed import _Edge
+from pipeline.transports.distributed import _GlooChannel
 
 
 def sizes_change(make: Make, stages: int) -> Found:
@@ -373,12 +373,12 @@ def ends_late(make: Make, stages: int) -> Found:
     if make is not over_ranks:
         loss = pipe.step(rows(6), rows(6), loss_fn=square).loss
         return {"loss": loss, **state_of(pipe), "again": pipe.step(rows(6), rows(6), loss_fn=square).loss}
-    rank, size, meetings, post = dist.get_rank(), dist.get_world_size(), itertools.count(1), _Edge.post
+    rank, size, meetings, post = dist.get_rank(), dist.get_world_size(), itertools.count(1), _GlooChannel.post
     vote = 2  # after the comparison of calls
 
     def slow(connections: Any, own: int, ranks: int, data: bytes) -> list[bytes]:
         is_late = next(meetings) == vote and own == size - 1
-        with patch.object(_Edge, "post", lambda *given: time.sleep(0.5 * is_late) or post(*given)):
+        with patch.object(_GlooChannel, "post", lambda *given: time.sleep(0.5 * is_late) or post(*given)):
             return all_to_all(connections, own, ranks, data)
 
     with patch.object(group, "all_to_all", slow):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.distributed.tree import CHILDREN, ROOM, all_to_all, place_in_tree, tree_pairs
-from pipeline.transports.channel import Handle, Outgoing
+from pipeline.transports.channel import Handle, OutgoingChannel
 from pipeline.transports.testing import local_pair
 
 SIZES = [*range(1, 84), 512, 585, 586]
@@ -52,10 +52,10 @@ def test_a_message_goes_from_any_rank_to_any_other_on_one_way(size: int) -> None
             assert way[-1] == target and len(set(way)) == len(way) <= 2 * levels(size - 1, size) + 1
 
 
-class Counted(Outgoing):
+class Counted(OutgoingChannel):
     """Counts what is sent from one rank to another."""
 
-    def __init__(self, outgoing: Outgoing, sent: Counter[tuple[int, int]], pair: tuple[int, int]) -> None:
+    def __init__(self, outgoing: OutgoingChannel, sent: Counter[tuple[int, int]], pair: tuple[int, int]) -> None:
         self._outgoing, self._sent, self._pair = outgoing, sent, pair
 
     def send(self, buffer: Tensor, extra: bool = False) -> Handle:

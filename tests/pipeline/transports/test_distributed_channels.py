@@ -345,7 +345,7 @@ def test_what_is_told_comes_in_the_order_of_what_is_sent_and_is_kept_until_the_n
             for receive in receives:
                 receive.wait()
             assert [buffer.tolist() for buffer in posted] == [[number] * 3, [100 + number] * 3]
-            assert len(channels[0]._edges[0, 1]._under_way) == 1
+            assert len(channels[0]._channels[0, 1]._under_way) == 1
 
 
 def test_giving_up_many_channels_takes_no_longer_than_one():

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from tree_strategies import PLAIN, containers, same, tensors
 
 from pipeline.data.pytrees import Tree, flatten
-from pipeline.transports.channel import ChannelError, Handle, Incoming, Outgoing
+from pipeline.transports.channel import ChannelError, Handle, IncomingChannel, OutgoingChannel
 from pipeline.transports.link import Receiver, Sender
 from pipeline.transports.message import Message
 from pipeline.transports.spec_cache import SERIES_REMEMBERED
@@ -36,7 +36,7 @@ class Watched(Handle):
         self._handle.collect()
 
 
-class Counting(Outgoing):
+class Counting(OutgoingChannel):
     """A channel that keeps count of what is sent, (bytes, on the extra stream?), and of what becomes of it."""
 
     def __init__(self, outgoing):
@@ -229,7 +229,7 @@ def test_whoever_waits_for_a_message_has_posted_as_many_receives_as_the_window(w
                 waiting.append(len(posted))
                 self.handle.wait()
 
-        class Watching(Incoming):
+        class Watching(IncomingChannel):
             def post(self, buffer, extra=False):
                 handle = pair.incoming.post(buffer, extra)
                 if extra:
@@ -521,7 +521,7 @@ def test_a_message_that_was_lost_is_missed_at_the_next():
     with linked() as (sender, receiver, counting):
         sender.begin("step", ["a", "b"])
         receiver.begin("step", ["a", "b"])
-        sender._outgoing = type("Losing", (Outgoing,), {"send": lambda self, buffer, extra=False: None})()
+        sender._outgoing = type("Losing", (OutgoingChannel,), {"send": lambda self, buffer, extra=False: None})()
         sender.send("a", Message(()))
         sender._outgoing = counting
         sender.send("b", Message(()))

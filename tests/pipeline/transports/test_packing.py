@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.data.pytrees import storage_of
 from pipeline.transports.packing import Packing
 from pipeline.transports.plain import decode_plain, encode_plain
-from pipeline.transports.tensor_spec import Strided, settle
+from pipeline.transports.tensor_spec import StridedSpec, settle
 
 pytestmark = [  # what torch says of the tensors that are made here
     pytest.mark.filterwarnings("ignore:Sparse (... tensor support|invariant checks):UserWarning"),
@@ -222,7 +222,7 @@ def test_kinds_are_equal_where_tensors_look_alike():
     looks.append(torch.zeros(2, 3).to_sparse_coo())
     for one, other in combinations(looks, 2):
         assert Packing.of([one]).specs != Packing.of([other]).specs
-    assert Packing.of([torch.ones(2, 3)]).specs == (Strided(torch.float32, (2, 3), (3, 1)),)
+    assert Packing.of([torch.ones(2, 3)]).specs == (StridedSpec(torch.float32, (2, 3), (3, 1)),)
 
 
 class Tagged(torch.Tensor):

@@ -16,7 +16,7 @@ from payloads_over_gloo import OverGloo, Work
 
 from pipeline.distributed.group import RankGroup
 from pipeline.transports import nccl
-from pipeline.transports.channel import ChannelError, Outgoing, PayloadsIn, PayloadsOut
+from pipeline.transports.channel import ChannelError, OutgoingChannel, PayloadReceiver, PayloadSender
 from pipeline.transports.distributed import LAST_WORDS, Channels
 from pipeline.transports.link import Receiver, Sender
 from pipeline.transports.message import Message
@@ -157,7 +157,7 @@ def test_a_group_on_which_the_first_byte_fails_is_ended():
 # ----------------------------------------------------------------------------------------------- which letters go apart
 
 
-class Host(Outgoing):
+class Host(OutgoingChannel):
     """The two streams of a channel whose payloads are counted as well."""
 
     def __init__(self, outgoing):
@@ -169,7 +169,7 @@ class Host(Outgoing):
         return self._outgoing.send(buffer, extra)
 
 
-class Apart(PayloadsOut):
+class Apart(PayloadSender):
     def __init__(self, payloads):
         self._payloads, self.device, self.sent = payloads, payloads.device, []
 
@@ -265,7 +265,7 @@ def test_a_payload_is_expected_when_its_header_has_come_and_not_before():
     with apart_pair() as pair:
         posted = []
 
-        class Watching(PayloadsIn):
+        class Watching(PayloadReceiver):
             def post(self, nbytes):
                 posted.append(nbytes)
                 return payloads.post(nbytes)

@@ -14,10 +14,10 @@ from pipeline.transports.channel import (
     ChannelError,
     ExpectedPayload,
     Handle,
-    Incoming,
-    Outgoing,
-    PayloadsIn,
-    PayloadsOut,
+    IncomingChannel,
+    OutgoingChannel,
+    PayloadReceiver,
+    PayloadSender,
 )
 from pipeline.transports.distributed import Channels
 from pipeline.transports.testing import CHECKS, ChannelEnds, apart_pair, check_transport, local_pair, rendezvous_pair
@@ -102,7 +102,7 @@ def test_a_buffer_that_is_too_short_for_what_is_sent_is_an_error(make_pair):
 # ----------------------------------------------------------------------------------- channels that are not as they must
 
 
-class Ends(Outgoing, Incoming):
+class Ends(OutgoingChannel, IncomingChannel):
     """A channel over a good one; below, each class does one thing wrong."""
 
     def __init__(self, pair):
@@ -258,7 +258,7 @@ class GoesOnAfterAbort(Ends):
 class EndsWithPayloads(Ends):
     """A channel with payloads over a good one; below, each class does one thing wrong with these."""
 
-    class Out(PayloadsOut):
+    class Out(PayloadSender):
         def __init__(self, ends, good):
             self.device, self.takes, self.send = good.device, good.takes, ends.send_payload
 
@@ -266,7 +266,7 @@ class EndsWithPayloads(Ends):
 
         def send(self, buffer): ...
 
-    class Into(PayloadsIn):
+    class Into(PayloadReceiver):
         def __init__(self, ends):
             self.post = ends.post_payload
 
