@@ -47,22 +47,22 @@ class LossEnd(ChunkLosses):
         self.reads: set[int] = set()  # the ids of leaves that the loss reads
         self.sums: dict[int, Pair] = {}  # the gradients of those of them that do not come through a stage, by id
         self._first_grads: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
-        self._writes = False  # loss_fn writes its output
+        self._writes_output = False  # loss_fn writes its output
         has_all = all([execution.communicator.topology.has(stage) for stage in range(len(execution.setup.stages))])
-        self._state = {} if has_all else _buffers_of(loss.loss_fn)
+        self._buffers = {} if has_all else _buffers_of(loss.loss_fn)
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
         is_apart = self._is_apart or not any([tensor.requires_grad for tensor in tree.tensors])
         tensors = loss_inputs = tree.tensors
         if is_apart:
             tensors = loss_inputs = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
-            if chunk == 0 or self._writes:  # chunk 0 shows whether loss_fn writes its output
+            if chunk == 0 or self._writes_output:  # chunk 0 shows whether loss_fn writes its output
                 loss_inputs = tuple([copied(tensor) for tensor in tensors])
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         ends = [edge(tensor) for tensor in differentiable]
         loss, weight, external = self.computed(self.loss, chunk, tree, loss_inputs, ends)
         if is_apart and chunk == 0:
-            self._writes = any(map(_is_written, loss_inputs, tensors))
+            self._writes_output = any(map(_is_written, loss_inputs, tensors))
         if not loss.requires_grad:
             if self.compares:
                 self.compare(chunk, tree, ())
@@ -111,8 +111,8 @@ class LossEnd(ChunkLosses):
         if not self._is_checked and self._execution.has_last:
             self._is_checked = True
             self.check_all()
-            buffers = _buffers_of(self.loss.loss_fn) if self._state else {}
-            written = [name for name, before in self._state.items() if not _is_as_before(before, buffers.get(name))]
+            buffers = _buffers_of(self.loss.loss_fn) if self._buffers else {}
+            written = [name for name, before in self._buffers.items() if not _is_as_before(before, buffers.get(name))]
             if written:
                 raise RuntimeError(
                     f"loss_fn wrote its buffers {written}. Over ranks only the last one computes the loss, so the "

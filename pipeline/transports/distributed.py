@@ -180,10 +180,10 @@ class _GlooChannel(OutgoingChannel, IncomingChannel):
         source, to = pair
         self.name = f"the channel from rank {source} to rank {to}"
         self._other = 1 if rank == source else 0  # which of the two in the group
-        self._given_up = False
+        self._is_given_up = False
         self._waiters = waiters
         self._under_way: dict[int, dist.Work] = {}  # each keeps its buffer
-        self._told: Handle | None = None
+        self._told_handle: Handle | None = None
         self._count = 0
         try:
             meeting_place = dist.PrefixStore(f"{prefix}/{source}to{to}", store)
@@ -195,7 +195,7 @@ class _GlooChannel(OutgoingChannel, IncomingChannel):
 
     def begin(self, buffer: Tensor, sends: bool, extra: bool) -> Handle:
         """Begin to send or to receive."""
-        if self._group is None or self._given_up:
+        if self._group is None or self._is_given_up:
             raise self._error()
         begin = self._group.send if sends else self._group.recv
         try:
@@ -211,9 +211,9 @@ class _GlooChannel(OutgoingChannel, IncomingChannel):
         return self.begin(buffer, True, extra)
 
     def tell(self, buffer: Tensor) -> None:
-        if self._told is not None:
-            self._told.collect()  # it has been received
-        self._told = self.send(buffer)
+        if self._told_handle is not None:
+            self._told_handle.collect()  # it has been received
+        self._told_handle = self.send(buffer)
 
     def post(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self.begin(buffer, False, extra)
@@ -234,9 +234,9 @@ class _GlooChannel(OutgoingChannel, IncomingChannel):
 
     def abort(self) -> None:
         """Wake all that wait."""
-        if self._group is None or self._given_up:
+        if self._group is None or self._is_given_up:
             return
-        self._given_up = True
+        self._is_given_up = True
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
             self._group.recv([nothing], self._other, _NOBODYS).wait(timedelta(milliseconds=1))
@@ -245,14 +245,14 @@ class _GlooChannel(OutgoingChannel, IncomingChannel):
 
     def close(self) -> None:
         """Drop the group. What is under way would keep it."""
-        self._told = None
+        self._told_handle = None
         self._under_way.clear()
         self._group = None
 
     def _error(self) -> ChannelError:
         if self._group is None:
             return ChannelError(f"{self.name} has been closed.")
-        if self._given_up:
+        if self._is_given_up:
             return ChannelError(f"{self.name} was given up by this rank.")
         return ChannelError(f"{self.name} has died: the other rank is gone, gave it up, or did not answer in time.")
 

@@ -45,7 +45,7 @@ class ReplicaAverager(Averager):
         self._replicas = replicas
         self._is_backward = descriptions is not None
         self._reducer: GradientReducer | None = None
-        self._final: dict[int, Sequence[Pair]] = {}  # by stage
+        self._final_pairs: dict[int, Sequence[Pair]] = {}  # by stage
 
     def describe(self, descriptions: Mapping[str, str]) -> None:
         """Take descriptions of a call: what replicas must agree on is compared when their gradients meet."""
@@ -53,10 +53,10 @@ class ReplicaAverager(Averager):
 
     def settled(self, stage: int, pairs: Sequence[Pair]) -> None:
         """Send what is final, in the order of the buckets."""
-        self._final[stage] = pairs
+        self._final_pairs[stage] = pairs
         reducer = self._begun()
-        while (bucket := reducer.early) is not None and self._final.keys() >= set(bucket.stages):
-            reducer.send(_by_id(pair for stage in bucket.stages for pair in self._final[stage]))
+        while (bucket := reducer.early) is not None and self._final_pairs.keys() >= set(bucket.stages):
+            reducer.send(_by_id(pair for stage in bucket.stages for pair in self._final_pairs[stage]))
 
     def average(self, pairs: list[Pair], divisor: Tensor | None, waits: bool = False) -> list[Pair]:
         """Make whole gradients the means over the replicas.

@@ -34,22 +34,22 @@ class FailureDetector:
         self._heartbeat = heartbeat
         self._timeout = timeout
         self._beats: dict[int, Heartbeat] = {}
-        self._changed: dict[int, float] = {}
-        self._moved = 0.0
+        self._changed_at: dict[int, float] = {}
+        self._moved_at = 0.0
 
     def restart(self, now: float) -> None:
         """Count from now: this rank itself was not running, so missed beats say nothing about the others."""
-        self._changed = dict.fromkeys(self._beats, now)
-        self._moved = now
+        self._changed_at = dict.fromkeys(self._beats, now)
+        self._moved_at = now
 
     def see(self, beats: Mapping[int, Heartbeat], now: float) -> None:
         """Take note of the beats of all ranks that have one, this one's own included."""
         for rank, beat in beats.items():
             previous = self._beats.get(rank)
             if previous is None or beat.serial != previous.serial:
-                self._changed[rank] = now
+                self._changed_at[rank] = now
             if previous is None or beat.movement() != previous.movement():
-                self._moved = now
+                self._moved_at = now
             self._beats[rank] = beat
 
     def accusation(self, now: float) -> Failure | None:
@@ -88,7 +88,7 @@ class FailureDetector:
             if not beat.ended
             and not beat.has_left(call)
             and (beat.is_in or beat.serial == serials.get(rank))
-            and now - self._changed[rank] < patience
+            and now - self._changed_at[rank] < patience
         ]
 
     def _others(self) -> dict[int, Heartbeat]:
@@ -120,7 +120,7 @@ class FailureDetector:
 
     def _silent(self, own_beat: Heartbeat, now: float) -> Failure | None:
         needed = [rank for rank, beat in self._others().items() if not beat.has_left(own_beat)]
-        silent_seconds = {rank: now - self._changed[rank] for rank in needed}
+        silent_seconds = {rank: now - self._changed_at[rank] for rank in needed}
         rank = max(silent_seconds, key=silent_seconds.__getitem__, default=self._rank)
         if silent_seconds.get(rank, 0.0) <= self._heartbeat:
             return None
@@ -131,7 +131,7 @@ class FailureDetector:
         return silence(rank, own_beat.call, message, self.waits(excluded=rank))
 
     def _stuck(self, own_beat: Heartbeat, now: float) -> Failure | None:
-        if now - self._moved <= self._timeout:
+        if now - self._moved_at <= self._timeout:
             return None
         absent = [rank for rank in range(self._size) if not self._has_entered(rank, own_beat)]
         if absent:

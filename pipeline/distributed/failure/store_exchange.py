@@ -33,8 +33,8 @@ class StoreExchange:
         self._detector = detector
         self._heartbeat = heartbeat
         self._period = min(BEAT, heartbeat / 4)
-        self._awake = monotonic()
-        self._next = 0.0
+        self._last_awake = monotonic()
+        self._next_beat = 0.0
         self._latest = Heartbeat(-1, -1, 0, "", False, "", 0, "")  # of this rank, in the store
         self._previous = self._latest  # at the turn before
         self._parting: tuple[float, dict[int, int]] | None = None  # since when, and the others' beats then
@@ -67,7 +67,7 @@ class StoreExchange:
         previous, self._previous = self._previous, own_beat
         pauses = own_beat.movement() == previous.movement()
         is_news = (own_beat.order, own_beat.is_in) != (self._latest.order, self._latest.is_in)
-        return (pauses and is_news) or self._is_parting(own_beat) or monotonic() >= self._next
+        return (pauses and is_news) or self._is_parting(own_beat) or monotonic() >= self._next_beat
 
     def _is_parting(self, own_beat: Heartbeat) -> bool:
         return bool(own_beat.ended) or self._status.is_withdrawing
@@ -81,7 +81,7 @@ class StoreExchange:
         beats = self._keys.beats()
         self._keys.forget_before(own_beat.generation)
         now = self._check_clock()
-        self._next = now + self._period
+        self._next_beat = now + self._period
         self._detector.see({**beats, self._status.rank: own_beat}, now)
         failure = self._detector.accusation(now)
         if failure is not None and self._status.asked() == own_beat.generation:
@@ -94,9 +94,9 @@ class StoreExchange:
     def _check_clock(self) -> float:
         """Now. If this thread has not run for long (stopped, or held by the store), missed beats prove nothing."""
         now = monotonic()
-        if now - self._awake > self._heartbeat / 2:
+        if now - self._last_awake > self._heartbeat / 2:
             self._detector.restart(now)
-        self._awake = now
+        self._last_awake = now
         return now
 
     def _part(self, own_beat: Heartbeat, beats: dict[int, Heartbeat], now: float) -> None:

@@ -30,7 +30,7 @@ class StoreKeys:
         self._store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]  # torch's stub lacks it
         self._rank = rank
         self._size = size
-        self._seen = {rank}
+        self._known_ranks = {rank}
         self._oldest = 0
 
     def say(self, beat: Heartbeat) -> None:
@@ -39,9 +39,9 @@ class StoreKeys:
 
     def beats(self) -> dict[int, Heartbeat]:
         """The heartbeats of all other ranks that ever wrote one."""
-        unseen = set(range(self._size)) - self._seen  # multi_get would wait for a key that is not there
-        self._seen.update(rank for rank in unseen if self._store.check([_beat(rank)]))
-        ranks = sorted(self._seen - {self._rank})
+        unseen = set(range(self._size)) - self._known_ranks  # multi_get would wait for a key that is not there
+        self._known_ranks.update(rank for rank in unseen if self._store.check([_beat(rank)]))
+        ranks = sorted(self._known_ranks - {self._rank})
         if not ranks:
             return {}
         return dict(zip(ranks, map(Heartbeat.parse, self._store.multi_get([_beat(rank) for rank in ranks]))))

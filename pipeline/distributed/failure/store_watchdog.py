@@ -34,8 +34,8 @@ class StoreWatchdog:
         self._monitor = monitor
         self._detector = detector
         self._heartbeat = heartbeat
-        self._awake = self._since = monotonic()
-        self._over = threading.Event()
+        self._last_awake = self._counted_from = monotonic()
+        self._end_event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipe watchdog", daemon=True)
 
     def start(self) -> None:
@@ -44,7 +44,7 @@ class StoreWatchdog:
 
     def end(self) -> None:
         """End the thread."""
-        self._over.set()
+        self._end_event.set()
 
     def join(self) -> None:
         """Wait for that."""
@@ -52,15 +52,15 @@ class StoreWatchdog:
             self._thread.join(JOINING)
 
     def _run(self) -> None:
-        while not self._over.wait(min(BEAT, self._heartbeat / 4)):
+        while not self._end_event.wait(min(BEAT, self._heartbeat / 4)):
             self._look(monotonic())
 
     def _look(self, now: float) -> None:
-        if now - self._awake > self._heartbeat / 2:
-            self._since = now  # this process was stopped itself: the store had no time to answer
-        self._awake = now
+        if now - self._last_awake > self._heartbeat / 2:
+            self._counted_from = now  # this process was stopped itself: the store had no time to answer
+        self._last_awake = now
         start = self._monitor.turn_began
-        turn_seconds = 0.0 if start is None else now - max(start, self._since)
+        turn_seconds = 0.0 if start is None else now - max(start, self._counted_from)
         if turn_seconds <= self._heartbeat:
             return
         if self._status.ended:

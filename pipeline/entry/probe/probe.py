@@ -73,7 +73,7 @@ class Probe:
         self._modules = list({id(module): module for module in modules}.values())
         self._in_eval_mode = False
         lanes = Counter(setup.plan.schedule.placement.lane_of)
-        self._shares = len(own_stages) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
+        self._shares_process = len(own_stages) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
 
     @property
     def _has_last(self) -> bool:
@@ -103,7 +103,7 @@ class Probe:
             reachable, attributes = Reachable(self._modules), Attributes(self._modules)  # arrays, objects of any class
             self._generators = reachable.generators
             self._undo = [reachable.put_back, attributes.roll_back, contents.put_back]
-            if self._shares:
+            if self._shares_process:
                 self._check_order(alone, self._others())
             if self._batch.chunks == 1:  # of several mini-batches: it is not cut
                 return

@@ -61,7 +61,7 @@ class ProbeCall:
         self.stage_outputs: dict[int, list[Activations] | None] = {}
         self._inboxes: dict[int, tuple[list[Activations], list[Any]]] = {}
         self._generators = generators
-        self._wrote: set[int] = set()  # the ids of modules whose buffers have changed
+        self._writer_ids: set[int] = set()  # the ids of modules whose buffers have changed
 
     @property
     def output(self) -> Tree | None:
@@ -107,7 +107,9 @@ class ProbeCall:
 
         def look() -> None:
             pairs = zip(modules, before, strict=True)
-            self._wrote = {id(module) for module, buffers in pairs if not _same_buffers(buffers, _buffers_of(module))}
+            self._writer_ids = {
+                id(module) for module, buffers in pairs if not _same_buffers(buffers, _buffers_of(module))
+            }
 
         handles = [
             module_hooks.register_module_forward_pre_hook(begin), module_hooks.register_module_forward_hook(record)
@@ -122,7 +124,7 @@ class ProbeCall:
     def gathers(self, layer: nn.Module) -> bool:
         """Whether a layer gathers statistics of its rows: it writes its buffers, or is a BatchNorm that has none."""
         return any([
-            id(module) in self._wrote or isinstance(module, _BatchNorm) and module.running_mean is None
+            id(module) in self._writer_ids or isinstance(module, _BatchNorm) and module.running_mean is None
             for module in layer.modules()
         ])
 
