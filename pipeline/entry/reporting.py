@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,7 +38,7 @@ def reported(
             raise ValueError(f"step {number} of {len(steps)} has no timeline. Trace it: pipe.step(..., trace=True).")
         timelines.append(timeline)
     usage = {} if sampling is None else {usage.device.label: usage for usage in sampling.usage}
-    peaks, watts, busy = _of_lanes(runtime, lambda device: _measured(device, usage.get(str(device))))
+    peaks, watts, busy = _of_lanes(runtime, usage)
     plain_report = report(
         timelines, planned, balance=runtime.settings.balance,
         peak_bytes=[None if peak is None else int(peak) for peak in peaks],
@@ -56,13 +56,14 @@ def _measured(device: torch.device, usage: Usage | None) -> list[float | None]:
     return [peak_bytes(device), watts, usage.utilisation]
 
 
-def _of_lanes(runtime: Runtime, measure: Callable[[torch.device], list[float | None]]) -> list[list[float | None]]:
+def _of_lanes(runtime: Runtime, usage: Mapping[str, Usage]) -> list[list[float | None]]:
     """Three numbers of the device of each lane, a list for each. Over ranks each tells of its own."""
     settings = runtime.settings
     measured = torch.zeros(settings.schedule.lanes, 3, 2, dtype=torch.float64, device="cpu")
     for stage, lane in enumerate(settings.schedule.placement.lane_of):
         if runtime.topology is None or runtime.topology.has(stage):
-            numbers = measure(settings.layout.devices[stage])
+            device = settings.layout.devices[stage]
+            numbers = _measured(device, usage.get(str(device)))
             pairs = [(number or 0, number is not None) for number in numbers]
             measured[lane] = torch.tensor(pairs, dtype=torch.float64, device="cpu")
     with runtime.communicator("report") as communicator:
