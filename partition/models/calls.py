@@ -168,6 +168,7 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
     flags: set[tuple[int, str]] = set()  # set to True by one of the runs: they say that something is done
     model_tensors = [tensor for module in model.modules() for tensor in tensors_of(module)]
     storages: set[int] = set()  # that are written
+    named_modules = list(model.named_modules())  # without those that a forward makes
     with as_found([model], others=tensors) as snapshot, training(model), torch.no_grad():
 
         def before_write(tensor: Tensor) -> None:
@@ -178,7 +179,7 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
             calls: list[ModuleCall] = []
             flow = Flow(chain(model.parameters(), model.buffers(), tensors), before_write)
             draw_times: list[int] = []
-            with _calling(model, calls, flow, draw_times) as tick, flow.watching(), _setting() as values:
+            with _calling(named_modules, calls, flow, draw_times) as tick, flow.watching(), _setting() as values:
                 leaves = tree_leaves(make(run_model(model, sample, always)))
                 tick()
             flags = {key for key, value in values.items() if value is True} - attribute_keys | flags - values.keys()
@@ -213,7 +214,7 @@ def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
         calls, draw_times = list[ModuleCall](), list[int]()
         with as_found([record.model], record.written), training(record.model), torch.no_grad(), drawing(share):
             seed_host(0)
-            with _calling(record.model, calls, Flow(()), draw_times) as tick:
+            with _calling(record.model.named_modules(), calls, Flow(()), draw_times) as tick:
                 returned = run_model(record.model, record.sample, record.always)
                 tick()
         calls = sorted([call for call in calls if call.name in names], key=lambda call: call.begin)
@@ -251,9 +252,9 @@ def _setting() -> Iterator[dict[tuple[int, str], Any]]:
 
 @contextmanager
 def _calling(
-    model: nn.Module, calls: list[ModuleCall], flow: Flow, draw_times: list[int]
+    named_modules: Iterable[tuple[str, nn.Module]], calls: list[ModuleCall], flow: Flow, draw_times: list[int]
 ) -> Iterator[Callable[[], int]]:
-    """Within: note the calls of modules in the model, and when Python or numpy has drawn. It yields the clock."""
+    """Within: note the calls of modules in a model, and when Python or numpy has drawn. It yields the clock."""
     numbers = count()
     state = host_state()
 
@@ -287,7 +288,7 @@ def _calling(
         return note
 
     with ExitStack() as stack:
-        for name, module in model.named_modules():
+        for name, module in named_modules:
             if name and not isinstance(module, torch.jit.ScriptModule):  # these have no such hooks
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after(name), with_kwargs=True).remove)

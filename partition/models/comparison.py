@@ -43,6 +43,7 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
         with as_found([model], record.written) as snapshot:
             expected = make(run_model(model, sample, record.always))
             attributes = snapshot.changed(record.flags)
+            made_names = {name for name, _ in model.named_parameters()} - set(names.values())
         for leaf in tree_iter(expected):
             if isinstance(leaf, Tensor) and leaf.dim() == 0:
                 raise PartitionError(
@@ -62,6 +63,11 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
                 "output_attentions out of the sample, say, or choose with output=..."
             )
         if not all(map(equal, ours, theirs)):
+            if made_names:
+                raise PartitionError(
+                    f"{kind} makes parameters in its forward ({', '.join(sorted(made_names)[:5])}), and its parts make "
+                    "others. Call it once before it is cut: with torch.no_grad(): model(...)."
+                )
             raise PartitionError(
                 f"{kind} does not return on the sample what its parts return: a value that the beginning computes is "
                 f"used behind the blocks, or one is changed in place{_furthest(ours, theirs)}. Name the module that "

@@ -259,6 +259,38 @@ def test_what_a_forward_sets_and_then_reads_is_cut():
         assert torch.equal(layers(x), model(x))
 
 
+class BuildsItself(nn.Module):
+    """A layer that makes what it computes with when it is first called."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.inner = what, None
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if self.inner is None:
+            self.inner = nn.Linear(4, 4).to(x) if self.what == "module" else nn.Parameter(torch.full_like(x[0], 2.0))
+        return self.outer(x).tanh() + (self.inner(x) if self.what == "module" else x * self.inner)
+
+
+def test_modules_that_a_forward_makes_have_other_numbers_in_the_parts_and_parameters_may_have_the_same():
+    def model_of(what):
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*[BuildsItself(what) for _ in range(3)])).double()
+
+    x = torch.rand(4, 4, dtype=torch.float64)
+    model = model_of("module")
+    found = state_of(model)
+    with pytest.raises(PartitionError, match=r"makes parameters in its forward \(1.0.inner.bias, .*Call it once"):
+        to_sequential(model, x)
+    assert_same_state(found, state_of(model))
+    model(x)
+    assert torch.equal(to_sequential(model, x)(x), model(x))
+    model = model_of("parameter")
+    layers = to_sequential(model, x)
+    assert "1.0.inner" not in model.state_dict() and torch.equal(layers(x), model(x))
+    assert model.state_dict()["1.0.inner"].eq(2).all() and list(layers.state_dict()) == list(model.state_dict())
+
+
 def test_a_sample_that_the_model_writes_is_as_it_was():
     class Writes(Blocks):
         def forward(self, x):
