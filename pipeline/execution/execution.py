@@ -31,8 +31,8 @@ from pipeline.execution.engine import Perform
 from pipeline.execution.mailbox import Mailbox, check_alone
 from pipeline.execution.placement import ParameterPlacement
 from pipeline.execution.setup import Setup
-from pipeline.recompute.randomness import KeptGenerators, Seeder
-from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, generators_elsewhere
+from pipeline.recompute.randomness import GeneratorGuard, Seeder
+from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, remote_generators
 from pipeline.stage.layers import StageLayers
 from scheduler import Action, Event, Kind
 from scheduler.collecting import no_collecting
@@ -66,7 +66,7 @@ class Execution:
             for index, (first, layers) in enumerate(zip(first_layers, setup.stages, strict=False))
             if setup.communicator.topology.has(index)
         }
-        self.generators = KeptGenerators(self.devices)
+        self.generators = GeneratorGuard(self.devices)
         self.ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
         self.placement = ParameterPlacement(setup.stages, setup.layout.places, setup.layout.transport)
         self.mailbox = self._new_mailbox()
@@ -156,7 +156,7 @@ class Execution:
             snapshots: of the stages in this process, after all forwards.
         """
         named = [(self.layers[index].name, snapshot) for index, snapshot in snapshots.items()]
-        check_shared(named, generators_elsewhere(self.setup.stages, self.layers))
+        check_shared(named, remote_generators(self.setup.stages, self.layers))
         for name, snapshot in named if self.batch.chunks > 1 else ():
             snapshot.buffers.check_unseen(name)
 

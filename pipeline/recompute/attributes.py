@@ -42,7 +42,7 @@ _LONG = 1000  # entries
 _MOST = 1000  # containers of one stage
 _OTHERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Tensor, Enum, BaseException)
 _OTHER_PACKAGES = {"torch", "pipeline", "numpy", *sys.stdlib_module_names}
-Hold: TypeAlias = Callable[[Iterable[Any]], list[Any]]  # what is kept of some values
+ValueKeeper: TypeAlias = Callable[[Iterable[Any]], list[Any]]  # what is kept of some values
 _INSTALLED = tuple([sysconfig.get_path(name) for name in ("purelib", "platlib")])
 
 
@@ -64,14 +64,14 @@ class Attributes:
         buffers: frozenset[int] = frozenset(),
         copied: set[int] | None = None,
     ) -> None:
-        self._modules: list[_OfModule] = []
-        self._places: list[_ContainerContents] = []
-        self._seen: set[int] = set()
-        self._tensors: dict[int, _Written] = {}
+        self._modules: list[_ModuleAttributes] = []
+        self._containers: list[_ContainerContents] = []
+        self._visited: set[int] = set()
+        self._tensors: dict[int, _TensorContents] = {}
         self._buffers = buffers
         self._copied = copied
         tables = list(tables)
-        held: Hold = list if tables else _held
+        keep: ValueKeeper = list if tables else _with_weak_references
         for module in modules:
             if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
                 continue
@@ -79,27 +79,27 @@ class Attributes:
             names = list(filterfalse(OF_EVERY_MODULE.__contains__, table))
             get = itemgetter("_modules", *names) if names else _no_names
             values = get(table)
-            self._modules.append(_OfModule(table, names, get, held(values)))
-            self._look(values[1:], 0, _package(type(module)), held)
+            self._modules.append(_ModuleAttributes(table, names, get, keep(values)))
+            self._look(values[1:], 0, _package(type(module)), keep)
             if table["_modules"]:
-                self._places.append(_ContainerContents.of(_MAPPING, table["_modules"], held))
-        self._seen.clear()
+                self._containers.append(_ContainerContents.of(_MAPPING, table["_modules"], keep))
+        self._visited.clear()
         self._tables = [(table, table.copy()) for table in tables]
-        self._all = _All.of(self._modules, self._places, tables)
+        self._all = _FlatContents.of(self._modules, self._containers, tables)
 
     def __bool__(self) -> bool:
-        return bool(self._modules or self._places or self._tables)
+        return bool(self._modules or self._containers or self._tables)
 
-    def _look(self, values: Iterable[Any], depth: int, package: str, held: Hold) -> None:
+    def _look(self, values: Iterable[Any], depth: int, package: str, keep: ValueKeeper) -> None:
         """Note the containers among `values` and their entries; of objects those of the module's own `package`,
         and those of no installed package."""
         for value in values:
             kind = _kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
-            if kind is None or id(value) in self._seen or len(self._seen) >= _MOST:
+            if kind is None or id(value) in self._visited or len(self._visited) >= _MOST:
                 continue
-            if kind in (_OBJECT, _SLOTTED) and _is_installed(own := _package(type(value))) and own != package:
+            if kind in (_OBJECT, _SLOTTED) and _is_installed(owner := _package(type(value))) and owner != package:
                 continue
-            self._seen.add(id(value))
+            self._visited.add(id(value))
             if kind is _TENSOR:
                 self._note(value)
                 continue
@@ -108,15 +108,15 @@ class Attributes:
             if kind.long is not None and length(value) > _LONG:
                 kind = kind.long
             if kind is not _FIXED:
-                self._places.append(_ContainerContents.of(kind, value, held))
+                self._containers.append(_ContainerContents.of(kind, value, keep))
             if kind.opens and depth < _DEPTH:
-                self._look([*kind.read(value), *([vars(value)] if kind.has_dict else ())], depth + 1, package, held)
+                self._look([*kind.read(value), *([vars(value)] if kind.has_dict else ())], depth + 1, package, keep)
 
     def _note(self, tensor: Tensor) -> None:
         if tensor.requires_grad or tensor.is_inference() or id(tensor) in self._buffers:
             return
         keep = self._copied is None or id(tensor) in self._copied
-        self._tensors[id(tensor)] = _Written(tensor, tensor._version, tensor.detach().clone() if keep else None)
+        self._tensors[id(tensor)] = _TensorContents(tensor, tensor._version, tensor.detach().clone() if keep else None)
 
     @property
     def is_current(self) -> bool:
@@ -142,7 +142,7 @@ class Attributes:
             _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], OF_EVERY_MODULE)
         for holder, copy in self._tables:
             write(holder, [*copy, *copy.values()])
-        for kind, holder, content in self._places:
+        for kind, holder, content in self._containers:
             if long or kind is not _COUNTED:
                 kind.write(holder, [stand_ins.get(id(value), value) for value in content])
 
@@ -191,9 +191,9 @@ class StageAttributes:
 
     def before_forward(self, chunk: int) -> None:
         """Keep what F of `chunk` may change."""
-        self._before[chunk] = self._now()
+        self._before[chunk] = self._present()
 
-    def _now(self) -> Attributes:
+    def _present(self) -> Attributes:
         if not self._current.is_current:
             self._written |= self._current.written
             self._current = self._new(self._written)
@@ -205,15 +205,15 @@ class StageAttributes:
 
         At the end: those from before.
         """
-        before, found = self._before.get(chunk, self._first), self._now()
-        if before is not found or self._written:
+        before, present = self._before.get(chunk, self._first), self._present()
+        if before is not present or self._written:
             before.put_back(self._written, long=False)
         try:
             yield
         finally:
-            written = found.written
-            if not found.is_current:
-                found.put_back(set())
+            written = present.written
+            if not present.is_current:
+                present.put_back(set())
         if written:
             raise CheckpointError(
                 f"a recomputation of {self._stage} wrote a tensor in place that is an attribute of a module, as "
@@ -238,14 +238,14 @@ class StageAttributes:
         self._before.clear()
 
 
-class _OfModule(NamedTuple):
+class _ModuleAttributes(NamedTuple):
     table: dict[str, Any]
     names: list[str]
     get: Callable[[dict[str, Any]], tuple[Any, ...]]
     values: list[Any]
 
 
-class _Written(NamedTuple):
+class _TensorContents(NamedTuple):
     tensor: Tensor
     version: int
     copy: Tensor | None
@@ -279,11 +279,11 @@ class _ContainerContents(NamedTuple):
     content: list[Any]
 
     @classmethod
-    def of(cls, kind: _ContainerKind, holder: Any, held: Hold) -> _ContainerContents:
-        return cls(kind, holder, held(kind.read(holder)))
+    def of(cls, kind: _ContainerKind, holder: Any, keep: ValueKeeper) -> _ContainerContents:
+        return cls(kind, holder, keep(kind.read(holder)))
 
 
-class _All(NamedTuple):
+class _FlatContents(NamedTuple):
     """All entries of modules, dicts and containers, one after the other: one comparison shows whether any changed.
 
     Attributes:
@@ -306,32 +306,35 @@ class _All(NamedTuple):
 
     @classmethod
     def of(
-        cls, modules: Sequence[_OfModule], places: Sequence[_ContainerContents], tables: Sequence[dict[str, Any]]
-    ) -> _All:
+        cls,
+        modules: Sequence[_ModuleAttributes],
+        containers: Sequence[_ContainerContents],
+        tables: Sequence[dict[str, Any]],
+    ) -> _FlatContents:
         dicts: list[dict[Any, Any]] = []
         names: list[Any] = []
         values: list[Any] = []
         rest: list[_ContainerContents] = []
         others: list[_ContainerContents] = []
-        for place in places:
-            kind, holder, content = place
+        for container in containers:
+            kind, holder, content = container
             if type(holder) is dict and kind is _MAPPING:
                 half = len(content) // 2
                 dicts.append(holder)
                 names += content[:half]
                 values += content[half:]
             else:
-                (rest if kind.same is is_ else others).append(place)
+                (rest if kind.same is is_ else others).append(container)
         dicts += tables
-        sizes, lengths = [len(module.table) for module in modules], [len(place.content) for place in rest]
-        held = [
+        sizes, lengths = [len(module.table) for module in modules], [len(container.content) for container in rest]
+        entries = [
             *[module.values for module in modules], names, *tables, values, *map(dict.values, tables),
-            *[place.content for place in rest],
+            *[container.content for container in rest],
         ]  # fmt: skip
         return cls(
             [module.table for module in modules], [module.get for module in modules], dicts,
-            [place.holder for place in rest], [place.kind.read for place in rest], others,
-            (sizes, list(map(len, dicts)), lengths), list(chain.from_iterable(held)),
+            [container.holder for container in rest], [container.kind.read for container in rest], others,
+            (sizes, list(map(len, dicts)), lengths), list(chain.from_iterable(entries)),
         )  # fmt: skip
 
     @property
@@ -344,20 +347,20 @@ class _All(NamedTuple):
         rest = list(map(call, self.reads, self.holders))
         if (list(map(len, self.modules)), list(map(len, self.dicts)), list(map(len, rest))) != self.counts:
             return False
-        now = chain.from_iterable(chain(attributes, self.dicts, map(dict.values, self.dicts), rest))
-        return all(map(is_, now, self.values)) and all([
-            place.content == place.kind.read(place.holder) for place in self.others
+        entries = chain.from_iterable(chain(attributes, self.dicts, map(dict.values, self.dicts), rest))
+        return all(map(is_, entries, self.values)) and all([
+            container.content == container.kind.read(container.holder) for container in self.others
         ])
 
 
-def _held(values: Iterable[Any]) -> list[Any]:
+def _with_weak_references(values: Iterable[Any]) -> list[Any]:
     """The values, with weak references to those in autograd's graph, which it would keep alive."""
     return [
         TensorWeakRef(value) if isinstance(value, Tensor) and value.grad_fn is not None else value for value in values
     ]
 
 
-def _again(values: list[Any]) -> list[Any]:
+def _dereferenced(values: list[Any]) -> list[Any]:
     """The values that were held; `_GONE` for those that are freed."""
     return [(_GONE if (tensor := value()) is None else tensor) if type(value) is TensorWeakRef else value
             for value in values]  # fmt: skip
@@ -365,7 +368,7 @@ def _again(values: list[Any]) -> list[Any]:
 
 def _become(table: dict[str, Any], names: list[str], values: list[Any], others: Container[str]) -> None:
     """Give a module's dict these entries and no more, but for `others`. One whose value is freed stays as it is."""
-    pairs = zip(names, _again(values), strict=True)
+    pairs = zip(names, _dereferenced(values), strict=True)
     wanted = {name: table.get(name, _GONE) if value is _GONE else value for name, value in pairs}
     for name in [name for name in table if name not in others and wanted.get(name, _GONE) is _GONE]:
         del table[name]
@@ -376,17 +379,17 @@ def _become(table: dict[str, Any], names: list[str], values: list[Any], others: 
 
 def _write(holder: Any, content: list[Any]) -> None:
     """Give a container what it held, but for values that are freed: those of a dict stay as they are."""
-    entries = _again(content)
+    entries = _dereferenced(content)
     if isinstance(holder, dict):
         pairs = zip(entries, entries[len(entries) // 2 :])  # noqa: B905  # names and values, one behind the other
-        now = {name: dict.get(holder, name, _GONE) if value is _GONE else value for name, value in pairs}
-        kept = {name: value for name, value in now.items() if value is not _GONE}
-        entries = [*kept, *kept.values()]
+        wanted = {name: dict.get(holder, name, _GONE) if value is _GONE else value for name, value in pairs}
+        alive = {name: value for name, value in wanted.items() if value is not _GONE}
+        entries = [*alive, *alive.values()]
     write(holder, [value for value in entries if value is not _GONE])
 
 
 def _write_slots(holder: Any, content: list[Any]) -> None:
-    for name, value in zip(_slots(type(holder)), _again(content), strict=True):
+    for name, value in zip(_slots(type(holder)), _dereferenced(content), strict=True):
         if value is _NONE:
             if hasattr(holder, name):
                 object.__delattr__(holder, name)

@@ -73,12 +73,13 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
         raise ValueError(f"every is {every!r}. Use a positive integer: 1 for every block, 2 for every second.")
     _refuse_own_checkpointing(model, modules_of(model))
     modules = list(_walk(model))
-    found = [(name, module) for name, module in modules if _matches(match, name, module)]
-    if not found:
+    matching = [(name, module) for name, module in modules if _matches(match, name, module)]
+    if not matching:
         raise ValueError(_nothing_matches(match, modules))
-    chosen = found[every - 1 :: every]
+    chosen = matching[every - 1 :: every]
     if not chosen:
-        raise ValueError(f"every is {every}, but only {len(found)} modules match. Use every={len(found)} or less.")
+        count = len(matching)
+        raise ValueError(f"every is {every}, but only {count} modules match. Use every={count} or less.")
     for name, block in chosen:
         if any(isinstance(part, torch.jit.ScriptModule) for part in block.modules()):
             raise TypeError(
@@ -89,7 +90,7 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
         _refuse_nesting(modules, chosen)
     configs = _turn_caches_off(model)
     fresh = [(name, block) for name, block in chosen if (patch := _patch_of(block)) is None or not patch.is_owned]
-    return CheckpointedBlocks([(name, _own(block, name, nested, configs)) for name, block in fresh])
+    return CheckpointedBlocks([(name, _owned_patch(block, name, nested, configs)) for name, block in fresh])
 
 
 class CheckpointedBlocks:
@@ -131,19 +132,21 @@ class _Patch:
     The block holds its patch, which refers to it weakly, so that a model is freed with its last reference.
     """
 
-    def __init__(self, block: nn.Module, own: dict[str, Any], name: str, nested: bool, configs: list[Any]) -> None:
+    def __init__(
+        self, block: nn.Module, own_forward: dict[str, Any], name: str, nested: bool, configs: list[Any]
+    ) -> None:
         self._block = ref(block)
-        self._own = own  # the block's own forward, if that was an attribute of the instance
+        self._own_forward = own_forward  # the block's own forward, if that was an attribute of the instance
         self._name = name
         self._nested = nested
         self._configs = configs
         self.is_owned = False  # by a CheckpointedBlocks, which can remove it
-        self._known = StageTraits()
+        self._traits = StageTraits()
         self._cadence = Cadence()  # by training flags
 
     def __reduce__(self) -> tuple[type[_Patch], tuple[Any, ...]]:
         """For deepcopy and pickle: the patch is copied with the block, and refers to the copy."""
-        return _Patch, (self.block, self._own, self._name, self._nested, self._configs)
+        return _Patch, (self.block, self._own_forward, self._name, self._nested, self._configs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not _is_transformed():
@@ -160,8 +163,8 @@ class _Patch:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward without checkpointing; under this name, `inspect.signature` finds its parameters."""
-        if self._own:
-            return self._own["forward"]  # type: ignore[no-any-return]
+        if self._own_forward:
+            return self._own_forward["forward"]  # type: ignore[no-any-return]
         return type(self.block).forward.__get__(self.block)  # type: ignore[no-any-return]
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,7 +180,7 @@ class _Patch:
         _refuse_own_checkpointing(block, modules)
         _refuse_caches(words, (*args, *kwargs.values()))
         compares = self._cadence.next(tuple([module.training for module in modules]))
-        return Replay(modules, self.__wrapped__, words, self._known, compares).run(args, kwargs)
+        return Replay(modules, self.__wrapped__, words, self._traits, compares).run(args, kwargs)
 
     def check_removable(self) -> None:
         if _patch_of(self.block) is not self:
@@ -189,7 +192,7 @@ class _Patch:
     def remove(self) -> None:
         attributes = vars(self.block)
         del attributes["forward"]
-        attributes.update(self._own)
+        attributes.update(self._own_forward)
         for config in self._configs:
             config.use_cache = True
 
@@ -204,12 +207,12 @@ def _replayed(patch: _Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return patch.replay(args, kwargs)
 
 
-def _own(block: nn.Module, name: str, nested: bool, configs: list[Any]) -> _Patch:
+def _owned_patch(block: nn.Module, name: str, nested: bool, configs: list[Any]) -> _Patch:
     """The patch of a block, a new one or one that was copied with the model. The caller can remove it."""
     patch = _patch_of(block)
     if patch is None:
-        own = {"forward": vars(block)["forward"]} if "forward" in vars(block) else {}
-        patch = _Patch(block, own, name, nested, configs)
+        own_forward = {"forward": vars(block)["forward"]} if "forward" in vars(block) else {}
+        patch = _Patch(block, own_forward, name, nested, configs)
         vars(block)["forward"] = patch
     patch.is_owned = True
     return patch
@@ -262,7 +265,7 @@ def _nothing_matches(match: Match, modules: Sequence[tuple[str, nn.Module]]) -> 
     kinds = match if isinstance(match, tuple) else (match,)
     wanted = [kind if isinstance(kind, str) else getattr(kind, "__name__", repr(kind)) for kind in kinds]
     classes = sorted({type(module).__name__ for _, module in modules})
-    near = [name for each in wanted for name in difflib.get_close_matches(each, classes, n=3, cutoff=0.4)]
+    near = [name for wanted_name in wanted for name in difflib.get_close_matches(wanted_name, classes, n=3, cutoff=0.4)]
     return (
         f"no module matches {', '.join(wanted)}. {'Near names' if near else 'The classes'} in this model: "
         f"{', '.join(dict.fromkeys(near) or classes)}."

@@ -30,7 +30,7 @@ from pipeline.recompute.copies import copies
 
 class _BufferSlot(NamedTuple):
     owner: int  # a group of modules that share buffers, or one module
-    place: dict[str, Tensor | None]  # module._buffers
+    table: dict[str, Tensor | None]  # module._buffers
     name: str
     tensor: Tensor
     memory: int  # its address as the call began
@@ -52,8 +52,8 @@ class _Group(NamedTuple):
     @property
     def is_untouched(self) -> bool:
         """Whether the same tensors are in their places, at the same versions."""
-        now = [slot.place.get(slot.name) for slot in self.slots]
-        return all(map(is_, now, self.tensors)) and versions(self.tensors) == self.versions
+        tensors = [slot.table.get(slot.name) for slot in self.slots]
+        return all(map(is_, tensors, self.tensors)) and versions(self.tensors) == self.versions
 
 
 class Buffers:
@@ -66,19 +66,19 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None) -> None:
         self._expected = expected
-        self._places = [(table, table.copy()) for table in tables_of(modules, "_buffers")]  # those that are None too
-        found = [
+        self._tables = [(table, table.copy()) for table in tables_of(modules, "_buffers")]  # those that are None too
+        entries = [
             (number, table, name, tensor)
-            for number, (table, held) in enumerate(self._places) if held
-            for name, tensor in held.items() if tensor is not None
+            for number, (table, buffers) in enumerate(self._tables) if buffers
+            for name, tensor in buffers.items() if tensor is not None
         ]
-        tensors = [tensor for *_, tensor in found]
+        tensors = [tensor for *_, tensor in entries]
         memory = list(map(storage_of, tensors))
-        owners = _owners([number for number, *_ in found], memory)
+        owners = _owners([number for number, *_ in entries], memory)
         self._slots = [
             _BufferSlot(owner, table, name, tensor, address, version, copy)
             for owner, (_, table, name, tensor), address, version, copy in zip(
-                owners, found, memory, versions(tensors), copies(tensors, memory), strict=True
+                owners, entries, memory, versions(tensors), copies(tensors, memory), strict=True
             )
         ]
         self._spare: list[tuple[_BufferSlot, Tensor]] | None = None
@@ -98,13 +98,13 @@ class Buffers:
 
     def hand_over(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Detach outputs; copy those that share memory with a buffer, which the next chunk may write."""
-        places = {storage_of(now) for slot in self._slots if (now := slot.place.get(slot.name)) is not None}
-        return tuple([out.clone() if storage_of(out) in places else out for out in detached(list(tensors))])
+        storages = {storage_of(tensor) for slot in self._slots if (tensor := slot.table.get(slot.name)) is not None}
+        return tuple([out.clone() if storage_of(out) in storages else out for out in detached(list(tensors))])
 
     def before_forward(self, chunk: int) -> None:
         """Clone the buffers that change, for a recomputation of this chunk."""
         if self._written:
-            self._before[chunk] = self._written, copies(list(map(_now, self._written)))
+            self._before[chunk] = self._written, copies(list(map(_present, self._written)))
 
     def after_forward(self) -> None:
         """Observe which modules change their buffers."""
@@ -130,26 +130,26 @@ class Buffers:
         """Compare by value; on a GPU reuse an earlier verdict, since the host would have to wait."""
         if self._expected is not None and slot.tensor.device.type != "cpu":
             return slot.owner in self._expected
-        return not same_values(_now(slot), slot.initial)
+        return not same_values(_present(slot), slot.initial)
 
-    def note_writes(self, modules: Iterable[nn.Module], what: str) -> None:
+    def note_writes(self, modules: Iterable[nn.Module], stage: str) -> None:
         """Note modules whose buffers are written after all forwards. Raise if a forward has written them."""
-        owners = {slot.owner for module in modules for slot in self._slots if slot.place is module._buffers}
+        owners = {slot.owner for module in modules for slot in self._slots if slot.table is module._buffers}
         if owners & self._mutated:
             names = ", ".join(f"'{slot.name}'" for slot in self._slots if slot.owner in owners & self._mutated)
             raise CheckpointError(
-                f"a batch norm of {what} wrote its running statistics ({names}) within a forward, where "
+                f"a batch norm of {stage} wrote its running statistics ({names}) within a forward, where "
                 "deferred_batch_norm=True puts them off: it is compiled, or its forward is its own. Use "
                 "deferred_batch_norm=False."
             )
         self._note(owners)
 
-    def check_unseen(self, what: str) -> None:
+    def check_unseen(self, stage: str) -> None:
         """Raise if a buffer changed after chunk 0 without its version counter."""
         for slot in self._read.slots:
             if self._is_written(slot):
                 raise CheckpointError(
-                    f"buffer '{slot.name}' of {what} changed after chunk 0, without its version counter. Change it "
+                    f"buffer '{slot.name}' of {stage} changed after chunk 0, without its version counter. Change it "
                     "with torch's in-place operations, in every chunk or in none, or use chunks=1."
                 )
 
@@ -161,24 +161,24 @@ class Buffers:
             again: whether this may be asked for again. If not, what was kept is used up.
         """
         written, values = self._before.get(chunk, ([], [])) if again else self._before.pop(chunk, ([], []))
-        kept = set(map(id, written))
-        others = [slot for slot in self._written if id(slot) not in kept]
+        written_ids = set(map(id, written))
+        others = [slot for slot in self._written if id(slot) not in written_ids]
         if self._spare is None:  # a write past the counters must not reach `initial`
             self._spare = list(zip(self._read.slots, _copies(self._read.slots)))
         fresh = [*(copies(values) if again else values), *_copies(others)]
-        found = [slot.place.get(slot.name) for slot in self._slots]
-        held = [tensor for tensor in found if tensor is not None]
-        counts = versions(held)
+        tensors = [slot.table.get(slot.name) for slot in self._slots]
+        buffers = [tensor for tensor in tensors if tensor is not None]
+        counts = versions(buffers)
         for slot, copy in [*self._spare, *zip([*written, *others], fresh, strict=True)]:
-            slot.place[slot.name] = copy if not slot.tensor.requires_grad else _leaf_of_caller(slot)
+            slot.table[slot.name] = copy if not slot.tensor.requires_grad else _leaf_of_caller(slot)
         try:
             yield
         finally:
-            for slot, tensor in zip(self._slots, found):
-                slot.place[slot.name] = tensor
-        if versions(held) != counts:
-            now = dict(zip(map(id, held), zip(counts, versions(held))))
-            slot = next(slot for slot, tensor in zip(self._slots, found) if len({*now.get(id(tensor), ())}) > 1)
+            for slot, tensor in zip(self._slots, tensors):
+                slot.table[slot.name] = tensor
+        if versions(buffers) != counts:
+            counters = dict(zip(map(id, buffers), zip(counts, versions(buffers))))
+            slot = next(slot for slot, tensor in zip(self._slots, tensors) if len({*counters.get(id(tensor), ())}) > 1)
             raise CheckpointError(
                 f"a recomputation wrote buffer '{slot.name}' by another way than its module's attribute (a list, a "
                 "closure). Write it as self." + slot.name + "."
@@ -212,16 +212,16 @@ class Buffers:
         """Give the buffers that change the values that they had before F of `chunk`."""
         written, values = self._before.get(chunk, ([], []))
         for slot, copy in zip(written, copies(values), strict=True):
-            if slot.place.get(slot.name) is not slot.tensor:  # replaced; a graph may have saved the old one
-                slot.place[slot.name] = copy
+            if slot.table.get(slot.name) is not slot.tensor:  # replaced; a graph may have saved the old one
+                slot.table[slot.name] = copy
             else:
                 _give(slot.tensor, copy)
 
     def roll_back(self) -> None:
         """Restore every buffer to the beginning of the call: the same tensor with the same values."""
-        for place, tensors in self._places:
-            place.clear()
-            place.update(tensors)
+        for table, tensors in self._tables:
+            table.clear()
+            table.update(tensors)
         for slot in self._slots:
             if not same_values(slot.tensor, slot.initial):
                 _give(slot.tensor, slot.initial)
@@ -252,10 +252,10 @@ def _owners(modules: Sequence[int], memory: Sequence[int]) -> list[int]:
     """The number of each buffer's module; of modules whose buffers share memory, that of the first."""
     owners = list(modules)
     first: dict[int, int] = {}  # by address: where it stands first
-    for place, address in enumerate(memory):
-        other, own = owners[first.setdefault(address, place)], owners[place]
-        if other != own:
-            owners = [other if owner == own else owner for owner in owners]
+    for index, address in enumerate(memory):
+        earlier, later = owners[first.setdefault(address, index)], owners[index]
+        if earlier != later:
+            owners = [earlier if owner == later else owner for owner in owners]
     return owners
 
 
@@ -264,11 +264,11 @@ def _copies(slots: Sequence[_BufferSlot]) -> list[Tensor]:
     return copies([slot.initial for slot in slots], [slot.memory for slot in slots])
 
 
-def _now(slot: _BufferSlot) -> Tensor:
-    tensor = slot.place.get(slot.name)
+def _present(slot: _BufferSlot) -> Tensor:
+    tensor = slot.table.get(slot.name)
     return slot.initial if tensor is None else tensor
 
 
 def _touched(slot: _BufferSlot) -> bool:
-    tensor = slot.place.get(slot.name)
+    tensor = slot.table.get(slot.name)
     return tensor is not slot.tensor or versions([tensor])[0] != slot.version

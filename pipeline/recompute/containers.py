@@ -58,8 +58,8 @@ def write(holder: Any, entries: Sequence[Any]) -> None:
         >>> held
         {'a': 1, 'b': 2}
     """
-    base, now = base_of(type(holder)), reader_of(type(holder))(holder)
-    if len(now) == len(entries) and all(map(is_, now, entries)):
+    base, present = base_of(type(holder)), reader_of(type(holder))(holder)
+    if len(present) == len(entries) and all(map(is_, present, entries)):
         return
     if issubclass(base, dict):
         _write_dict(base, holder, dict(zip(entries, entries[len(entries) // 2 :])))

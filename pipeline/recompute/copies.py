@@ -24,18 +24,18 @@ def copies(tensors: Sequence[Tensor], storages: Sequence[int] | None = None) -> 
     """
     storages = list(map(storage_of, tensors)) if storages is None else storages
     sharing = Counter(dict(zip(map(id, tensors), storages)).values()) if len(set(storages)) < len(storages) else {}
-    found: dict[int, Tensor] = {}
-    alone: dict[torch.dtype, list[Tensor]] = {}
+    copied: dict[int, Tensor] = {}
+    unshared: dict[torch.dtype, list[Tensor]] = {}
     bases: dict[int, torch.UntypedStorage] = {}
     for tensor, storage in zip(tensors, storages):
         if sharing.get(storage, 1) == 1:
-            alone.setdefault(tensor.dtype, []).append(tensor)
+            unshared.setdefault(tensor.dtype, []).append(tensor)
             continue
         if storage not in bases:
             bases[storage] = tensor.untyped_storage().clone()
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        found[id(tensor)] = empty.set_(bases[storage], tensor.storage_offset(), tensor.shape, tensor.stride())
-    for group in alone.values():
-        own = [tensor.detach() if tensor.requires_grad else tensor for tensor in group]
-        found.update(zip(map(id, group), torch._foreach_clone(own)))
-    return [found[id(tensor)] for tensor in tensors]
+        copied[id(tensor)] = empty.set_(bases[storage], tensor.storage_offset(), tensor.shape, tensor.stride())
+    for group in unshared.values():
+        leaves = [tensor.detach() if tensor.requires_grad else tensor for tensor in group]
+        copied.update(zip(map(id, group), torch._foreach_clone(leaves)))
+    return [copied[id(tensor)] for tensor in tensors]

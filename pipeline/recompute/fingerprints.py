@@ -49,27 +49,27 @@ class Fingerprints:
     def __init__(self, samples: bool, sums: bool) -> None:
         self._samples = samples
         self._sums = sums
-        self._taken: dict[int, tuple[list[Entries], Checksums]] = {}
+        self._by_chunk: dict[int, tuple[list[Entries], Checksums]] = {}
 
     def take(self, chunk: int, outputs: Sequence[Tensor]) -> None:
         """Take those of a forward."""
-        self._taken[chunk] = self._of(outputs)
+        self._by_chunk[chunk] = self._of(outputs)
 
     def _of(self, outputs: Sequence[Tensor]) -> tuple[list[Entries], Checksums]:
         return entries(outputs) if self._samples else [], checksums(outputs) if self._sums else []
 
     def agree(self, chunk: int, outputs: Sequence[Tensor]) -> bool:
         """Whether the outputs of a recomputation have those of its forward."""
-        (entries_then, sums_then), (entries_now, sums_now) = self._taken[chunk], self._of(outputs)
+        (entries_then, sums_then), (entries_now, sums_now) = self._by_chunk[chunk], self._of(outputs)
         return same_checksums(sums_then, sums_now) and same_entries(entries_then, entries_now)
 
     def forget(self, chunk: int) -> None:
         """Drop those of a chunk."""
-        self._taken.pop(chunk, None)
+        self._by_chunk.pop(chunk, None)
 
     def clear(self) -> None:
         """Drop all."""
-        self._taken.clear()
+        self._by_chunk.clear()
 
 
 def positions(size: int) -> list[int]:
@@ -88,16 +88,16 @@ def entries(tensors: Sequence[Tensor]) -> list[Entries]:
     return [_entries(tensor) for tensor in tensors if tensor.is_cpu]
 
 
-def sample(tensor: Tensor, known: Container[int]) -> EntrySample:
+def sample(tensor: Tensor, known_addresses: Container[int]) -> EntrySample:
     """A sample of a tensor, to be compared with `==`: dtype, shape, and some bytes of the memory in which it lies.
 
     Equal tensors may have samples that differ, where memory does not show the values or holds others beside them. Of
-    memory that begins at an address of `known` that is the sample. A GPU is not asked: the host would have to wait.
+    memory that begins at one of `known_addresses` that is the sample. A GPU is not asked: the host would have to wait.
     """
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return tensor.dtype, tensor.shape, object()
     begin = tensor.data_ptr()
-    if begin in known or not begin:
+    if begin in known_addresses or not begin:
         return tensor.dtype, tensor.shape, begin
     if not tensor.is_cpu:
         return tensor.dtype, tensor.shape, tensor.device
@@ -107,7 +107,9 @@ def sample(tensor: Tensor, known: Container[int]) -> EntrySample:
 
 def addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
     """The addresses of those tensors that have memory of the usual kind."""
-    return frozenset([each.data_ptr() for each in tensors if type(each) in _PLAIN and each.layout is torch.strided])
+    return frozenset([
+        tensor.data_ptr() for tensor in tensors if type(tensor) in _PLAIN and tensor.layout is torch.strided
+    ])
 
 
 @lru_cache(maxsize=512)

@@ -37,94 +37,95 @@ class Bits(NamedTuple):
 class PythonGenerator:
     """A `random.Random`; or the module `random`, which is the global one."""
 
-    def __init__(self, own: Any) -> None:
-        self._own: Any = own.random.__self__ if own is random else own
-        is_plain = type(self._own) is random.Random
-        self._address = id(self._own) + _PYTHONS if _PYTHONS and is_plain else None
-        self._seed: Any = partial(_random.Random.seed, self._own) if is_plain else self._own.seed
+    def __init__(self, generator: Any) -> None:
+        self._generator: Any = generator.random.__self__ if generator is random else generator
+        is_plain = type(self._generator) is random.Random
+        self._address = id(self._generator) + _PYTHON_OFFSET if _PYTHON_OFFSET and is_plain else None
+        self._seed: Any = partial(_random.Random.seed, self._generator) if is_plain else self._generator.seed
 
     def manual_seed(self, seed: int) -> None:
         self._seed(seed)
-        self._own.gauss_next = None
+        self._generator.gauss_next = None
 
     def get_state(self) -> Any:
         if self._address is None:
-            return self._own.getstate()
-        return Bits(string_at(self._address, _STATE.size), self._own.gauss_next)
+            return self._generator.getstate()
+        return Bits(string_at(self._address, _STATE.size), self._generator.gauss_next)
 
     def set_state(self, state: Any) -> None:
         if self._address is None:
-            self._own.setstate(state)
+            self._generator.setstate(state)
         else:
             memmove(self._address, state.words, _STATE.size)
-            self._own.gauss_next = state.normal
+            self._generator.gauss_next = state.normal
 
 
 class NumpyGenerator:
     """A `numpy.random.RandomState`; or the module `numpy.random`, which is the global one."""
 
-    def __init__(self, own: Any) -> None:
-        self._own: Any = own.mtrand._rand if own is numpy.random else own
-        self._address = id(self._own) + _NUMPYS if _NUMPYS and type(self._own) is numpy.random.RandomState else None
-        self._seed = self._own.seed
+    def __init__(self, generator: Any) -> None:
+        self._generator: Any = generator.mtrand._rand if generator is numpy.random else generator
+        is_plain = type(self._generator) is numpy.random.RandomState
+        self._address = id(self._generator) + _NUMPY_OFFSET if _NUMPY_OFFSET and is_plain else None
+        self._seed = self._generator.seed
 
     def manual_seed(self, seed: int) -> None:
         self._seed(seed & _MASK32)
 
     def get_state(self) -> Any:
-        bits = self._own._bit_generator  # numpy.random.set_bit_generator may have changed that of the global one
+        bits = self._generator._bit_generator  # numpy.random.set_bit_generator may have changed that of the global one
         if self._address is None or type(bits) is not numpy.random.MT19937:
-            return self._own.get_state(legacy=False)  # in half the time
+            return self._generator.get_state(legacy=False)  # in half the time
         return Bits(string_at(bits.ctypes.state_address, _STATE.size), string_at(self._address, _NORMAL.size))
 
     def set_state(self, state: Any) -> None:
-        bits = self._own._bit_generator
+        bits = self._generator._bit_generator
         if self._address is not None and isinstance(state, Bits) and type(bits) is numpy.random.MT19937:
             memmove(bits.ctypes.state_address, state.words, _STATE.size)
             memmove(self._address, state.normal, _NORMAL.size)
         else:
-            self._own.set_state(state)
+            self._generator.set_state(state)
 
 
 class NumpyBits:
     """The bit generator of a `numpy.random.Generator`."""
 
-    def __init__(self, own: numpy.random.BitGenerator) -> None:
-        self._own = own
+    def __init__(self, generator: numpy.random.BitGenerator) -> None:
+        self._generator = generator
 
     def manual_seed(self, seed: int) -> None:
-        kind: Any = type(self._own)
-        self._own.state = kind(seed).state
+        kind: Any = type(self._generator)
+        self._generator.state = kind(seed).state
 
     def get_state(self) -> Any:
-        return self._own.state
+        return self._generator.state
 
     def set_state(self, state: Any) -> None:
-        self._own.state = state
+        self._generator.state = state
 
 
-def _place(own: object, kind: type, values: bytes) -> int | None:
+def _offset_of(generator: object, kind: type, values: bytes) -> int | None:
     """The place of some values in the memory of an object, if they stand there once."""
-    memory = string_at(id(own), kind.__basicsize__)
+    memory = string_at(id(generator), kind.__basicsize__)
     return memory.index(values) if memory.count(values) == 1 else None
 
 
 def _of_python() -> int | None:
-    own = random.Random(0)
-    _, words, _ = own.getstate()
-    return _place(own, random.Random, _STATE.pack(words[-1], *words[:-1]))
+    generator = random.Random(0)
+    _, words, _ = generator.getstate()
+    return _offset_of(generator, random.Random, _STATE.pack(words[-1], *words[:-1]))
 
 
 def _of_numpy() -> int | None:
-    own = numpy.random.RandomState(0)
-    own.standard_normal()
-    state: Any = own.get_state(legacy=False)
+    generator = numpy.random.RandomState(0)
+    generator.standard_normal()
+    state: Any = generator.get_state(legacy=False)
     words = _STATE.pack(*state["state"]["key"], state["state"]["pos"])
-    if string_at(own._bit_generator.ctypes.state_address, _STATE.size) != words:
+    if string_at(generator._bit_generator.ctypes.state_address, _STATE.size) != words:
         return None
-    return _place(own, numpy.random.RandomState, _NORMAL.pack(1, state["gauss"]))
+    return _offset_of(generator, numpy.random.RandomState, _NORMAL.pack(1, state["gauss"]))
 
 
 # An id is an address in CPython alone; and there its lock keeps other threads out.
 _IS_READABLE = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled", lambda: True)()
-_PYTHONS, _NUMPYS = (_of_python(), _of_numpy()) if _IS_READABLE else (None, None)
+_PYTHON_OFFSET, _NUMPY_OFFSET = (_of_python(), _of_numpy()) if _IS_READABLE else (None, None)

@@ -81,7 +81,7 @@ def recomputed(policy: Policy, orders: Sequence[Sequence[Action]]) -> frozenset[
     """
     pairs = [(action.stage, action.chunk) for order in orders for action in order if action.kind is Kind.F]
     if callable(policy):
-        return frozenset(pair for pair in pairs if _asked(policy, pair))
+        return frozenset(pair for pair in pairs if _answer_of(policy, pair))
     if policy == "never":
         return frozenset()
     if policy == "always":
@@ -89,7 +89,7 @@ def recomputed(policy: Policy, orders: Sequence[Sequence[Action]]) -> frozenset[
     return frozenset(pair for order in orders for pair in interrupted(order))
 
 
-def _asked(policy: Callable[[int, int], bool], pair: tuple[int, int]) -> bool:
+def _answer_of(policy: Callable[[int, int], bool], pair: tuple[int, int]) -> bool:
     answer = policy(*pair)
     if not isinstance(answer, bool):
         raise ValueError(f"checkpoint returned {answer!r} for stage {pair[0]}, chunk {pair[1]}. Return True or False.")

@@ -98,7 +98,7 @@ def _is_quiet(module: nn.Module) -> bool:
         and is_torchs_own(module)
         and methods.isdisjoint(vars(module))
         and not (module._backward_pre_hooks or module._backward_hooks)
-        and all([type(each) in _PLAIN for each in (*module._parameters.values(), *module._buffers.values())])
+        and all([type(tensor) in _PLAIN for tensor in (*module._parameters.values(), *module._buffers.values())])
     )
 
 
@@ -148,7 +148,7 @@ _OUTSIDE_TORCH: tuple[Generator, ...] = (PythonGenerator(random), NumpyGenerator
 _OF_HOST: tuple[Generator, ...] = (torch.default_generator, *_OUTSIDE_TORCH)
 
 
-class KeptGenerators:
+class GeneratorGuard:
     """The default generators around the phases of a call: at the end of each they are put back as they were found.
 
     Those outside torch are kept only when one will be seeded. A context; a nested one does nothing more.
@@ -160,7 +160,7 @@ class KeptGenerators:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.touches = Touches()
         self._of_torch = (torch.default_generator, *accelerators.default_generators(devices))
-        self._found: list[tuple[Generator, Any]] = []
+        self._states: list[tuple[Generator, Any]] = []
         self._has_all = False
         self._depth = 0
 
@@ -168,18 +168,18 @@ class KeptGenerators:
         self._depth += 1
         if self._depth == 1:
             self._has_all = False
-            self._found = [(generator, generator.get_state()) for generator in self._of_torch]
+            self._states = [(generator, generator.get_state()) for generator in self._of_torch]
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            for generator, state in self._found:
+            for generator, state in self._states:
                 generator.set_state(state)
 
     def keep_all(self) -> None:
         """Keep all: any default generator may be seeded or drawn from, from now on."""
         if not self._has_all:
-            self._found += [(generator, generator.get_state()) for generator in _OUTSIDE_TORCH]
+            self._states += [(generator, generator.get_state()) for generator in _OUTSIDE_TORCH]
             self._has_all = True
 
     @property
@@ -190,7 +190,7 @@ class KeptGenerators:
         """
         if self.touches.count:
             return False
-        of_host = [(generator, state) for generator, state in self._found if generator in _OF_HOST]
+        of_host = [(generator, state) for generator, state in self._states if generator in _OF_HOST]
         return all([same_state(state, generator.get_state()) for generator, state in of_host])
 
 
@@ -200,16 +200,16 @@ class Seeder:
     Args:
         seed: of the call.
         devices: where the layers compute.
-        kept: puts the generators back at the end.
+        guard: puts the generators back at the end.
     """
 
-    __slots__ = ("_made_of", "_keys", "_seeds", "_kept", "drew")
+    __slots__ = ("_arguments", "_keys", "_seeds", "_guard", "drew")
 
-    def __init__(self, seed: int, devices: Iterable[torch.device], kept: KeptGenerators) -> None:
-        self._made_of = seed, devices, kept
+    def __init__(self, seed: int, devices: Iterable[torch.device], guard: GeneratorGuard) -> None:
+        self._arguments = seed, devices, guard
         self._keys = _keys(seed)
         self._seeds = [generator.manual_seed for generator in default_generators(devices)]
-        self._kept = kept
+        self._guard = guard
         self.drew = False  # from a generator of the host: see LearningSeeder
 
     def settle(self) -> None:
@@ -217,10 +217,10 @@ class Seeder:
 
     def learning(self) -> LearningSeeder:
         """A seeder of the same numbers that learns who draws."""
-        return LearningSeeder(*self._made_of)
+        return LearningSeeder(*self._arguments)
 
     def seed(self, chunk: int, layer: int) -> None:
-        self._kept.keep_all()
+        self._guard.keep_all()
         number = _combine(*self._keys, chunk, layer)
         for seed in self._seeds:
             seed(number)
@@ -231,19 +231,19 @@ class LearningSeeder(Seeder):
 
     __slots__ = ("_untouched", "_touches")
 
-    def __init__(self, seed: int, devices: Iterable[torch.device], kept: KeptGenerators) -> None:
-        super().__init__(seed, devices, kept)
+    def __init__(self, seed: int, devices: Iterable[torch.device], guard: GeneratorGuard) -> None:
+        super().__init__(seed, devices, guard)
         self._untouched: list[Any] = []
-        self._touches = kept.touches.count
+        self._touches = guard.touches.count
 
     def seed(self, chunk: int, layer: int) -> None:
         self.settle()
         super().seed(chunk, layer)
         self._untouched = [generator.get_state() for generator in _OF_HOST]
-        self._touches = self._kept.touches.count
+        self._touches = self._guard.touches.count
 
     def settle(self) -> None:
-        self.drew = self.drew or bool(self._untouched) and self._kept.touches.count != self._touches
+        self.drew = self.drew or bool(self._untouched) and self._guard.touches.count != self._touches
         for generator, state in zip(_OF_HOST, self._untouched, strict=False):
             self.drew = self.drew or not same_state(state, generator.get_state())
         self._untouched = []
@@ -275,9 +275,9 @@ def same_state(one: Any, other: Any) -> bool:
 @contextmanager
 def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     """Leave the default generators of `devices` as they were found, whatever is drawn inside."""
-    kept = KeptGenerators(devices)
-    with kept:
-        kept.keep_all()
+    guard = GeneratorGuard(devices)
+    with guard:
+        guard.keep_all()
         yield
 
 
@@ -292,15 +292,15 @@ def generators_among(values: Iterable[Any]) -> dict[int, Generator]:
     They are `torch.Generator`, `random.Random`, `numpy.random.RandomState`, `numpy.random.Generator` objects, and bit
     generators of numpy.
     """
-    every = list(values)
-    adapters = {kind: adapter for kind in set(map(type, every)) if (adapter := _adapter(kind)) is not None}
-    found: dict[int, Generator] = {}
-    for value in every if adapters else ():  # as a rule there are none
+    objects = list(values)
+    adapters = {kind: adapter for kind in set(map(type, objects)) if (adapter := _adapter(kind)) is not None}
+    generators: dict[int, Generator] = {}
+    for value in objects if adapters else ():  # as a rule there are none
         adapter = adapters.get(type(value))
         if adapter is not None:
-            own = value.bit_generator if isinstance(value, numpy.random.Generator) else value
-            found[id(own)] = adapter(own)
-    return found
+            generator = value.bit_generator if isinstance(value, numpy.random.Generator) else value
+            generators[id(generator)] = adapter(generator)
+    return generators
 
 
 class PrivateGenerators:
@@ -311,19 +311,19 @@ class PrivateGenerators:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._own = private_generators(modules)
+        self._generators = private_generators(modules)
         self._first = self._states()
         self._before: dict[int, States] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._own)
+        return bool(self._generators)
 
     def __iter__(self) -> Iterator[int]:
         """Their ids."""
-        return iter(self._own)
+        return iter(self._generators)
 
     def _states(self) -> States:
-        return [(generator, generator.get_state()) for generator in self._own.values()]
+        return [(generator, generator.get_state()) for generator in self._generators.values()]
 
     def before_forward(self, chunk: int) -> None:
         """Keep their states, which F of `chunk` may change."""
@@ -336,7 +336,7 @@ class PrivateGenerators:
     @property
     def changed(self) -> list[int]:
         """The ids of those that were drawn from in this call."""
-        pairs = zip(self._own, self._first, strict=True)
+        pairs = zip(self._generators, self._first, strict=True)
         return [key for key, (generator, state) in pairs if not same_state(state, generator.get_state())]
 
     def put_back(self, chunk: int) -> None:
@@ -386,12 +386,12 @@ GENERATORS = tuple([kind for kind, _ in _ADAPTERS])
 @contextmanager
 def generators_at(states: States) -> Iterator[None]:
     """Put generators at earlier states, and back where they were at the end."""
-    found = [(generator, generator.get_state()) for generator, _ in states]
+    previous = [(generator, generator.get_state()) for generator, _ in states]
     try:
         _restore(states)
         yield
     finally:
-        _restore(found)
+        _restore(previous)
 
 
 def _keys(seed: int) -> tuple[int, int]:

@@ -50,7 +50,7 @@ class Generators:
         return generators_at(list(zip(self._all, states, strict=True)))
 
 
-class Reachable:
+class ReachableState:
     """The objects that some modules can reach, with their present state.
 
     Attributes:
@@ -100,11 +100,13 @@ class Reachable:
         if isinstance(value, types.BuiltinFunctionType):  # such as log.append
             return (value.__self__,)
         if isinstance(value, nn.Module):
-            held: list[Any] = [each for each in vars(type(value)).values() if isinstance(each, CONTAINERS)]
+            class_attributes: list[Any] = [
+                attribute for attribute in vars(type(value)).values() if isinstance(attribute, CONTAINERS)
+            ]
             forward = getattr(type(value), "forward", None)
             if type(value).__module__.partition(".")[0] not in _NOT_OURS:
-                held.append(forward)
-            return (vars(value), *held)
+                class_attributes.append(forward)
+            return (vars(value), *class_attributes)
         if isinstance(value, type) or type(value).__module__.partition(".")[0] in _NOT_OURS:
             return ()
         return (vars(value),) if hasattr(value, "__dict__") else ()
@@ -114,8 +116,8 @@ class Reachable:
         for cell in cells:
             self._undo.append(partial(_refill_cell, cell, _content(cell)))
         names = function.__globals__
-        own = [names[name] for name in function.__code__.co_names if isinstance(names.get(name), _NAMED)]
-        return (*[_content(cell) for cell in cells], *own, *(function.__defaults__ or ()))
+        named_globals = [names[name] for name in function.__code__.co_names if isinstance(names.get(name), _NAMED)]
+        return (*[_content(cell) for cell in cells], *named_globals, *(function.__defaults__ or ()))
 
 
 def _is_small(tensor: Tensor) -> bool:

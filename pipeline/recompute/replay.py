@@ -36,7 +36,7 @@ _NO_VALUES = torch.empty(0, device="cpu")
 _CHUNK = 0  # a Replay has one forward, the only chunk of its ForwardSnapshot: what is kept is the call's beginning
 
 
-class _Begun(NamedTuple):
+class _ReplayState(NamedTuple):
     """The state of a replay once F has begun."""
 
     ambient: Ambient
@@ -60,16 +60,16 @@ class Replay:
     """
 
     def __init__(
-        self, modules: list[nn.Module], forward: Callable[..., Any], name: str, known: StageTraits, compares: bool
+        self, modules: list[nn.Module], forward: Callable[..., Any], name: str, traits: StageTraits, compares: bool
     ) -> None:
         self._modules = modules
         self._forward = forward
         self._name = name
-        self._known = known
+        self._traits = traits
         self._compares = compares
-        self._begun: _Begun | None = None
+        self._state: _ReplayState | None = None
         self._nodes = 0  # of the graph of F, if they were counted
-        self._made: int | None = None  # the number of F's output tensors, once it is over
+        self._outputs: int | None = None  # the number of F's output tensors, once it is over
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """F: call the module with arguments that are any pytrees.
@@ -81,32 +81,32 @@ class Replay:
         distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         tensors = list(distinct.values())
         before = versions(tensors)
-        self._begun = begun = self._begin(_SavedArguments(leaves, spec, distinct), tensors)
-        made = self._compute_first(begun, args, kwargs)
+        self._state = state = self._begin(_SavedArguments(leaves, spec, distinct), tensors)
+        result = self._compute_first(state, args, kwargs)
         if versions(tensors) != before:
             raise CheckpointError(
                 f"{self._name} writes its input in place, so it cannot be computed again from it. Let it write a copy "
                 "(x = x + 1 instead of x += 1, inplace=False), or checkpoint a block that does not."
             )
-        return made
+        return result
 
-    def _begin(self, inputs: _SavedArguments, tensors: Sequence[Tensor]) -> _Begun:
+    def _begin(self, inputs: _SavedArguments, tensors: Sequence[Tensor]) -> _ReplayState:
         """Keep all that R must find."""
         parameters = _parameters_of(self._modules)
-        buffers = [each for module in self._modules for each in module._buffers.values() if each is not None]
+        buffers = [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
         devices = {tensor.device for tensor in (*buffers, *parameters, *tensors)}
-        generators = [(each, each.get_state()) for each in default_generators(devices)]
+        generators = [(generator, generator.get_state()) for generator in default_generators(devices)]
         device_types = dict.fromkeys(["cpu", *[device.type for device in devices]])
         ambient = Ambient.capture(device_types)._replace(saved_tensors_hooks=None)  # R has hooks of its own
         tables = [module._parameters for module in self._modules]
-        snapshot = ForwardSnapshot(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
-        own = addresses([*parameters, *tensors])
-        return _Begun(ambient, snapshot, inputs, parameters, versions(parameters), own, generators)
+        snapshot = ForwardSnapshot(self._modules, ambient, self._name, 0, self._traits, self._compares, tables=tables)
+        known_addresses = addresses([*parameters, *tensors])
+        return _ReplayState(ambient, snapshot, inputs, parameters, versions(parameters), known_addresses, generators)
 
-    def _compute_first(self, begun: _Begun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute_first(self, state: _ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with SavedTensors(self._compute_again, begun.addresses), checkpointing(True):
-                made = _called(self._forward, args, kwargs)
+            with SavedTensors(self._compute_again, state.addresses), checkpointing(True):
+                result = _called(self._forward, args, kwargs)
         except RuntimeError as error:
             if NO_HOOKS not in str(error):
                 raise
@@ -115,36 +115,36 @@ class Replay:
                 "where a checkpoint drops what autograd saves. Let it call torch.autograd.grad, or do not checkpoint "
                 "this block."
             ) from error
-        outputs = _tensors(made)
+        outputs = _tensors(result)
         if self._compares:
             self._nodes = _nodes(outputs, _tensors((args, kwargs)))
-        begun.snapshot.after_forward(_CHUNK, True, detached(outputs))
-        begun.snapshot.note()
-        self._made = len(outputs)
-        return made
+        state.snapshot.after_forward(_CHUNK, True, detached(outputs))
+        state.snapshot.note()
+        self._outputs = len(outputs)
+        return result
 
     def _compute_again(self, saved: SavedTensors) -> None:
-        assert self._begun is not None
-        begun = self._begun
-        args, kwargs = begun.inputs.again(self._name)
-        self._check_parameters(begun)
-        snapshot = begun.snapshot
-        snapshot.resume(begun.ambient.now())
-        whole = self._compares and saved.is_over or not addresses(begun.parameters) <= begun.addresses
-        with held(), generators_at(begun.generators), snapshot.as_at_forward(_CHUNK), checkpointing(False):
-            found = saved.filled(partial(_called, self._forward, args, kwargs), whole)
-        if not found.is_whole:
+        assert self._state is not None
+        state = self._state
+        args, kwargs = state.inputs.unpacked(self._name)
+        self._check_parameters(state)
+        snapshot = state.snapshot
+        snapshot.resume(state.ambient.now())
+        whole = self._compares and saved.is_over or not addresses(state.parameters) <= state.addresses
+        with held(), generators_at(state.generators), snapshot.as_at_forward(_CHUNK), checkpointing(False):
+            recomputed = saved.filled(partial(_called, self._forward, args, kwargs), whole)
+        if not recomputed.is_whole:
             return
-        outputs = _tensors(found.made)
+        outputs = _tensors(recomputed.result)
         if self._nodes and holds(_with_graphs(outputs), OF_SCRIPTS):
             self._check_path(_nodes(outputs, _tensors((args, kwargs))))
-        if self._made is not None:  # else the module calls autograd within its forward: nothing to compare with yet
-            self._check_same(snapshot, outputs, found.matches)
+        if self._outputs is not None:  # else the module calls autograd within its forward: nothing to compare with yet
+            self._check_same(snapshot, outputs, recomputed.matches)
 
-    def _check_parameters(self, begun: _Begun) -> None:
-        now = versions(begun.parameters)
-        if now != begun.versions:
-            changed = [one != other for one, other in zip(now, begun.versions, strict=True)]
+    def _check_parameters(self, state: _ReplayState) -> None:
+        versions_now = versions(state.parameters)
+        if versions_now != state.versions:
+            changed = [version != earlier for version, earlier in zip(versions_now, state.versions, strict=True)]
             name = _names_of(self._modules[0])[changed.index(True)]
             raise CheckpointError(
                 f"parameter '{name}' of {self._name} was changed in place between "
@@ -163,7 +163,7 @@ class Replay:
 
     def _check_same(self, snapshot: ForwardSnapshot, outputs: Sequence[Tensor], matches: bool) -> None:
         try:
-            if matches and len(outputs) == self._made:
+            if matches and len(outputs) == self._outputs:
                 return snapshot.check_same(_CHUNK, outputs)
         except CheckpointError:
             pass
@@ -183,7 +183,7 @@ def _called(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 class _TensorIndex(NamedTuple):
     """The index of a tensor among the distinct ones."""
 
-    place: int
+    position: int
 
 
 class _SavedArguments:
@@ -198,15 +198,15 @@ class _SavedArguments:
     """
 
     def __init__(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, distinct: dict[int, Tensor]) -> None:
-        places = {key: _TensorIndex(place) for place, key in enumerate(distinct)}
-        self._leaves = [places[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        positions = {key: _TensorIndex(position) for position, key in enumerate(distinct)}
+        self._leaves = [positions[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._spec = spec
         self._saved = [_make_saved_tensor(tensor, is_output=False) for tensor in distinct.values()]
 
-    def again(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def unpacked(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, cut from the graph that they came from."""
         try:
-            kept = [saved.unpack() for saved in self._saved]
+            saved_tensors = [saved.unpack() for saved in self._saved]
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
@@ -214,8 +214,8 @@ class _SavedArguments:
                 f"an input of {name} was changed in place between the forward and the recomputation. Change it after "
                 "backward(), or give the block a clone."
             ) from error
-        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept]
-        leaves = [tensors[leaf.place] if isinstance(leaf, _TensorIndex) else leaf for leaf in self._leaves]
+        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved_tensors]
+        leaves = [tensors[leaf.position] if isinstance(leaf, _TensorIndex) else leaf for leaf in self._leaves]
         if self._spec is None:
             return tuple(leaves), {}
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
@@ -224,7 +224,7 @@ class _SavedArguments:
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], pytree.TreeSpec | None]:
     """The leaves of the arguments, and their structure: None if the arguments are the leaves, as a rule tensors."""
-    if kwargs or not all([isinstance(each, Tensor) for each in args]):
+    if kwargs or not all([isinstance(argument, Tensor) for argument in args]):
         return pytree.tree_flatten((args, kwargs))
     return args, None
 
@@ -232,15 +232,19 @@ def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any],
 def _parameters_of(modules: Sequence[nn.Module]) -> list[Tensor]:
     """Their parameters. In the places of those without values, which F gives them, stands another tensor."""
     tables = [module._parameters.values() for module in modules if module._parameters]
-    return [_NO_VALUES if is_lazy(each) else each for table in tables for each in table if each is not None]
+    return [
+        _NO_VALUES if is_lazy(parameter) else parameter
+        for table in tables
+        for parameter in table if parameter is not None
+    ]
 
 
 def _names_of(module: nn.Module) -> list[str]:
     """The names of these parameters."""
     return [
         f"{prefix}.{name}".lstrip(".")
-        for prefix, each in module.named_modules()
-        for name, parameter in each._parameters.items() if parameter is not None
+        for prefix, submodule in module.named_modules()
+        for name, parameter in submodule._parameters.items() if parameter is not None
     ]
 
 

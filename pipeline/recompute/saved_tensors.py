@@ -42,21 +42,21 @@ class _SavedSlot:
     version: tuple[int, ...]  # of the tensor, when R saved it
 
 
-class _Full(BaseException):
+class _AllSlotsFilled(BaseException):
     """All slots are filled. No code of the user's takes it for an error of its own."""
 
 
-class Recomputed(NamedTuple):
+class RecomputeResult(NamedTuple):
     """The result of R.
 
     Attributes:
         is_whole: whether it went on to its end, and returned something.
-        made: what it returned.
+        result: what it returned.
         matches: whether it saved as many tensors as F, of the same shapes and dtypes.
     """
 
     is_whole: bool
-    made: Any
+    result: Any
     matches: bool
 
 
@@ -68,11 +68,11 @@ class SavedTensors:
         known: the addresses of tensors that R is known to find as F did.
     """
 
-    __slots__ = ("_recompute", "_known", "_slots", "_samples", "_task", "is_over")
+    __slots__ = ("_recompute", "_known_addresses", "_slots", "_samples", "_task", "is_over")
 
-    def __init__(self, recompute: Callable[[SavedTensors], None], known: frozenset[int]) -> None:
+    def __init__(self, recompute: Callable[[SavedTensors], None], known_addresses: frozenset[int]) -> None:
         self._recompute = recompute
-        self._known = known
+        self._known_addresses = known_addresses
         self._slots: list[ref[_SavedSlot]] = []
         self._samples: list[EntrySample] = []
         self._task = _NO_TASK
@@ -89,7 +89,7 @@ class SavedTensors:
         slot = _SavedSlot()
         slot.tensor = None
         self._slots.append(ref(slot))
-        self._samples.append(sample(tensor, self._known))
+        self._samples.append(sample(tensor, self._known_addresses))
         return slot
 
     def _give(self, slot: _SavedSlot) -> Tensor:
@@ -111,45 +111,45 @@ class SavedTensors:
         """Run R."""
         self._recompute(self)
 
-    def filled(self, compute: Callable[[], Any], whole: bool) -> Recomputed:
+    def filled(self, compute: Callable[[], Any], whole: bool) -> RecomputeResult:
         """R: call `compute`, and fill the slots with what autograd saves meanwhile.
 
         Args:
             compute: the forward.
             whole: go on to its end in any case.
         """
-        slots, samples, known, needed = self._slots, self._samples, self._known, len(self._slots)
+        slots, samples, known_addresses, needed = self._slots, self._samples, self._known_addresses, len(self._slots)
         count = 0
         matches, is_full = True, False
 
         def keep(tensor: Tensor) -> Tensor:
             nonlocal count, whole, matches, is_full
-            kept = tensor.detach() if tensor.requires_grad else tensor
+            saved = tensor.detach() if tensor.requires_grad else tensor
             if count < needed:
-                then, now = samples[count], sample(tensor, known)
-                if then != now:
+                expected, observed = samples[count], sample(tensor, known_addresses)
+                if expected != observed:
                     whole = True
-                    matches = matches and then[:2] == now[:2]
+                    matches = matches and expected[:2] == observed[:2]
                 slot = slots[count]()
                 if slot is not None:
-                    slot.tensor, slot.version = kept, versions([kept])
+                    slot.tensor, slot.version = saved, versions([saved])
             count += 1
             if count == needed and not whole:
                 is_full = True
-                raise _Full
-            return kept
+                raise _AllSlotsFilled
+            return saved
 
         _hooks._push_saved_tensors_default_hooks(keep, _as_it_is)
         try:
-            made = compute()
-        except (_Full, Exception):  # torch.jit makes another exception of it
+            result = compute()
+        except (_AllSlotsFilled, Exception):  # torch.jit makes another exception of it
             if not is_full:
                 raise
         finally:
             _hooks._pop_saved_tensors_default_hooks()
         if is_full:
-            return Recomputed(False, None, True)
-        return Recomputed(True, made, matches and (count == needed or not self.is_over))
+            return RecomputeResult(False, None, True)
+        return RecomputeResult(True, result, matches and (count == needed or not self.is_over))
 
 
 def _refill(saved: SavedTensors) -> None:

@@ -67,21 +67,21 @@ class ForwardSnapshot:
         ambient: Ambient,
         stage: str,
         index: int,
-        known: StageTraits,
+        traits: StageTraits,
         compares: bool,
         samples: bool = True,
         tables: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.key = index, tuple([module.training for module in modules])
-        self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self.key))
-        copies = compares or index in known.writes_attributes
+        self.buffers = Buffers(modules, None if compares else traits.writes_buffers.get(self.key))
+        copies = compares or index in traits.writes_attributes
         self._attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies)
         self._generators = PrivateGenerators(modules)
         self._fingerprints = Fingerprints(samples, sums=compares)
         self._modules = modules
         self._ambient = ambient
         self._stage = stage
-        self._known = known
+        self._traits = traits
         self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
         self._keeps = False
 
@@ -106,9 +106,9 @@ class ForwardSnapshot:
 
     def note(self) -> None:
         """Record the observed traits, after all forwards have succeeded."""
-        self._known.writes_buffers[self.key] = self.buffers.writers
+        self._traits.writes_buffers[self.key] = self.buffers.writers
         if self._attributes.are_written:
-            self._known.writes_attributes.add(self.key[0])
+            self._traits.writes_attributes.add(self.key[0])
 
     def shareable(self) -> Iterator[tuple[int, str]]:
         """The objects that other stages may share: buffers by their memory, private generators by their id."""
@@ -142,11 +142,11 @@ class ForwardSnapshot:
 
     # ------------------------------------------------------------------------------------------ at the recomputation
 
-    def resume(self, now: Ambient) -> None:
+    def resume(self, ambient: Ambient) -> None:
         """Begin a backward: find the switches and flags that differ from those of the forward."""
         self._differing = []
-        if now != self._ambient:
-            self._differing.append(partial(self._ambient.entered, now.switches != self._ambient.switches))
+        if ambient != self._ambient:
+            self._differing.append(partial(self._ambient.entered, ambient.switches != self._ambient.switches))
         _, flags = self.key
         if flags != tuple([module.training for module in self._modules]):
             self._differing.append(partial(training_flags, self._modules, flags))
@@ -203,31 +203,31 @@ def _all_of(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> I
 _NOTHING = nullcontext()
 
 
-def generators_elsewhere(stages: Sequence[Sequence[nn.Module]], own: Container[int]) -> Iterator[NamedGenerators]:
+def remote_generators(stages: Sequence[Sequence[nn.Module]], local_stages: Container[int]) -> Iterator[NamedGenerators]:
     """The objects of other processes' stages when the Pipe was built: each process has a copy of them."""
     for index, layers in enumerate(stages):
-        if index not in own:
+        if index not in local_stages:
             keys: list[int] = [key for layer in layers for key in vars(layer).get("generators", ())]
             yield f"stage {index}", [(key, "a random generator") for key in keys]
 
 
-def check_shared(snapshots: Sequence[tuple[str, ForwardSnapshot]], elsewhere: Iterable[NamedGenerators]) -> None:
+def check_shared(snapshots: Sequence[tuple[str, ForwardSnapshot]], remote_objects: Iterable[NamedGenerators]) -> None:
     """Raise if two stages share a buffer or a generator that one of them changed: the order would matter.
 
     Args:
         snapshots: of each stage, with its name, after all forwards.
-        elsewhere: the objects of other processes' stages.
+        remote_objects: the objects of other processes' stages.
     """
     changed = {key for _, snapshot in snapshots for key in snapshot.changed()}
     if not changed:
         return
-    found: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
-    for name, held in [*elsewhere, *((name, snapshot.shareable()) for name, snapshot in snapshots)]:
-        for key, what in held:
-            _, other = found.setdefault(key, (what, name))
-            if other != name and key in changed:
+    holders: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
+    for name, objects in [*remote_objects, *((name, snapshot.shareable()) for name, snapshot in snapshots)]:
+        for key, description in objects:
+            _, holder = holders.setdefault(key, (description, name))
+            if holder != name and key in changed:
                 raise RuntimeError(
-                    f"{what} of {name} is shared with {other} and was changed by a forward. Stages run "
+                    f"{description} of {name} is shared with {holder} and was changed by a forward. Stages run "
                     "different chunks at a time, so the numbers would depend on the schedule. Put their layers "
                     "into one stage, or give each its own."
                 )

@@ -39,7 +39,7 @@ from pipeline.common.profiling import named
 from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
-from pipeline.recompute.randomness import AcceleratorSeeder, KeptGenerators, LearningSeeder, Seeder, unobserved
+from pipeline.recompute.randomness import AcceleratorSeeder, GeneratorGuard, LearningSeeder, Seeder, unobserved
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 from pipeline.stage.batchnorm import Deferred
 from pipeline.stage.external import ExternalLeaves
@@ -85,7 +85,7 @@ class StageSettings(NamedTuple):
     keep: bool
     samples: bool
     seed: int
-    generators: KeptGenerators
+    generators: GeneratorGuard
 
 
 class StageRun:

@@ -44,7 +44,7 @@ from pipeline.entry.probe.rows import RowComparison, all_same, any_differs, is_m
 from pipeline.execution.setup import Setup
 from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.policy import repeating
-from pipeline.recompute.reachable import Reachable
+from pipeline.recompute.reachable import ReachableState
 from pipeline.recompute.snapshot import StageTraits
 
 
@@ -100,7 +100,7 @@ class Probe:
             torch.no_grad(), repeating(), uncompiled(), without_counting_modes(), _without_cached_weights(),
             unwritten(parameters) as contents, _on_copies_of_buffers(self._modules),
         ):  # fmt: skip
-            reachable, attributes = Reachable(self._modules), Attributes(self._modules)  # arrays, objects of any class
+            reachable, attributes = ReachableState(self._modules), Attributes(self._modules)  # arrays, objects of any class
             self._generators = reachable.generators
             self._undo = [reachable.put_back, attributes.roll_back, contents.put_back]
             if self._shares_process:
