@@ -217,7 +217,7 @@ class Runtime:
             grad=request.grad,
             keep=request.keep,
             compares=request.grad and history.calls.next(),
-            known=history.traits,
+            traits=history.traits,
             defer=settings.deferred_batch_norm,
             traces=[*history.traces, *([] if recorder is None else [recorder])],
             communicator=communicator,

@@ -32,7 +32,7 @@ from pipeline.execution.gradient_product import GradientProduct
 from pipeline.execution.second_order import differentiate
 from pipeline.execution.stages import stages_of
 from pipeline.stage.records import OutputEdges
-from pipeline.stage.stage import Begin, StageRun
+from pipeline.stage.stage import RootFinder, StageRun
 from pipeline.transports.message import Message
 from scheduler import Kind
 
@@ -237,7 +237,7 @@ class Call:
         """Raise if the host's generators or torch's switches were touched, though no stage was to touch them."""
         generators = self.execution.generators
         if not draws and not generators.is_host_untouched:
-            self.execution.setup.known.draws_nothing.clear()
+            self.execution.setup.traits.draws_nothing.clear()
             generators.touches.undo()
             raise DrewError
 
@@ -268,7 +268,7 @@ class Call:
     def _backward(self, retain: bool, stage: int, chunk: int) -> None:
         run = self._run[stage]
         setup = self.execution.setup
-        begin: Begin
+        begin: RootFinder
         if run.ends_in_loss:
             begin, wanted = partial(self._at_end, chunk), True
         else:
@@ -279,7 +279,7 @@ class Call:
         grads = run.backward(chunk, begin, wanted, retain)
         self.execution.mailbox.put_grads(stage, chunk, grads)
 
-    def _begin_recomputed(self, stage: int, chunk: int, begin: Begin, exits: OutputEdges) -> Roots:
+    def _begin_recomputed(self, stage: int, chunk: int, begin: RootFinder, exits: OutputEdges) -> Roots:
         self.execution.record_recomputation(stage, chunk)
         return begin(exits)
 

@@ -143,7 +143,7 @@ class GradientProduct(Product):
         return True
 
     def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
-        (tree,) = graph.made.trees
+        (tree,) = graph.outputs.trees
         grads = self._grads[chunk]
         given = [grad for tensor, grad in zip(tree.tensors, grads, strict=True) if tensor.requires_grad]
         back, tangents = run.pull_end(graph, inbox.tangents, tuple(given))

@@ -46,10 +46,10 @@ class Product(ABC):
         try:
             work(stage, chunk)
         except BaseException as error:
-            said = explained(error, self._run[stage].layers.name)
-            if said is error:
+            explanation = explained(error, self._run[stage].layers.name)
+            if explanation is error:
                 raise
-            raise said from error
+            raise explanation from error
 
     def _forward(self, stage: int, chunk: int) -> None:
         execution, run = self._execution, self._run[stage]
@@ -58,23 +58,23 @@ class Product(ABC):
         if stage == execution.last:
             run.wait(chunk, inbox)
             return
-        made = run.forward(chunk, inbox, (stage, chunk) in execution.setup.recompute)
-        self.look(run, chunk, inbox, made)
+        outputs = run.forward(chunk, inbox, (stage, chunk) in execution.setup.recompute)
+        self.look(run, chunk, inbox, outputs)
         if run.writes_input:
             execution.check_alone(stage, chunk, messages)
-        execution.mailbox.put(stage, chunk, made)
+        execution.mailbox.put(stage, chunk, outputs)
 
     def _backward(self, stage: int, chunk: int) -> None:
         execution, run = self._execution, self._run[stage]
-        record = run.taken(chunk)
+        record = run.take_record(chunk)
         if stage == execution.last:
             assert record is not None  # wait
             grads = self._last_backward(run, chunk, record.inbox)
         else:
-            given = execution.take_grads(stage, chunk)
+            output_grads = execution.take_grads(stage, chunk)
             grads = [()] * (1 + run.layers.pops)
-            if record is not None and any([grad is not None for each in given for grad in each]):
-                grads = self._middle_backward(run, chunk, record, given)
+            if record is not None and any([grad is not None for value_grads in output_grads for grad in value_grads]):
+                grads = self._middle_backward(run, chunk, record, output_grads)
         execution.mailbox.put_grads(stage, chunk, grads)
 
     def _weights(self, stage: int, chunk: int) -> None:
@@ -90,17 +90,17 @@ class Product(ABC):
             return self.at_end(run, chunk, graph, inbox).messages(inbox)
 
     def _middle_backward(
-        self, run: StageRule, chunk: int, record: ProductRecord, given: Sequence[Grads]
+        self, run: StageRule, chunk: int, record: ProductRecord, output_grads: Sequence[Grads]
     ) -> list[Grads]:
-        again = record.graph is None
-        with run.forwards.as_at_forward(chunk) if again else nullcontext(), run.forwards.standing():
-            graph = run.again(chunk, record)
-            groups = groups_of(given, record.lives, self._number + self.sends_gradient)
+        recomputes = record.graph is None
+        with run.forwards.as_at_forward(chunk) if recomputes else nullcontext(), run.forwards.standing():
+            graph = run.graph_of(chunk, record)
+            groups = groups_of(output_grads, record.lives, self._number + self.sends_gradient)
             return self.pull(run, chunk, graph, record.inbox, groups).messages(record.inbox)
 
     # --------------------------------------------------------------------------------------------- what a matrix says
 
-    def look(self, run: StageRule, chunk: int, inbox: Inbox, made: Sequence[Activations]) -> None:
+    def look(self, run: StageRule, chunk: int, inbox: Inbox, outputs: Sequence[Activations]) -> None:
         """Look at what F made, tangents among it."""
 
     @property

@@ -51,7 +51,7 @@ class Setup:
         grad: whether this call has gradients.
         keep: whether every chunk may have to be recomputed later, kept ones too (second order of `pipe(x)`).
         compares: whether whole recomputations are compared with their forwards.
-        known: the traits of the stages that earlier calls have observed; this call adds to them.
+        traits: the traits of the stages that earlier calls have observed; this call adds to them.
         defer: whether batch norms update their running statistics once, at the end.
         traces: the recorders of its actions.
         communicator: reaches the other processes that run this call.
@@ -65,7 +65,7 @@ class Setup:
     grad: bool
     keep: bool
     compares: bool
-    known: StageTraits
+    traits: StageTraits
     defer: bool
     traces: Sequence[TraceRecorder]
     communicator: Communicator

@@ -15,7 +15,7 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     # Between F and R of a step only layers run, and torch's own write nothing; a user's may write another's parameters.
     samples = setup.keep or setup.compares or not all([layers.is_quiet for layers in execution.layers.values()])
     settings = StageSettings(
-        grad=setup.grad, ambient=execution.ambient, context=copy_context(), known=setup.known,
+        grad=setup.grad, ambient=execution.ambient, context=copy_context(), traits=setup.traits,
         compares=setup.compares, defer=setup.defer, threads=execution.has_threads, external=threading.Lock(),
         keep=setup.keep, samples=samples, seed=setup.seed, generators=execution.generators,
     )

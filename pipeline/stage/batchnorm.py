@@ -40,7 +40,7 @@ class _StateBefore(NamedTuple):
     momentum: float | None
 
 
-class Deferred:
+class DeferredBatchNorms:
     """The batch norms of one stage during one call.
 
     Args:
@@ -55,26 +55,26 @@ class Deferred:
     def within(self, chunk: int | None) -> Iterator[None]:
         """Within: running statistics stay as they are. The moments of `chunk` are recorded (None: they are known)."""
         moments: dict[tuple[int, int], _Moments] = {}
-        found: dict[int, _StateBefore] = {}  # of norms that compute now
+        states: dict[int, _StateBefore] = {}  # of norms that compute now
         handles = []
         for number, norm in enumerate(self._norms):
-            handles.append(norm.register_forward_pre_hook(partial(_before, number, found)))
-            after = partial(_after, number, found, moments)
+            handles.append(norm.register_forward_pre_hook(partial(_before, number, states)))
+            after = partial(_after, number, states, moments)
             handles.append(norm.register_forward_hook(after, prepend=True, with_kwargs=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for number, state in found.items():  # one that raised
+            for number, state in states.items():  # one that raised
                 _put_back(self._norms[number], state)
         if chunk is not None:
             self._moments[chunk] = moments
 
     @contextmanager
-    def refused(self, what: str) -> Iterator[None]:
+    def refused(self, stage: str) -> Iterator[None]:
         """Within (a backward): a batch norm that computes again is an error."""
-        handles = [norm.register_forward_pre_hook(partial(_refuse, what)) for norm in self._norms]
+        handles = [norm.register_forward_pre_hook(partial(_refuse, stage)) for norm in self._norms]
         try:
             yield
         finally:
@@ -135,12 +135,12 @@ def check_deferrable(module: nn.Module) -> None:
             )
 
 
-def _before(number: int, found: dict[int, _StateBefore], norm: _BatchNorm, args: tuple[Any, ...]) -> None:
-    if number in found:  # its forward raised, and the layer that called it caught that
-        _put_back(norm, found.pop(number))
+def _before(number: int, states: dict[int, _StateBefore], norm: _BatchNorm, args: tuple[Any, ...]) -> None:
+    if number in states:  # its forward raised, and the layer that called it caught that
+        _put_back(norm, states.pop(number))
     if not _tracks(norm) or norm.running_mean is None:
         return
-    found[number] = _StateBefore({name: norm._buffers[name] for name in _RUNNING}, norm.momentum)
+    states[number] = _StateBefore({name: norm._buffers[name] for name in _RUNNING}, norm.momentum)
     for name in _RUNNING:
         buffer = norm._buffers[name]
         norm._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
@@ -149,28 +149,28 @@ def _before(number: int, found: dict[int, _StateBefore], norm: _BatchNorm, args:
 
 def _after(
     number: int,
-    found: dict[int, _StateBefore],
+    states: dict[int, _StateBefore],
     moments: dict[tuple[int, int], _Moments],
     norm: _BatchNorm,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
 ) -> None:
-    state = found.pop(number, None)
+    state = states.pop(number, None)
     if state is None:
         return
     mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
     assert mean is not None and variance is not None  # _before put them there
     _put_back(norm, state)
-    call = sum(1 for other, _ in moments if other == number)
-    given: Tensor = args[0] if args else kwargs["input"]
-    moments[number, call] = _Moments(given.numel() // given.size(1), mean, variance)
+    call = sum(1 for norm_number, _ in moments if norm_number == number)
+    batch: Tensor = args[0] if args else kwargs["input"]
+    moments[number, call] = _Moments(batch.numel() // batch.size(1), mean, variance)
 
 
-def _refuse(what: str, norm: _BatchNorm, args: tuple[Any, ...]) -> None:
+def _refuse(stage: str, norm: _BatchNorm, args: tuple[Any, ...]) -> None:
     if _tracks(norm):
         raise CheckpointError(
-            f"a batch norm of {what} computes again in the backward (within torch.utils.checkpoint), where "
+            f"a batch norm of {stage} computes again in the backward (within torch.utils.checkpoint), where "
             "deferred_batch_norm=True cannot put off its running statistics. Use the Pipe's checkpoint= instead, or "
             "deferred_batch_norm=False."
         )
@@ -188,8 +188,10 @@ def _put_back(norm: _BatchNorm, state: _StateBefore) -> None:
 def _combined(parts: list[_Moments]) -> _Moments:
     count = sum(part.rows for part in parts)
     wide = [(part.rows, _wide(part.mean), _wide(part.variance)) for part in parts]
-    mean = torch.stack([each * (rows / count) for rows, each, _ in wide]).sum(0)
-    squares = torch.stack([each * (rows - 1) + (own - mean).square() * rows for rows, own, each in wide]).sum(0)
+    mean = torch.stack([part_mean * (rows / count) for rows, part_mean, _ in wide]).sum(0)
+    squares = torch.stack([
+        variance * (rows - 1) + (part_mean - mean).square() * rows for rows, part_mean, variance in wide
+    ]).sum(0)
     return _Moments(count, mean, squares / (count - 1))
 
 

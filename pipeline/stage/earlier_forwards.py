@@ -37,17 +37,20 @@ class EarlierForwards(Forwards):
         with self._stage.aliases.stand_in(), self._stage.differentiating():
             yield
 
-    def given(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        given = self._stage.given(chunk, tensors)
-        return [now if now is not own else _another(own) for own, now in zip(tensors, given, strict=True)]
+    def layer_inputs(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        inputs = self._stage.layer_inputs(chunk, tensors)
+        return [
+            layer_input if layer_input is not tensor else _another(tensor)
+            for tensor, layer_input in zip(tensors, inputs, strict=True)
+        ]
 
     def run(self, chunk: int, values: Sequence[Tree]) -> Bundle:
-        return self._stage.again(chunk, values)
+        return self._stage.rerun(chunk, values)
 
     def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
         self._stage.check_unchanged(chunk)
         graph = compute()
-        self.snapshot.check_same(chunk, [tensor.detach() for tensor in graph.made.tensors])
+        self.snapshot.check_same(chunk, [tensor.detach() for tensor in graph.outputs.tensors])
         self._is_doubtful = self._is_doubtful or any(map(is_foreign, nodes_of(graph.roots)))
         return graph
 

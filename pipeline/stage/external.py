@@ -37,18 +37,18 @@ class ExternalLeaves:
         self._stage = stage
         self._lock = lock
 
-    def learn(self, reached: dict[int, Tensor], given: Sequence[Tensor]) -> None:
+    def learn(self, leaves: dict[int, Tensor], layer_inputs: Sequence[Tensor]) -> None:
         """Note the leaves that a chunk's graph reaches besides the stage's parameters.
 
         Args:
-            reached: the leaves, by id.
-            given: what the layers got: of that a layer may make leaves.
+            leaves: the leaves, by id.
+            layer_inputs: what the layers got: of that a layer may make leaves.
 
         Raises:
             RuntimeError: a leaf belongs to another chunk, another stage or to an earlier call.
         """
-        for key, leaf in reached.items():
-            if not any([leaf is tensor for tensor in given]):
+        for key, leaf in leaves.items():
+            if not any([leaf is tensor for tensor in layer_inputs]):
                 refuse_marked(leaf, self._stage)
                 self.leaves[key] = leaf
                 self._versions.setdefault(key, leaf._version)
@@ -78,11 +78,11 @@ class ExternalLeaves:
             return
         used = aliases.used
         with self._lock, hooks_asleep(external):
-            found = gradients(roots.tensors, inputs + used + external, roots.grads, retain=True)
-        for alias, grad in zip(used, found[len(inputs) :], strict=False):
+            grads = gradients(roots.tensors, inputs + used + external, roots.grads, retain=True)
+        for alias, grad in zip(used, grads[len(inputs) :], strict=False):
             if grad is not None:
                 aliases.add(alias, grad)
-        self._add_sums(zip(external, found[len(inputs) + len(used) :], strict=True))
+        self._add_sums(zip(external, grads[len(inputs) + len(used) :], strict=True))
 
     def _add_sums(self, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         for leaf, grad in pairs:

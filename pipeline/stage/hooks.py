@@ -56,11 +56,11 @@ def accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
         return
     owners = [owner for owner, _ in pairs]
     devices = dict.fromkeys([owner.device for owner in owners])
-    there = [[pair for pair in pairs if pair[0].device == device] for device in devices]
+    groups = [[pair for pair in pairs if pair[0].device == device] for device in devices]
     pairs.clear()
     with torch.enable_grad(), hooks_asleep(owners):
-        roots = [_delivery([grad for _, grad in some], *[owner for owner, _ in some]) for some in there]
-        there.clear()
+        roots = [_delivery([grad for _, grad in group], *[owner for owner, _ in group]) for group in groups]
+        groups.clear()
         finish_backward(roots)
 
 
@@ -73,11 +73,11 @@ def grads_kept(owners: Iterable[Tensor]) -> Iterator[None]:
             leaves[id(owner)] = owner
         if not owner.is_leaf:
             leaves.update(explore([owner]))
-    found = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves.values()]
+    previous = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves.values()]
     try:
         yield
     except BaseException:
-        for leaf, grad, values in found:
+        for leaf, grad, values in previous:
             if grad is not None and values is not None:
                 with torch.no_grad():
                     grad.copy_(values)
@@ -110,13 +110,13 @@ def hooks_asleep(leaves: Sequence[Tensor]) -> Iterator[None]:
 @contextmanager
 def _asleep(tables: Sequence[Any]) -> Iterator[None]:
     """Within: the hooks of these tables do nothing, and can be removed."""
-    found = [(table, dict(table)) for table in tables]
-    for table, hooks in found:
+    previous = [(table, dict(table)) for table in tables]
+    for table, hooks in previous:
         table.update(dict.fromkeys(hooks, _nothing))
     try:
         yield
     finally:
-        for table, hooks in found:
+        for table, hooks in previous:
             _put_back(table, hooks)
 
 
@@ -136,14 +136,14 @@ def grads_apart(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     At the end the list has these gradients, and `.grad` is as before.
     """
     parts: list[Tensor | None] = []
-    found = [(leaf, leaf.grad) for leaf in leaves]
+    previous = [(leaf, leaf.grad) for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
     try:
         with hooks_asleep(leaves), _asleep([leaf._post_accumulate_grad_hooks or {} for leaf in leaves]):
             yield parts
     finally:
-        for leaf, grad in found:
+        for leaf, grad in previous:
             parts.append(leaf.grad)
             leaf.grad = grad
 

@@ -33,7 +33,7 @@ class StageInputs(NamedTuple):
     entry: Any  # the node of the graph there. None: no input needs a gradient
 
     @property
-    def own(self) -> list[Tensor]:
+    def grad_leaves(self) -> list[Tensor]:
         """The leaves that there are."""
         return [leaf for leaf in self.leaves if leaf is not None]
 
@@ -46,9 +46,9 @@ class StageInputs(NamedTuple):
             (grad,) = self.arrived
             self.arrived[0] = None
             return [(grad,)]
-        found = iter(self.arrived.copy())
+        arrived = iter(self.arrived.copy())
         self.arrived[:] = [None] * len(self.arrived)
-        grads = tuple([None if leaf is None else next(found, None) for leaf in self.leaves])
+        grads = tuple([None if leaf is None else next(arrived, None) for leaf in self.leaves])
         if len(self.sizes) == 1:
             return [grads]
         return [grads[end - size : end] for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)]
@@ -78,7 +78,7 @@ class InputCut:
         self.writes = True
         self.is_first = True
         self._stage = stage
-        self._of_leaf = f"the input of {stage}"
+        self._leaf_description = f"the input of {stage}"
         self._key = key
         self._traits = traits
         self._validates = validates
@@ -92,7 +92,7 @@ class InputCut:
             self.writes = self._validates or self._read_key(read) not in self._traits.only_reads
             self._first_is_copied = self.writes
 
-    def given(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def layer_inputs(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors on which layers compute a chunk: these, or copies."""
         if self.writes or self._is_of_caller or chunk == 0 and self._first_is_copied:
             return tuple([copied(tensor) for tensor in tensors])
@@ -102,7 +102,7 @@ class InputCut:
         self, chunk: int, read: Bundle, needs_grad: Sequence[bool]
     ) -> tuple[StageInputs, tuple[Tensor, ...]]:
         """Cut: the leaves of this chunk, and the tensors that the layers get."""
-        tensors = self.given(chunk, read.tensors)
+        tensors = self.layer_inputs(chunk, read.tensors)
         sizes = (len(tensors),) if len(read.trees) == 1 else [len(tree.tensors) for tree in read.trees]
         if True not in needs_grad:
             return StageInputs((None,) * len(tensors), [], sizes, None), tuple([tensor.detach() for tensor in tensors])
@@ -110,8 +110,8 @@ class InputCut:
             return self._enter_some(tensors, needs_grad, sizes)
         leaves = tuple([self._leaf(tensor) for tensor in tensors])
         arrived: list[Tensor | None] = [None] * len(leaves)
-        given = enter(self.guard, arrived, tensors, leaves)
-        return StageInputs(leaves, arrived, sizes, given[0].grad_fn), given
+        layer_inputs = enter(self.guard, arrived, tensors, leaves)
+        return StageInputs(leaves, arrived, sizes, layer_inputs[0].grad_fn), layer_inputs
 
     def _enter_some(
         self, tensors: Sequence[Tensor], needs_grad: Sequence[bool], sizes: Sequence[int]
@@ -121,30 +121,30 @@ class InputCut:
         arrived: list[Tensor | None] = [None] * len(wanted)
         entered = enter(self.guard, arrived, [tensor for tensor, needs in zip(tensors, needs_grad) if needs], wanted)
         rest = iter(entered)
-        given = tuple([next(rest) if needs else tensor.detach() for tensor, needs in zip(tensors, needs_grad)])
-        return StageInputs(leaves, arrived, sizes, entered[0].grad_fn), given
+        layer_inputs = tuple([next(rest) if needs else tensor.detach() for tensor, needs in zip(tensors, needs_grad)])
+        return StageInputs(leaves, arrived, sizes, entered[0].grad_fn), layer_inputs
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         """The leaf at which graphs end at an input on this device: one number, which keeps nothing alive."""
         device = tensor.device
         if device not in self._leaves:
-            self._leaves[device] = mark(torch.empty((), device=device, requires_grad=True), self._of_leaf)
+            self._leaves[device] = mark(torch.empty((), device=device, requires_grad=True), self._leaf_description)
         return self._leaves[device]
 
-    def end(self, read: Bundle, before: tuple[int, ...], given: Sequence[Tensor]) -> None:
+    def end(self, read: Bundle, versions_before: tuple[int, ...], layer_inputs: Sequence[Tensor]) -> None:
         """End a forward: the first one on a copy shows whether the stage writes its input.
 
         Args:
             read: what was read.
-            before: the versions of its tensors when the forward began.
-            given: what the layers got.
+            versions_before: the versions of its tensors when the forward began.
+            layer_inputs: what the layers got.
 
         Raises:
             CheckpointError: the stage wrote its input, and had not done so before.
         """
         if self.is_first and self.writes:
-            self._observe(read, given)
-        elif versions(read.tensors) != before:
+            self._observe(read, layer_inputs)
+        elif versions(read.tensors) != versions_before:
             self._traits.only_reads.discard(self._read_key(read))  # the next call copies
             changed = " The x of this call was changed: make it anew." if self._key[0] == 0 else ""
             raise CheckpointError(
@@ -154,11 +154,11 @@ class InputCut:
             )
         self.is_first = False
 
-    def _observe(self, read: Bundle, given: Sequence[Tensor]) -> None:
+    def _observe(self, read: Bundle, layer_inputs: Sequence[Tensor]) -> None:
         index, traits = self._key[0], self._traits
-        if self._validates and _differ(given, read.tensors):
+        if self._validates and _differ(layer_inputs, read.tensors):
             traits.writes_unseen.add(index)
-        self.writes = index in traits.writes_unseen or any(versions(given))  # a copy begins at version 0
+        self.writes = index in traits.writes_unseen or any(versions(layer_inputs))  # a copy begins at version 0
         if not self.writes:
             traits.only_reads.add(self._read_key(read))
 
@@ -167,7 +167,7 @@ class InputCut:
         return *self._key, *[tensor.shape[1:] for tensor in read.tensors]
 
 
-def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+def _differ(layer_inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     """Compare by value: writes may bypass version counters (inference mode, `.data`). Not on a GPU, which waits."""
-    pairs = [(one, other) for one, other in zip(given, tensors, strict=True) if one.device.type == "cpu"]
-    return any([not same_values(one, other) for one, other in pairs])
+    pairs = [pair for pair in zip(layer_inputs, tensors, strict=True) if pair[0].device.type == "cpu"]
+    return any([not same_values(layer_input, tensor) for layer_input, tensor in pairs])

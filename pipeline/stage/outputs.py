@@ -27,8 +27,8 @@ class HandedOutputs:
 
     def begin(self) -> None:
         """Begin a forward. Those who got an output may have written it by now."""
-        held = [(chunk, tensor, tensor()) for chunk, tensor, _ in self._handed]
-        self._handed = [(chunk, tensor, versions([now])[0]) for chunk, tensor, now in held if now is not None]
+        alive = [(chunk, tensor, tensor()) for chunk, tensor, _ in self._handed]
+        self._handed = [(chunk, tensor, versions([output])[0]) for chunk, tensor, output in alive if output is not None]
 
     def hand_over(self, chunk: int, outputs: Sequence[Tensor]) -> None:
         """Note the outputs of a chunk, after its forward.
@@ -37,11 +37,11 @@ class HandedOutputs:
             RuntimeError: that has written the outputs of an earlier one.
         """
         for earlier, tensor, version in self._handed:
-            now = tensor()
-            if now is not None and versions([now]) != (version,):
+            output = tensor()
+            if output is not None and versions([output]) != (version,):
                 raise RuntimeError(
                     f"the forward of chunk {chunk} in {self._stage} wrote the output of chunk {earlier} (shape "
-                    f"{list(now.shape)}): a layer returns a tensor that it keeps and writes in every forward. "
+                    f"{list(output.shape)}): a layer returns a tensor that it keeps and writes in every forward. "
                     "Return a copy: out.clone()."
                 )
         self._handed += [(chunk, ref(output), 0) for output in outputs]

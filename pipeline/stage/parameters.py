@@ -44,13 +44,13 @@ class _Parameters(NamedTuple):
 
     Attributes:
         real: those of the modules.
-        here: themselves, or their copies. Referenced, so that their addresses are not reused.
-        aliases: on the memory of `here`.
+        local: themselves, or their copies. Referenced, so that their addresses are not reused.
+        aliases: on the memory of `local`.
         versions: of the real parameters, as the call begins. An alias of one at this place has the same.
     """
 
     real: Sequence[Tensor]
-    here: Sequence[Tensor]
+    local: Sequence[Tensor]
     aliases: Sequence[Tensor]
     versions: tuple[int, ...]
 
@@ -86,39 +86,39 @@ class Aliases:
         wanted: Container[int] | None = None,
     ) -> None:
         tables: list[tuple[nn.Module, ModuleTable]] = []
-        found: dict[int, Tensor] = {}
+        reals: dict[int, Tensor] = {}
         for module, table in zip(modules, tables_of(modules, "_parameters")):
-            if table and (own := [real for real in table.values() if real is not None]):
+            if table and (registered := [real for real in table.values() if real is not None]):
                 tables.append((module, table))
-                found.update(zip(map(id, own), own))
+                reals.update(zip(map(id, registered), registered))
         rnns = [vars(module) for module, _ in tables if isinstance(module, nn.RNNBase)]
-        here = dict(zip(found, bring(list(found.values()))))
+        local = dict(zip(reals, bring(list(reals.values()))))
         if not grad:  # parameters of this place stay where they are
-            found = {key: real for key, real in found.items() if here[key] is not real}
-            tables = [pair for pair in tables if not found.keys().isdisjoint(map(id, pair[1].values()))]
+            reals = {key: real for key, real in reals.items() if local[key] is not real}
+            tables = [pair for pair in tables if not reals.keys().isdisjoint(map(id, pair[1].values()))]
         aliases: dict[int, Tensor] = {}
         self._trained: dict[int, tuple[Tensor, Tensor]] = {}  # by the alias's id: parameter, alias
-        what = f"a parameter of {stage}"
-        for key, real in found.items():
+        description = f"a parameter of {stage}"
+        for key, real in reals.items():
             trains = real.requires_grad and (wanted is None or key in wanted)
-            aliases[key] = alias = _alias(real, here[key], trains, what)
+            aliases[key] = alias = _alias(real, local[key], trains, description)
             if trains:
                 self._trained[id(alias)] = real, alias
         self._layers = layers
         self._stage = stage
-        reals = list(found.values())
-        self._all = _Parameters(reals, [here[key] for key in found], list(aliases.values()), versions(reals))
+        parameters = list(reals.values())
+        self._all = _Parameters(parameters, [local[key] for key in reals], list(aliases.values()), versions(parameters))
         self._copies = [  # parameter, copy, alias, its version
             (*row, versions(row[2:])) for row in zip(*self._all[:3]) if row[1] is not row[0]
         ]
         self._modules = [module for module, _ in tables]
-        self._places = Places.of([  # of these modules
+        self._tables = ParameterTables.of([  # of these modules
             (table, {name: aliases.get(id(real), real) for name, real in table.items()}) for _, table in tables
         ], rnns)
         self._used: set[int] = set()
         self.ends: set[Any] = set()
         self._guard = guard
-        self._apart: int | None = None  # the number of sums that have memory of their own, while there are any
+        self._separate_sums: int | None = None  # the number of sums that have memory of their own, while there are any
         if compares:
             self._guard_aliases([alias for _, alias in self._trained.values()])
         self._sums = checksums(self._all.aliases) if compares else []
@@ -133,9 +133,9 @@ class Aliases:
             nodes: of the graph, down to `ends`.
         """
         leaves = leaf_nodes(nodes)  # in most chunks but the first there are none
-        own = [node for node in leaves if id(node.variable) in self._trained]
-        self.ends.update(own)
-        self._used.update([id(node.variable) for node in own])
+        alias_nodes = [node for node in leaves if id(node.variable) in self._trained]
+        self.ends.update(alias_nodes)
+        self._used.update([id(node.variable) for node in alias_nodes])
         return leaves_at([node for node in leaves if node not in self.ends])
 
     def may_wait(self, leaf: Tensor) -> bool:
@@ -164,7 +164,7 @@ class Aliases:
 
     def stand_in(self) -> Swap:
         """Within: the aliases stand in the modules."""
-        return Swap(self._places, self._changed)
+        return Swap(self._tables, self._changed)
 
     def stand_back(self, views: dict[int, Tensor]) -> Swap:
         """Within: `views` of the real parameters (by their ids) stand in the modules."""
@@ -172,11 +172,11 @@ class Aliases:
         for real, alias in zip(self._all.real, self._all.aliases):
             view = views.get(id(real), alias)
             stand_ins[id(alias)] = view if view.device == alias.device else view.to(alias.device)
-        places = [
-            (table, {name: stand_ins.get(id(alias), alias) for name, alias in within.items()})
-            for table, within in zip(self._places.tables, self._places.within)
+        pairs = [
+            (table, {name: stand_ins.get(id(alias), alias) for name, alias in aliases.items()})
+            for table, aliases in zip(self._tables.tables, self._tables.stand_ins)
         ]
-        return Swap(Places.of(places, self._places.rnns), self._changed)
+        return Swap(ParameterTables.of(pairs, self._tables.rnns), self._changed)
 
     # -------------------------------------------------------------------------------------------------------- sums
 
@@ -186,8 +186,8 @@ class Aliases:
         Raises:
             RuntimeError: another backward has brought a gradient.
         """
-        if self._apart is None:
-            self._apart = -1
+        if self._separate_sums is None:
+            self._separate_sums = -1
             if any([alias.grad is not None for _, alias in self._trained.values()]):
                 self._guard()
 
@@ -197,9 +197,9 @@ class Aliases:
         Autograd takes a first gradient as it is, whoever else has its memory (github.com/pytorch/pytorch/issues/34082):
         another parameter has that of torch.stack([u, w]).sum(0), the stage before that of x + u.view(1, -1).
         """
-        if self._apart is not None and len(self._used) > self._apart:
+        if self._separate_sums is not None and len(self._used) > self._separate_sums:
             sums = [(alias, grad) for _, alias in self._trained.values() if (grad := alias.grad) is not None]
-            self._apart = len(sums)
+            self._separate_sums = len(sums)
             for (alias, grad), shares in zip(sums, share_memory([grad for _, grad in sums])):
                 if shares:
                     alias.grad = grad.clone()
@@ -209,16 +209,16 @@ class Aliases:
 
         An alias that some graph still holds is guarded from now on.
         """
-        self._apart = None
+        self._separate_sums = None
         self.ends.clear()  # each holds its alias
         sums = [(real, grad) for real, alias in self._trained.values() if (grad := alias.grad) is not None]
         for _, alias in self._trained.values():
             alias.grad = None
-        self._guard_aliases(self._held)
+        self._guard_aliases(self._referenced)
         return sums
 
     @property
-    def _held(self) -> list[Tensor]:
+    def _referenced(self) -> list[Tensor]:
         """The aliases that something holds besides Python: a graph, or a view."""
         aliases: list[Any] = [alias for _, alias in self._trained.values()]  # torch's stub lacks _use_count
         return [alias for alias in aliases if alias._use_count() > 1]
@@ -236,10 +236,10 @@ class Aliases:
     def release(self) -> None:
         """Drop the aliases, and with them the copies."""
         self.ends.clear()
-        self._guard_aliases(self._held)
+        self._guard_aliases(self._referenced)
         self._all = _Parameters((), (), (), ())
         self._copies.clear()
-        self._places = Places.of((), ())
+        self._tables = ParameterTables.of((), ())
         self._trained.clear()
 
     # ------------------------------------------------------------------------------------------------------ checks
@@ -286,19 +286,21 @@ class Aliases:
         """The real parameters that were written in place, with their versions then and now."""
         then, now = self._all.versions, versions(self._all.real)
         if then != now:
-            yield from [each for each in zip(self._all.real, then, now) if each[1] != each[2]]
+            yield from [row for row in zip(self._all.real, then, now) if row[1] != row[2]]
 
     def _moved(self) -> list[Tensor]:
         """The real parameters whose aliases got other memory."""
-        aliases, here = ([tensor.data_ptr() for tensor in some] for some in (self._all.aliases, self._all.here))
-        if aliases == here:
+        present, expected = (
+            [tensor.data_ptr() for tensor in tensors] for tensors in (self._all.aliases, self._all.local)
+        )
+        if present == expected:
             return []
-        return [real for real, one, other in zip(self._all.real, aliases, here) if one != other]
+        return [real for real, one, other in zip(self._all.real, present, expected) if one != other]
 
     def _check_copies(self) -> None:
         """Raise if a forward wrote a copy."""
-        for real, here, alias, version in self._copies:
-            if versions([alias]) != version or alias.data_ptr() != here.data_ptr():
+        for real, local, alias, version in self._copies:
+            if versions([alias]) != version or alias.data_ptr() != local.data_ptr():
                 raise RuntimeError(
                     f"a forward of {self._stage} wrote parameter '{self._name_of(real)}', which it shares with an "
                     "earlier stage at another place: it has a copy for this call. Write it in place before "
@@ -307,7 +309,7 @@ class Aliases:
 
     def _changed(self, table: ModuleTable, before: ModuleTable) -> RuntimeError:
         """The error of a forward that took parameters out of a module; `before`: those that stood there."""
-        module = next(module for module, other in zip(self._modules, self._places.tables) if other is table)
+        module = next(module for module, swapped in zip(self._modules, self._tables.tables) if swapped is table)
         name = next(name for name in before if table.get(name, table) is not before[name])
         return RuntimeError(
             f"parameter '{self._path(module, name)}' was {'replaced' if name in table else 'deleted'} "
@@ -318,10 +320,10 @@ class Aliases:
 
     def _name_of(self, real: Tensor) -> str:
         """The name of a parameter where it stands first."""
-        (alias,) = [alias for other, alias in zip(self._all.real, self._all.aliases) if other is real]
-        places = zip(self._modules, self._places.within)
+        (alias,) = [alias for parameter, alias in zip(self._all.real, self._all.aliases) if parameter is real]
+        tables = zip(self._modules, self._tables.stand_ins)
         return next(
-            self._path(module, name) for module, within in places for name, held in within.items() if held is alias
+            self._path(module, name) for module, table in tables for name, value in table.items() if value is alias
         )
 
     def _path(self, wanted: nn.Module, name: str) -> str:
@@ -332,19 +334,19 @@ class Aliases:
         return name
 
 
-class Places(NamedTuple):
+class ParameterTables(NamedTuple):
     """The modules' tables of parameters, and what they hold while others stand in for these."""
 
     tables: Sequence[ModuleTable]
-    within: Sequence[ModuleTable]
-    values: Sequence[Tensor | None]  # of all `within`
+    stand_ins: Sequence[ModuleTable]
+    values: Sequence[Tensor | None]  # of all `stand_ins`
     rnns: Sequence[dict[str, Any]]  # the attributes of modules of the stage that are torch's RNNs
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[ModuleTable, ModuleTable]], rnns: Sequence[dict[str, Any]]) -> Places:
-        within = [stand_ins for _, stand_ins in pairs]
-        values = [value for table in within for value in table.values()]
-        return cls([table for table, _ in pairs], within, values, rnns)
+    def of(cls, pairs: Sequence[tuple[ModuleTable, ModuleTable]], rnns: Sequence[dict[str, Any]]) -> ParameterTables:
+        stand_ins = [table for _, table in pairs]
+        values = [value for table in stand_ins for value in table.values()]
+        return cls([table for table, _ in pairs], stand_ins, values, rnns)
 
 
 class Swap:
@@ -354,67 +356,67 @@ class Swap:
     memory, in which no stand-in would be one. The parameters themselves lie in one piece since they came to the device.
 
     Args:
-        places: the tables, and the tensors that each holds within.
+        tables: the tables, and the tensors that each holds within.
         changed: makes the error of a table in which one of these was replaced.
     """
 
-    __slots__ = ("_places", "_changed", "_found", "_flattens")
+    __slots__ = ("_tables", "_changed", "_previous", "_flattens")
 
-    def __init__(self, places: Places, changed: Callable[[ModuleTable, ModuleTable], RuntimeError]) -> None:
-        self._places = places
+    def __init__(self, tables: ParameterTables, changed: Callable[[ModuleTable, ModuleTable], RuntimeError]) -> None:
+        self._tables = tables
         self._changed = changed
-        self._found: list[ModuleTable] = []
+        self._previous: list[ModuleTable] = []
         self._flattens: list[Any] = []
 
     def __enter__(self) -> None:
-        self._found = [table.copy() for table in self._places.tables]
-        self._flattens = [own.get(_FLATTEN) for own in self._places.rnns]
-        for table, stand_ins in zip(self._places.tables, self._places.within):
+        self._previous = [table.copy() for table in self._tables.tables]
+        self._flattens = [attributes.get(_FLATTEN) for attributes in self._tables.rnns]
+        for table, stand_ins in zip(self._tables.tables, self._tables.stand_ins):
             table.update(stand_ins)
-        for own in self._places.rnns:
-            own[_FLATTEN] = _nothing
+        for attributes in self._tables.rnns:
+            attributes[_FLATTEN] = _nothing
 
     def __exit__(self, kind: object, *exc: object) -> None:
-        tables, _, values, rnns = self._places
-        now = [*chain.from_iterable([table.values() for table in tables])]
-        error = None if len(now) == len(values) and all(map(is_, now, values)) else self._error()
-        for table, found in zip(tables, self._found):
-            table.update(found)
-        for own, flatten in zip(rnns, self._flattens):
-            del own[_FLATTEN]
+        tables, _, values, rnns = self._tables
+        present = [*chain.from_iterable([table.values() for table in tables])]
+        error = None if len(present) == len(values) and all(map(is_, present, values)) else self._error()
+        for table, previous in zip(tables, self._previous):
+            table.update(previous)
+        for attributes, flatten in zip(rnns, self._flattens):
+            del attributes[_FLATTEN]
             if flatten is not None:
-                own[_FLATTEN] = flatten
+                attributes[_FLATTEN] = flatten
         if error is not None and kind is None:
             raise error
 
     def _error(self) -> RuntimeError | None:
         """The error where a stand-in was replaced. None: others were added."""
-        for table, stand_ins, found in zip(self._places.tables, self._places.within, self._found):
-            before = {**found, **stand_ins}
+        for table, stand_ins, previous in zip(self._tables.tables, self._tables.stand_ins, self._previous):
+            before = {**previous, **stand_ins}
             if any([table.get(name, table) is not tensor for name, tensor in before.items()]):
                 return self._changed(table, before)
         return None
 
 
-def _alias(real: Tensor, here: Tensor, trains: bool, what: str) -> Tensor:
-    """A leaf on the memory of `here`, which has the values of a parameter.
+def _alias(real: Tensor, local: Tensor, trains: bool, description: str) -> Tensor:
+    """A leaf on the memory of `local`, which has the values of a parameter.
 
     Args:
         real: the parameter.
         trains: whether its gradient is wanted.
-        what: what it stands for.
+        description: what it stands for.
     """
     alias: Tensor
-    if trains and type(real) is nn.Parameter:  # nn.Parameter(here.detach()), in half the time
-        alias = torch.Tensor._make_subclass(nn.Parameter, here, True)
+    if trains and type(real) is nn.Parameter:  # nn.Parameter(local.detach()), in half the time
+        alias = torch.Tensor._make_subclass(nn.Parameter, local, True)
     else:
-        alias = here.detach().requires_grad_(trains)
+        alias = local.detach().requires_grad_(trains)
     if trains and real.dtype in HALF:
         alias.grad_dtype = torch.float32  # so the sum over chunks is rounded once, at the end
     noted = vars(real)
     if noted:
         vars(alias).update(noted)  # attributes that layers have set on their parameter
-    return mark(alias, what)
+    return mark(alias, description)
 
 
 def _nothing() -> None:

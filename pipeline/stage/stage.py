@@ -41,7 +41,7 @@ from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, me
 from pipeline.recompute.policy import SavingNothing, checkpointing
 from pipeline.recompute.randomness import AcceleratorSeeder, GeneratorGuard, LearningSeeder, Seeder, unobserved
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
-from pipeline.stage.batchnorm import Deferred
+from pipeline.stage.batchnorm import DeferredBatchNorms
 from pipeline.stage.external import ExternalLeaves
 from pipeline.stage.inputs import InputCut, StageInputs
 from pipeline.stage.layers import StageLayers
@@ -50,7 +50,7 @@ from pipeline.stage.records import ChunkGraph, ChunkRecord, OutputEdges, Path
 from pipeline.stage.split_backward import SplitBackward
 from scheduler import Action, Kind
 
-Begin: TypeAlias = Callable[[OutputEdges], Roots]
+RootFinder: TypeAlias = Callable[[OutputEdges], Roots]
 _NOTHING = nullcontext()
 BACKWARD = 0xFFFF  # draws in a backward (a noisy hook) have the seed of layer BACKWARD - last layer
 
@@ -62,7 +62,7 @@ class StageSettings(NamedTuple):
         grad: whether this call has gradients.
         ambient: torch's switches at the call.
         context: the context variables at the call, for recomputations.
-        known: the traits that earlier calls have observed.
+        traits: the traits that earlier calls have observed.
         compares: whether whole recomputations are compared with their forwards.
         defer: whether batch norms update their running statistics once, at the end.
         threads: whether other stages may compute at the same time.
@@ -77,7 +77,7 @@ class StageSettings(NamedTuple):
     grad: bool
     ambient: Ambient
     context: Context
-    known: StageTraits
+    traits: StageTraits
     compares: bool
     defer: bool
     threads: bool
@@ -109,19 +109,19 @@ class StageRun:
         split: Collection[int],
         ends_in_loss: bool,
     ) -> None:
-        name, modules, known, compares = layers.name, layers.modules, settings.known, settings.compares
+        name, modules, traits, compares = layers.name, layers.modules, settings.traits, settings.compares
         grad, samples = settings.grad, settings.samples
         self.layers = layers
         self.ends_in_loss = ends_in_loss
         self._settings = settings
-        self._deferred = Deferred([layer for _, layer in layers.numbered]) if settings.defer else None
-        self.snapshot = ForwardSnapshot(modules, settings.ambient, name, layers.index, known, compares, samples)
+        self._deferred = DeferredBatchNorms([layer for _, layer in layers.numbered]) if settings.defer else None
+        self.snapshot = ForwardSnapshot(modules, settings.ambient, name, layers.index, traits, compares, samples)
         # Without gradients no check finds a later chunk written through `.data`, which is the caller's own tensor.
         is_of_caller = layers.index == 0 and not grad
-        self._cut = InputCut(name, self.snapshot.key, known, compares or not grad, is_of_caller)
+        self._cut = InputCut(name, self.snapshot.key, traits, compares or not grad, is_of_caller)
         self.aliases = Aliases(modules, layers.numbered, name, self._cut.guard, compares and grad, bring, grad)
         self.external = ExternalLeaves(name, settings.external)
-        learns = settings.threads and (compares or self.snapshot.key not in known.draws_nothing)
+        learns = settings.threads and (compares or self.snapshot.key not in traits.draws_nothing)
         kind = LearningSeeder if learns else AcceleratorSeeder if settings.threads else Seeder
         self.seeder: Seeder = kind(settings.seed, [device], settings.generators)
         self._records: dict[int, ChunkRecord] = {}
@@ -150,13 +150,13 @@ class StageRun:
             keep: whether a recomputation may follow, of a kept chunk too (second order).
         """
         read, needs_grad = _read(inbox)
-        before = versions(read.tensors)
+        versions_before = versions(read.tensors)
         self._cut.begin(read)
         self.layers.outputs.begin()
         if keep:
             self.snapshot.before_forward(chunk)
         try:
-            inputs, given, made = self._run(chunk, read, needs_grad, self._around_forward(chunk, recompute))
+            inputs, layer_inputs, outputs = self._run(chunk, read, needs_grad, self._around_forward(chunk, recompute))
         except DroppedError:
             if self._saves_until_the_end:
                 raise
@@ -164,27 +164,29 @@ class StageRun:
             self.snapshot.put_back(chunk, self._cut.is_first)
             return self.forward(chunk, inbox, recompute, keep)
         self.seeder.settle()
-        self._cut.end(read, before, given)
+        self._cut.end(read, versions_before, layer_inputs)
         buffers = self.snapshot.buffers
-        tensors = buffers.hand_over(made.tensors) if buffers else detached(made.tensors)
-        self.layers.outputs.hand_over(chunk, (*made.tensors, *tensors))
+        tensors = buffers.hand_over(outputs.tensors) if buffers else detached(outputs.tensors)
+        self.layers.outputs.hand_over(chunk, (*outputs.tensors, *tensors))
         if keep or buffers:
             self.snapshot.after_forward(chunk, keep, tensors)
         grad = self._settings.grad
-        need = tuple([grad and tensor.requires_grad for tensor in made.tensors])
+        need = tuple([grad and tensor.requires_grad for tensor in outputs.tensors])
         if True in need:
-            self._records[chunk] = self._record(chunk, read, needs_grad, before, inputs, given, made, recompute)
-        return self._messages(chunk, inbox, given, made, tensors, need)
+            self._records[chunk] = self._record(
+                chunk, read, needs_grad, versions_before, inputs, layer_inputs, outputs, recompute
+            )
+        return self._messages(chunk, inbox, layer_inputs, outputs, tensors, need)
 
     def _run(
-        self, chunk: int, read: Bundle, needs_grad: Sequence[bool], around: AbstractContextManager[None]
+        self, chunk: int, read: Bundle, needs_grad: Sequence[bool], context: AbstractContextManager[None]
     ) -> tuple[StageInputs, tuple[Tensor, ...], Bundle]:
         """Cut, and run the layers on aliases. Returns the cut, what the layers got, and what they made."""
-        with around, self.aliases.stand_in():  # what is as at F has no stand-ins
-            inputs, given = self._cut.enter(chunk, read, needs_grad)
-            made = self.layers.run(chunk, read.build(given), self.seeder.seed)
-        refuse_tangents(made.tensors)
-        return inputs, given, made
+        with context, self.aliases.stand_in():  # what is as at F has no stand-ins
+            inputs, layer_inputs = self._cut.enter(chunk, read, needs_grad)
+            outputs = self.layers.run(chunk, read.build(layer_inputs), self.seeder.seed)
+        refuse_tangents(outputs.tensors)
+        return inputs, layer_inputs, outputs
 
     def _around_forward(self, chunk: int, recompute: bool) -> AbstractContextManager[None]:
         saving: AbstractContextManager[None] = _NOTHING
@@ -196,20 +198,21 @@ class StageRun:
         self,
         chunk: int,
         inbox: Sequence[Activations],
-        given: Sequence[Tensor],
-        made: Bundle,
+        layer_inputs: Sequence[Tensor],
+        outputs: Bundle,
         tensors: tuple[Tensor, ...],
         need: tuple[bool, ...],
     ) -> list[Activations]:
-        """The messages of `tensors`, which are those of `made`, detached."""
-        if self.layers.passes_one and len(tensors) == len(given) == 1:  # no other tensor can share their memory
-            return [Activations(Tree(tensors, made.trees[0].skeleton), need)]
-        came_on = [memory for message in inbox for memory in message.memory]
-        known = dict(zip(map(storage_of, given), came_on, strict=bool(came_on)))
-        memory = memory_of(made.tensors, known, self.layers.index, chunk)
-        parts = zip(made.trees, made.split(tensors), made.split(need), made.split(memory), strict=True)
+        """The messages of `tensors`, which are those of `outputs`, detached."""
+        if self.layers.passes_one and len(tensors) == len(layer_inputs) == 1:  # no other tensor can share their memory
+            return [Activations(Tree(tensors, outputs.trees[0].skeleton), need)]
+        input_memory = [memory for message in inbox for memory in message.memory]
+        memory_by_storage = dict(zip(map(storage_of, layer_inputs), input_memory, strict=bool(input_memory)))
+        memory = memory_of(outputs.tensors, memory_by_storage, self.layers.index, chunk)
+        parts = zip(outputs.trees, outputs.split(tensors), outputs.split(need), outputs.split(memory), strict=True)
         return [
-            Activations(Tree(tuple(part), tree.skeleton), tuple(wants), tuple(on)) for tree, part, wants, on in parts
+            Activations(Tree(tuple(part), tree.skeleton), tuple(wants), tuple(memory_ids))
+            for tree, part, wants, memory_ids in parts
         ]
 
     def _record(
@@ -217,21 +220,21 @@ class StageRun:
         chunk: int,
         read: Bundle,
         needs_grad: Sequence[bool],
-        before: tuple[int, ...],
+        versions_before: tuple[int, ...],
         inputs: StageInputs,
-        given: Sequence[Tensor],
-        made: Bundle,
+        layer_inputs: Sequence[Tensor],
+        outputs: Bundle,
         recompute: bool,
     ) -> ChunkRecord:
         """The record of a chunk, whose graph is walked: a layer may capture a leaf for some chunks only."""
-        roots = [tensor for tensor in made.tensors if tensor.requires_grad]
+        roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
         nodes = nodes_of(roots, ends=(inputs.entry, *self.aliases.ends))
-        self.external.learn(self.aliases.learn(nodes), given)
+        self.external.learn(self.aliases.learn(nodes), layer_inputs)
         if recompute:
             path = Path.of(roots) if self._settings.compares else None
-            return ChunkRecord(None, read, needs_grad, before, path)
+            return ChunkRecord(None, read, needs_grad, versions_before, path)
         nodes = nodes if chunk in self._split else []
-        return ChunkRecord(ChunkGraph(inputs, OutputEdges.of(made, self.ends_in_loss), nodes))
+        return ChunkRecord(ChunkGraph(inputs, OutputEdges.of(outputs, self.ends_in_loss), nodes))
 
     @property
     def may_draw(self) -> bool:
@@ -246,8 +249,8 @@ class StageRun:
     def note_draws(self) -> None:
         """Record, after a phase, whether this stage drew from a default generator of the host."""
         if isinstance(self.seeder, LearningSeeder):
-            known, key = self._settings.known.draws_nothing, self.snapshot.key
-            (known.discard if self.seeder.drew else known.add)(key)
+            draws_nothing, key = self._settings.traits.draws_nothing, self.snapshot.key
+            (draws_nothing.discard if self.seeder.drew else draws_nothing.add)(key)
 
     def commit(self) -> None:
         """Record the observed traits, and apply deferred updates. Called after all forwards."""
@@ -264,14 +267,14 @@ class StageRun:
             if record.graph is not None:
                 yield from [root for root in record.graph.edges.edges if root is not None]
 
-    def backward(self, chunk: int, begin: Begin, wanted: bool, retain: bool) -> list[Grads]:
+    def backward(self, chunk: int, find_roots: RootFinder, wanted: bool, retain: bool) -> list[Grads]:
         """B, or I: add to the sums, and return the gradients of each value that was read (empty: there are none).
 
         I leaves the gradients of weights that can wait to W.
 
         Args:
             chunk: its index.
-            begin: from the end of this chunk's graph to where the backward begins.
+            find_roots: from the end of this chunk's graph to where the backward begins.
             wanted: whether there is any gradient to propagate.
             retain: another backward of this chunk may come.
         """
@@ -279,7 +282,7 @@ class StageRun:
         if record is None or not wanted:
             return [()] * (1 + self.layers.pops)
         graph = record.graph or self._recompute(chunk, record, retain)
-        roots, inputs, sites = begin(graph.edges), graph.inputs, self._sites(graph)
+        roots, inputs, sites = find_roots(graph.edges), graph.inputs, self._sites(graph)
         del record, graph  # and with them outputs that no root needs
         if roots.tensors:
             self._seed_backward(chunk)
@@ -337,23 +340,25 @@ class StageRun:
 
     def _differentiate(self, roots: Roots, inputs: StageInputs, sites: Sequence[Site], retain: bool) -> None:
         if self.external.leaves or roots.foreign:
-            self.external.differentiate(roots, inputs.own, self.aliases)
+            self.external.differentiate(roots, inputs.grad_leaves, self.aliases)
         else:
-            ends = ends_without(sites, inputs.own + self.aliases.used) if sites else ()
+            ends = ends_without(sites, inputs.grad_leaves + self.aliases.used) if sites else ()
             run_backward(roots.tensors, roots.grads, retain, ends)
 
     def _recompute(self, chunk: int, record: ChunkRecord, again: bool) -> ChunkGraph:
         """R: the forward of a chunk once more, with its graph kept. `again`: another R of this chunk may come."""
         self.check_unchanged(chunk)
         self._check_input(chunk, record)
-        around = self._around_recomputation(chunk, again)
+        context = self._around_recomputation(chunk, again)
         with named(Action(self.layers.index, Kind.R, chunk)):
-            inputs, _, made = run_in(self._settings.context, self._run, chunk, record.read, record.needs_grad, around)
-        roots = [tensor for tensor in made.tensors if tensor.requires_grad]
+            inputs, _, outputs = run_in(
+                self._settings.context, self._run, chunk, record.read, record.needs_grad, context
+            )
+        roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
         if record.path is not None:
             self._check_path(chunk, roots, record.path)
-        self.snapshot.check_same(chunk, made.tensors)
-        return ChunkGraph(inputs, OutputEdges.of(made, whole=True), nodes_of(roots) if chunk in self._split else ())
+        self.snapshot.check_same(chunk, outputs.tensors)
+        return ChunkGraph(inputs, OutputEdges.of(outputs, whole=True), nodes_of(roots) if chunk in self._split else ())
 
     def _around_recomputation(self, chunk: int, again: bool = True) -> AbstractContextManager[None]:
         as_before = self.snapshot.as_at_forward(chunk, again)
@@ -404,27 +409,27 @@ class StageRun:
 
     def _composed(self, chunk: int, read: Bundle, views: dict[int, Tensor]) -> Bundle:
         with self._around_recomputation(chunk), self.on_views(views):
-            made = self.layers.run(chunk, read.build(self.given(chunk, read.tensors)), self.seeder.seed)
-        refuse_tangents(made.tensors)
-        self.snapshot.check_same(chunk, made.tensors)
-        return made
+            outputs = self.layers.run(chunk, read.build(self.layer_inputs(chunk, read.tensors)), self.seeder.seed)
+        refuse_tangents(outputs.tensors)
+        self.snapshot.check_same(chunk, outputs.tensors)
+        return outputs
 
-    def given(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def layer_inputs(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors on which the layers compute a chunk once more: these, or copies where F had copies.
 
         Kernels round by where a tensor begins in memory: a copy of rows of x begins elsewhere.
         """
-        return self._cut.given(chunk, tensors)
+        return self._cut.layer_inputs(chunk, tensors)
 
-    def again(self, chunk: int, values: Sequence[Tree]) -> Bundle:
+    def rerun(self, chunk: int, values: Sequence[Tree]) -> Bundle:
         """The layers once more, as at F of a chunk, on whatever stands in the modules."""
-        return run_in(self._settings.context, self._again, chunk, values)
+        return run_in(self._settings.context, self._rerun, chunk, values)
 
-    def _again(self, chunk: int, values: Sequence[Tree]) -> Bundle:
+    def _rerun(self, chunk: int, values: Sequence[Tree]) -> Bundle:
         with self._around_recomputation(chunk):
-            made = self.layers.run(chunk, values, self.seeder.seed)
+            outputs = self.layers.run(chunk, values, self.seeder.seed)
         self.seeder.settle()
-        return made
+        return outputs
 
     def on_views(self, views: dict[int, Tensor]) -> Swap:
         """Within: the modules compute with `views` of the real parameters."""

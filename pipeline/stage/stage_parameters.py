@@ -17,8 +17,8 @@ from pipeline.stage.hooks import hooks_asleep
 from pipeline.stage.parameters import Aliases
 
 # A parameter -> its part of each direction, where the stage is. None: it has none.
-Along: TypeAlias = Callable[[Tensor], Sequence[Tensor | None]]
-Add: TypeAlias = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], None]  # to the sums of a parameter
+DirectionParts: TypeAlias = Callable[[Tensor], Sequence[Tensor | None]]
+AddToSums: TypeAlias = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], None]  # to the sums of a parameter
 
 
 class StageParameters:
@@ -36,7 +36,7 @@ class StageParameters:
     """
 
     def __init__(
-        self, aliases: Aliases, wanted: Mapping[int, Tensor], count: int, along: Along, add: Add
+        self, aliases: Aliases, wanted: Mapping[int, Tensor], count: int, along: DirectionParts, add: AddToSums
     ) -> None:
         self.aliases = aliases
         self.count = count
@@ -78,8 +78,8 @@ class StageParameters:
 
     def add(self, products: Sequence[Grads], gradient: Grads | None) -> None:
         """Give each parameter its parts: one of each product, and that of the gradient."""
-        for place, (owner, _) in enumerate(self.owners):
-            self._add(owner, [parts[place] for parts in products], None if gradient is None else gradient[place])
+        for index, (owner, _) in enumerate(self.owners):
+            self._add(owner, [parts[index] for parts in products], None if gradient is None else gradient[index])
 
     def release(self) -> None:
         """Drop the parts of the directions."""

@@ -38,13 +38,13 @@ class ProductGraph(NamedTuple):
 
     Attributes:
         leaves: for each tensor read that depends on a parameter, where the graph begins.
-        made: the outputs.
+        outputs: the outputs.
         roots: those of their tensors that depend on a parameter.
         storages: for each tensor read, the address of the memory with which the layers computed.
     """
 
     leaves: list[Tensor]
-    made: Bundle
+    outputs: Bundle
     roots: list[Tensor]
     storages: tuple[int, ...]
 
@@ -84,7 +84,7 @@ class Forwards(ABC):
         """Within: the leaves by which the stage is differentiated stand in its modules."""
 
     @abstractmethod
-    def given(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def layer_inputs(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the layers get in place of those that the stage reads: layers may write their input."""
 
     @abstractmethod
@@ -104,7 +104,8 @@ class Forwards(ABC):
         """Drop what was kept for recomputations of this product."""
 
 
-Pushed: TypeAlias = tuple[ProductGraph, list[list[Tensor]]]  # with the tangents of the roots, for each direction
+# A graph, with the tangents of the roots, for each direction.
+GraphWithTangents: TypeAlias = tuple[ProductGraph, list[list[Tensor]]]
 
 
 class StageRule:
@@ -125,7 +126,7 @@ class StageRule:
         layers: StageLayers,
         parameters: StageParameters,
         forwards: Forwards,
-        along: Callable[[StageRule, int, Inbox, bool], Pushed] | None = None,
+        along: Callable[[StageRule, int, Inbox, bool], GraphWithTangents] | None = None,
     ) -> None:
         self.layers = layers
         self.parameters = parameters
@@ -142,15 +143,16 @@ class StageRule:
 
     def forward(self, chunk: int, inbox: Inbox, recompute: bool) -> list[Activations]:
         """F: compute a chunk, and the tangents of what comes out."""
-        then = versions(inbox.values.tensors)
+        read_versions = versions(inbox.values.tensors)
         with self.forwards.standing():
             graph, tangents = self._along(self, chunk, inbox, recompute)
-        tensors = self.forwards.snapshot.buffers.hand_over(graph.made.tensors)
+        tensors = self.forwards.snapshot.buffers.hand_over(graph.outputs.tensors)
         if graph.roots:
-            self._records[chunk] = ProductRecord(inbox, None if recompute else graph, then, live_of(graph.made))
-        known = dict(zip(graph.storages, inbox.memory, strict=bool(inbox.memory)))
-        memory = memory_of(graph.made.tensors, known, self.layers.index, chunk)
-        return outbox(graph.made, tensors, tangents, memory)
+            kept_graph = None if recompute else graph
+            self._records[chunk] = ProductRecord(inbox, kept_graph, read_versions, live_of(graph.outputs))
+        memory_by_storage = dict(zip(graph.storages, inbox.memory, strict=bool(inbox.memory)))
+        memory = memory_of(graph.outputs.tensors, memory_by_storage, self.layers.index, chunk)
+        return outbox(graph.outputs, tensors, tangents, memory)
 
     def run(self, chunk: int, inbox: Inbox, dual: Callable[[Tensor, int], Tensor] | None = None) -> ProductGraph:
         """The first graph of a chunk. `dual`: see `computed`."""
@@ -169,14 +171,14 @@ class StageRule:
                 leaves.append(mark(tensor.detach().requires_grad_(), f"the input of {self.layers.name}"))
                 tensor = leaves[-1] if dual is None else dual(leaves[-1], len(leaves) - 1)
             read.append(tensor)
-        given = self.forwards.given(chunk, read)
-        before = versions(given)
-        made = self.forwards.run(chunk, inbox.values.build(given))
+        layer_inputs = self.forwards.layer_inputs(chunk, read)
+        before = versions(layer_inputs)
+        outputs = self.forwards.run(chunk, inbox.values.build(layer_inputs))
         if dual is None:
-            refuse_tangents(made.tensors)
-        self.writes_input = self.writes_input or versions(given) != before
-        roots = [tensor for tensor in made.tensors if tensor.requires_grad]
-        return ProductGraph(leaves, made, roots, tuple(map(storage_of, given)))
+            refuse_tangents(outputs.tensors)
+        self.writes_input = self.writes_input or versions(layer_inputs) != before
+        roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
+        return ProductGraph(leaves, outputs, roots, tuple(map(storage_of, layer_inputs)))
 
     # ---------------------------------------------------------------------------------------------- what it rests on
 
@@ -228,11 +230,11 @@ class StageRule:
 
     # ------------------------------------------------------------------------------------------------------- B
 
-    def taken(self, chunk: int) -> ProductRecord | None:
+    def take_record(self, chunk: int) -> ProductRecord | None:
         """The record that F has kept."""
         return self._records.pop(chunk, None)
 
-    def again(self, chunk: int, record: ProductRecord) -> ProductGraph:
+    def graph_of(self, chunk: int, record: ProductRecord) -> ProductGraph:
         """The graph of a chunk whose F has run: kept, or computed again."""
         if record.graph is not None:
             return record.graph
@@ -242,8 +244,8 @@ class StageRule:
                 "with it. Let layers write copies."
             )
         graph = self.computed(chunk, record.inbox)
-        self.forwards.snapshot.check_same(chunk, [tensor.detach() for tensor in graph.made.tensors])
-        if live_of(graph.made) != record.lives:
+        self.forwards.snapshot.check_same(chunk, [tensor.detach() for tensor in graph.outputs.tensors])
+        if live_of(graph.outputs) != record.lives:
             raise RuntimeError(
                 f"{self.layers.name}, chunk {chunk}, took another path when it was computed again: other outputs "
                 "depend on parameters. A layer depends on state that is no buffer."
@@ -286,12 +288,12 @@ class StageRule:
         """
         seeds = [None if grad is None else grad.detach().requires_grad_() for grad in first]
         live = [(root, seed) for root, seed in zip(graph.roots, seeds, strict=True) if seed is not None]
-        beside = [seed for _, seed in live]
+        seeds_of_roots = [seed for _, seed in live]
         with self.parameters.hooks_asleep():
-            grads = gradients_of([root for root, _ in live], self.targets(graph), beside, True)
-        back = self.differentiated(graph, tangents, grads, (), False, beside)
-        left = iter(back.derivative[len(self.targets(graph)) :])
-        return back, tuple([None if seed is None else next(left) for seed in seeds])
+            grads = gradients_of([root for root, _ in live], self.targets(graph), seeds_of_roots, True)
+        back = self.differentiated(graph, tangents, grads, (), False, seeds_of_roots)
+        derivatives = iter(back.derivative[len(self.targets(graph)) :])
+        return back, tuple([None if seed is None else next(derivatives) for seed in seeds])
 
     def differentiated(
         self,
@@ -300,13 +302,13 @@ class StageRule:
         grads: Sequence[Tensor | None],
         seconds: Sequence[Grads],
         wanted: bool,
-        beside: Sequence[Tensor] = (),
+        extra_targets: Sequence[Tensor] = (),
     ) -> Back:
         """The second half of it: `grads` are G; at the last stage, whose loss is in G, `seconds` are empty.
 
-        `beside`: more tensors by which it differentiates; their parts stand at the end of `Back.derivative`.
+        `extra_targets`: more tensors by which it differentiates; their parts stand at the end of `Back.derivative`.
         """
-        targets = [*self.targets(graph), *beside]
+        targets = [*self.targets(graph), *extra_targets]
         if tangents:
             self._check(grads)
         products = []
@@ -327,9 +329,9 @@ class StageRule:
         """B of J^T A J: plain backwards of each direction's cotangents, and of the loss's where it is wanted."""
         targets, products = self.targets(graph), []
         groups = [*cotangents] if gradient is None else [gradient, *cotangents]
-        for left, grads in zip(range(len(groups) - 1, -1, -1), groups, strict=True):
+        for remaining, grads in zip(range(len(groups) - 1, -1, -1), groups, strict=True):
             live = [(root, grad) for root, grad in zip(graph.roots, grads, strict=True) if grad is not None]
-            retain = left > 0 or bool(self.parameters.captured)
+            retain = remaining > 0 or bool(self.parameters.captured)
             with self.parameters.hooks_asleep():
                 products.append(_grads([root for root, _ in live], targets, [grad for _, grad in live], retain))
         first = None if gradient is None else products.pop(0)
@@ -355,7 +357,7 @@ class StageRule:
         self.parameters.release()
 
 
-def adjoint(stage: StageRule, chunk: int, inbox: Inbox, drops: bool) -> Pushed:
+def adjoint(stage: StageRule, chunk: int, inbox: Inbox, drops: bool) -> GraphWithTangents:
     """F of a chunk, with the tangents by the adjoint of the adjoint. `drops`: whether the graph is dropped after it."""
     with checkpointing(drops):
         graph = stage.run(chunk, inbox)
@@ -380,6 +382,6 @@ def gradients_of(
         return gradients(outs, targets, along, True, create_graph)
 
 
-def live_of(made: Bundle) -> tuple[int, ...]:
+def live_of(outputs: Bundle) -> tuple[int, ...]:
     """The number of tensors of each value that depend on a parameter."""
-    return tuple([sum([tensor.requires_grad for tensor in tree.tensors]) for tree in made.trees])
+    return tuple([sum([tensor.requires_grad for tensor in tree.tensors]) for tree in outputs.trees])

@@ -38,7 +38,7 @@ from pipeline.common.graph import OF_SCRIPTS, nodes_of
 from pipeline.common.twice import is_foreign
 from pipeline.data.tangents import Inbox
 from pipeline.recompute.policy import checkpointing
-from pipeline.stage.stage_rule import ProductGraph, Pushed, StageRule, adjoint
+from pipeline.stage.stage_rule import GraphWithTangents, ProductGraph, StageRule, adjoint
 
 _MODES_DIFFER = {  # node -> where its two modes differ
     "FmaxBackward0": "equal arguments",
@@ -94,7 +94,7 @@ class ForwardMode:
         self._is_on = True  # a call begins with it, so that its numbers are those of all others
         self._is_sound: bool | None = None  # of a stage whose graph is always the same
 
-    def __call__(self, stage: StageRule, chunk: int, inbox: Inbox, drops: bool) -> Pushed:
+    def __call__(self, stage: StageRule, chunk: int, inbox: Inbox, drops: bool) -> GraphWithTangents:
         index = stage.layers.index
         if self._is_on and self._agrees.get(index, True):
             with checkpointing(drops):

@@ -34,7 +34,7 @@ class HessianProduct(ProductCall):
         return True
 
     def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
-        (tree,) = graph.made.trees
+        (tree,) = graph.outputs.trees
         # Through views, so that the gradient at an output from which another is made is its own part.
         ends = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tree.tensors]
         loss, initial_grad = self.loss_end(chunk, tree, ends)
@@ -65,7 +65,7 @@ class HessianProduct(ProductCall):
         self, chunk: int, graph: ProductGraph, targets: Sequence[Tensor], step: float
     ) -> Sequence[Tensor | None]:
         """The last stage's gradient of the loss, for `error_along`."""
-        (tree,) = graph.made.trees
+        (tree,) = graph.outputs.trees
         loss, initial_grad = self.loss_end.aside(chunk, tree, tree.tensors)
         return gradients_of([loss], targets, [initial_grad], False)
 
@@ -76,7 +76,7 @@ class FirstOrderProduct(ProductCall):
     is_linear = False  # whether A needs no second derivative of the loss
 
     def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
-        (tree,) = graph.made.trees
+        (tree,) = graph.outputs.trees
         outputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
         leaves = [leaf for leaf in outputs if leaf.requires_grad]
         loss, initial_grad = self.loss_end(chunk, tree, outputs)

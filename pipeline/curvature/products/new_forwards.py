@@ -55,7 +55,7 @@ class NewForwards(Forwards):
     def standing(self) -> AbstractContextManager[None]:
         return self._parameters.aliases.stand_in()
 
-    def given(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def layer_inputs(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.clone() for tensor in tensors]
 
     def run(self, chunk: int, values: Sequence[Tree]) -> Bundle:
@@ -68,7 +68,7 @@ class NewForwards(Forwards):
         refuses_batch_norm = chunk == 0 and self._is_cut and not self._layers.is_quiet
         with BatchNormGuard(self._layers.name) if refuses_batch_norm else nullcontext():
             graph = compute()
-        self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
+        self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.outputs.tensors])
         self._learn(chunk, graph)
         return graph
 

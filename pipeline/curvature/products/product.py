@@ -66,7 +66,7 @@ class ProductCall(Product):
             task.parameters,
         )
         snapshot = ForwardSnapshot(
-            layers.modules, execution.ambient, layers.name, index, setup.known, setup.compares
+            layers.modules, execution.ambient, layers.name, index, setup.traits, setup.compares
         )
         of_vectors, add = partial(task.along, device), partial(sums.add, index)
         parameters = StageParameters(aliases, task.parameters, task.number, of_vectors, add)

@@ -63,7 +63,8 @@ class Probe:
         self._is_trained = setup.grad
         self._setup = replace(
             setup, recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(),
-            known=StageTraits(), layout=replace(setup.layout, workers="inline" if setup.communicator.is_alone else None)
+            traits=StageTraits(),
+            layout=replace(setup.layout, workers="inline" if setup.communicator.is_alone else None),
         )
         self._batch = max(batch.each, key=lambda part: part.chunks)
         self._another = batch.each[-1]
@@ -100,7 +101,8 @@ class Probe:
             torch.no_grad(), repeating(), uncompiled(), without_counting_modes(), _without_cached_weights(),
             unwritten(parameters) as contents, _on_copies_of_buffers(self._modules),
         ):  # fmt: skip
-            reachable, attributes = ReachableState(self._modules), Attributes(self._modules)  # arrays, objects of any class
+            reachable = ReachableState(self._modules)
+            attributes = Attributes(self._modules)  # arrays, objects of any class
             self._generators = reachable.generators
             self._undo = [reachable.put_back, attributes.roll_back, contents.put_back]
             if self._shares_process:

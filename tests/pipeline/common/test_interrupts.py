@@ -313,7 +313,7 @@ MECHANISMS = {  # functions of which a part is in place when they return
     "Swap.__enter__": "step", "Swap.__exit__": "step", "SavingNothing.__enter__": "step",
     "SavingNothing.__exit__": "step", "Recomputing.__enter__": "step", "Recomputing.__exit__": "step",
     "StrayGradientGuard.__enter__": "step", "GeneratorGuard.__enter__": "step", "GeneratorGuard.__exit__": "step",
-    "_before": "gpipe", "_put_back": "gpipe", "Deferred.commit": "gpipe", "waiting": "zero bubble",
+    "_before": "gpipe", "_put_back": "gpipe", "DeferredBatchNorms.commit": "gpipe", "waiting": "zero bubble",
     "hooks_asleep": "step", "grads_kept": "optimizer", "finish_backward": "step", "collect": "optimizer",
     "OptimizerSink.take": "optimizer", "OptimizerSink.finish": "scaler", "PerParameterOptimizer.step": "eager",
     "GradientFinalizer._begin": "eager", "Module.train": "evaluate", "Runtime.agreed": "evaluate",
