@@ -79,7 +79,7 @@ class Call:
         self._live = [grad and tensor.requires_grad for tensor in execution.batch.tree.tensors]
         self._loss_end = loss_end
         self._keeps_outputs = keeps_outputs
-        self._settled: dict[int, list[Pair]] = {}  # by stage: sums that are final
+        self._final_sums: dict[int, list[Pair]] = {}  # by stage: sums that are final
         self._is_checked = False
         self.is_released = False
 
@@ -195,20 +195,20 @@ class Call:
     def _drop(self) -> None:
         for stage in self.stages:
             stage.drop_sums()
-        self._settled.clear()
+        self._final_sums.clear()
         self.execution.drop_values()
 
     def _resume(self) -> None:
-        now = self.execution.ambient.now()
+        ambient = self.execution.ambient.now()
         for stage in self.stages:
-            stage.snapshot.resume(now)
+            stage.snapshot.resume(ambient)
 
     def abandon(self) -> None:
         """Undo a failed call: restore the buffers, and drop what was kept."""
         for stage in self.stages:
             stage.rewind()
         self._loss_sums.clear()
-        self._settled.clear()
+        self._final_sums.clear()
         self.release()
 
     def release(self) -> None:
@@ -253,13 +253,13 @@ class Call:
         setup = execution.setup
         inbox = execution.take(stage, chunk)
         recompute = setup.grad and (stage, chunk) in setup.recompute
-        made = run.forward(chunk, inbox, recompute, setup.grad and (setup.keep or recompute))
+        outputs = run.forward(chunk, inbox, recompute, setup.grad and (setup.keep or recompute))
         if run.writes_input:
             execution.check_alone(stage, chunk, inbox)
         if stage != self._last:
-            execution.mailbox.put(stage, chunk, made)
+            execution.mailbox.put(stage, chunk, outputs)
         else:
-            (output,) = made
+            (output,) = outputs
             if self._keeps_outputs:
                 self.outputs.append(output)
             if self._loss_end is not None and True not in output.needs_grad:
@@ -268,27 +268,27 @@ class Call:
     def _backward(self, retain: bool, stage: int, chunk: int) -> None:
         run = self._run[stage]
         setup = self.execution.setup
-        begin: RootFinder
+        find_roots: RootFinder
         if run.ends_in_loss:
-            begin, wanted = partial(self._at_end, chunk), True
+            find_roots, wanted = partial(self._at_end, chunk), True
         else:
-            given = self.execution.take_grads(stage, chunk)
-            begin, wanted = partial(_at_outputs, given), _has_any(given)
+            output_grads = self.execution.take_grads(stage, chunk)
+            find_roots, wanted = partial(_at_outputs, output_grads), _has_any(output_grads)
         if setup.traces and (stage, chunk) in setup.recompute:
-            begin = partial(self._begin_recomputed, stage, chunk, begin)
-        grads = run.backward(chunk, begin, wanted, retain)
+            find_roots = partial(self._begin_recomputed, stage, chunk, find_roots)
+        grads = run.backward(chunk, find_roots, wanted, retain)
         self.execution.mailbox.put_grads(stage, chunk, grads)
 
-    def _begin_recomputed(self, stage: int, chunk: int, begin: RootFinder, exits: OutputEdges) -> Roots:
+    def _begin_recomputed(self, stage: int, chunk: int, find_roots: RootFinder, output_edges: OutputEdges) -> Roots:
         self.execution.record_recomputation(stage, chunk)
-        return begin(exits)
+        return find_roots(output_edges)
 
     def _weights(self, retain: bool, stage: int, chunk: int) -> None:
         self._run[stage].weights(chunk, retain)
 
-    def _at_end(self, chunk: int, exits: OutputEdges) -> Roots:
-        assert exits.outputs is not None  # the last stage keeps them for the loss
-        return self._at_loss(chunk, exits.outputs.trees[0])
+    def _at_end(self, chunk: int, output_edges: OutputEdges) -> Roots:
+        assert output_edges.outputs is not None  # the last stage keeps them for the loss
+        return self._at_loss(chunk, output_edges.outputs.trees[0])
 
     def _at_loss(self, chunk: int, tree: Tree) -> Roots:
         assert self._loss_end is not None  # the stage ends in it
@@ -308,12 +308,12 @@ class Call:
     def _hand_over(self, listener: Listener, stage: int) -> None:
         start = perf_counter()
         with nullcontext() if self.execution.setup.keep else without_autocast():
-            listener(self._run[stage], self._taken(self._run[stage]))
+            listener(self._run[stage], self._take_sums(self._run[stage]))
         self.execution.record_update(stage, start)
 
     def _announce(self, averager: Averager, stage: int) -> None:
         """Announce that a stage's sums are final, unless the loss reads its parameters too."""
-        self._settled[stage] = pairs = self._taken(self._run[stage])
+        self._final_sums[stage] = pairs = self._take_sums(self._run[stage])
         if not any([id(owner) in self._loss_sums for owner, _ in pairs]):
             averager.settled(stage, pairs)
 
@@ -325,15 +325,15 @@ class Call:
         chunks = range(self.batch.chunks) if 0 in self._run else ()
         return self._of_input([take(CALLER, chunk)[0] for chunk in chunks])
 
-    def _of_input(self, taken: Sequence[Grads]) -> Grads:
+    def _of_input(self, chunk_grads: Sequence[Grads]) -> Grads:
         """Gradients of the input's tensors, of each chunk where the first stage is, joined in all processes."""
         none: Grads = (None,) * len(self._live)
-        here = [self._at_home(grads) or none for grads in taken]
-        message = Message(self.batch.join_grads(here)) if 0 in self._run else None
+        local_grads = [self._on_input_devices(grads) or none for grads in chunk_grads]
+        message = Message(self.batch.join_grads(local_grads)) if 0 in self._run else None
         message = self.communicator.exchange.broadcast("the gradients of the input", 0, message)
-        return self._at_home(message.tensors)  # from another rank they come to the device of this one
+        return self._on_input_devices(message.tensors)  # from another rank they come to the device of this one
 
-    def _at_home(self, grads: Grads) -> Grads:
+    def _on_input_devices(self, grads: Grads) -> Grads:
         """Gradients of the input, on the input's devices."""
         carry = self.execution.setup.layout.transport.carry
         return tuple([
@@ -343,11 +343,11 @@ class Call:
 
     def sums(self) -> dict[int, Pair]:
         """By id of the owner: (owner, whole gradient), stage sums added in the order of the stages."""
-        settled, self._settled = self._settled, {}
+        final_sums, self._final_sums = self._final_sums, {}
         parts = [
             (stage.layers.index, owner, grad)
             for stage in self.stages
-            for owner, grad in settled.get(stage.layers.index) or self._taken(stage)
+            for owner, grad in final_sums.get(stage.layers.index) or self._take_sums(stage)
         ]
         return self.communicator.gradients.join([*self.parts_of_loss(), *parts])
 
@@ -361,7 +361,7 @@ class Call:
     def _loss_sums(self) -> dict[int, Pair]:
         return {} if self._loss_end is None else self._loss_end.sums
 
-    def _taken(self, stage: StageRun) -> list[Pair]:
+    def _take_sums(self, stage: StageRun) -> list[Pair]:
         place = self.execution.setup.layout.places[stage.layers.index]
         return self.execution.placement.to_owners(stage.take_sums(), place)
 
@@ -403,25 +403,29 @@ class Call:
         product = GradientProduct(self.execution, self.stages, self._live, grads, of_input, of_owners)
         inputs, parts, outputs = product.run()
         places, to_owners = self.execution.setup.layout.places, self.execution.placement.to_owners
-        home = [(stage, *to_owners([(owner, whole)], places[stage])[0]) for stage, owner, whole in parts]
+        owned_parts = [(stage, *to_owners([(owner, whole)], places[stage])[0]) for stage, owner, whole in parts]
         of_inputs = self._of_input(inputs) if any(self._live) else (None,) * len(self._live)
-        return of_inputs, self.communicator.gradients.join(home), outputs
+        return of_inputs, self.communicator.gradients.join(owned_parts), outputs
 
 
 class DrewError(Exception):
     """A stage drew from a default generator of the host that had never done so."""
 
 
-def _has_any(given: Sequence[Grads]) -> bool:
-    for grads in given:
+def _has_any(output_grads: Sequence[Grads]) -> bool:
+    for grads in output_grads:
         for grad in grads:
             if grad is not None:
                 return True
     return False
 
 
-def _at_outputs(given: Sequence[Grads], exits: OutputEdges) -> Roots:
-    if len(given) == 1:
-        return roots_of(given[0], exits.edges)
-    grads = [grad for each, size in zip(given, exits.sizes, strict=True) for grad in each or (None,) * size]
-    return roots_of(grads, exits.edges)
+def _at_outputs(output_grads: Sequence[Grads], output_edges: OutputEdges) -> Roots:
+    if len(output_grads) == 1:
+        return roots_of(output_grads[0], output_edges.edges)
+    grads = [
+        grad
+        for value_grads, size in zip(output_grads, output_edges.sizes, strict=True)
+        for grad in value_grads or (None,) * size
+    ]
+    return roots_of(grads, output_edges.edges)

@@ -118,11 +118,11 @@ class Exchange(ABC):
         """A mailbox for the values between the action that makes them and the one that reads them."""
 
     @abstractmethod
-    def broadcast(self, what: str, stage: int, message: Message | None) -> Message:
+    def broadcast(self, name: str, stage: int, message: Message | None) -> Message:
         """A message from the process of one stage, on all processes.
 
         Args:
-            what: its name, for errors.
+            name: of the message, for errors.
             stage: 0 or -1: the first or the last.
             message: the message, on the process of that stage; else None.
         """
@@ -132,7 +132,7 @@ class Exchange(ABC):
         """The named values of all ranks, on rank 0; None on the others. `agree` must follow."""
 
     @abstractmethod
-    def any(self, here: bool) -> bool:
+    def any(self, condition: bool) -> bool:
         """Whether a condition holds in any process."""
 
     @abstractmethod

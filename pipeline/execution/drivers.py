@@ -53,7 +53,7 @@ def in_turns(workers: str | None, places: Sequence[Place], lane_of: Sequence[int
     """The groups of lanes of which one computes at a time: those of one thread, or of one place."""
     if not uses_threads(workers, places):
         return [list(dict.fromkeys(lane_of))]
-    return _groups(lane_of, places, apart=False)
+    return _groups(lane_of, places, separate=False)
 
 
 class Driver:
@@ -79,7 +79,7 @@ class Driver:
         self._locks: list[list[threading.Lock]] = []
         self._generators = threading.Lock()  # of the default generators of the host
         if uses_threads(workers, places):
-            self._groups = _groups(lane_of, places, apart=workers == "threads")
+            self._groups = _groups(lane_of, places, separate=workers == "threads")
             self._locks = _locks(places, layers)
 
     @property
@@ -114,8 +114,11 @@ class Driver:
 
     def _on_device(self, perform: Perform) -> Perform:
         """Perform with the stage's accelerator as the current device, which a new thread does not begin with."""
-        found = self._accelerators
-        if not found or not self.has_threads and {d.index for d in found} == {torch.accelerator.current_device_index()}:
+        devices = self._accelerators
+        if not devices or (
+            not self.has_threads
+            and {device.index for device in devices} == {torch.accelerator.current_device_index()}
+        ):
             return perform
 
         def on_device(action: Action) -> None:
@@ -139,15 +142,15 @@ def _holding(locks: Sequence[threading.Lock], perform: Perform, action: Action) 
         _holding(locks[1:], perform, action)
 
 
-def _groups(lanes: Sequence[int], places: Sequence[Place], apart: bool) -> list[list[int]]:
+def _groups(lanes: Sequence[int], places: Sequence[Place], separate: bool) -> list[list[int]]:
     """Lanes that one thread drives; the last group is that of the last stage."""
     groups: dict[object, list[int]] = {}
     for stage, lane in enumerate(lanes):
         if not any(lane in group for group in groups.values()):
-            groups.setdefault(lane if apart else places[stage], []).append(lane)
-    found = list(groups.values())
-    last = next(group for group in found if lanes[-1] in group)
-    return [group for group in found if group is not last] + [last]
+            groups.setdefault(lane if separate else places[stage], []).append(lane)
+    lane_groups = list(groups.values())
+    last = next(group for group in lane_groups if lanes[-1] in group)
+    return [group for group in lane_groups if group is not last] + [last]
 
 
 def _locks(places: Sequence[Place], layers: Sequence[Sequence[nn.Module]]) -> list[list[threading.Lock]]:
@@ -157,7 +160,7 @@ def _locks(places: Sequence[Place], layers: Sequence[Sequence[nn.Module]]) -> li
     modules = [{id(module) for layer in stage for module in layer.modules()} for stage in layers]
     shared: dict[frozenset[int], threading.Lock] = {}  # by the stages that have a module in common
     for module in set().union(*modules):
-        stages = frozenset(stage for stage, own in enumerate(modules) if module in own)
+        stages = frozenset(stage for stage, module_ids in enumerate(modules) if module in module_ids)
         if len(stages) > 1:
             shared.setdefault(stages, threading.Lock())
     ordered = sorted(shared, key=sorted)
@@ -168,9 +171,9 @@ def _locks(places: Sequence[Place], layers: Sequence[Sequence[nn.Module]]) -> li
 
 
 def _thread_like_this(
-    ambient: Ambient, places: Sequence[Place], own: int
+    ambient: Ambient, places: Sequence[Place], own_group: int
 ) -> Callable[[int], AbstractContextManager[object]]:
-    """Give a group's thread the switches, grad mode, streams and device of this one. `own`: this thread's group."""
+    """Give a group's thread the switches, grad mode, streams and device of this one. `own_group`: this thread's."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     streams = current_streams([place.device for place in places])
     device = torch.accelerator.current_device_index() if streams else -1
@@ -178,7 +181,7 @@ def _thread_like_this(
     @contextmanager
     def enter(number: int) -> Iterator[None]:
         with ExitStack() as stack:
-            if number != own:
+            if number != own_group:
                 stack.enter_context(torch.inference_mode(inference))
                 stack.enter_context(torch.set_grad_enabled(grad))
                 if streams:

@@ -46,8 +46,8 @@ class Lanes:
     def __init__(self, orders: Mapping[int, Sequence[Action]], needs: Needs, perform: Perform) -> None:
         self._numbers = list(orders)
         self._lanes = [lane(order, needs, perform) for order in orders.values()]
-        self._heads = [next(each, None) for each in self._lanes]
-        self.left = sum(len(order) for order in orders.values())
+        self._heads = [next(coroutine, None) for coroutine in self._lanes]
+        self.remaining = sum(len(order) for order in orders.values())
 
     def sweep(self, done: set[Action]) -> bool:
         """A round: a wave up, in which lanes run forwards, and a wave down, in which they run the rest.
@@ -55,15 +55,15 @@ class Lanes:
         Returns:
             Whether any lane went on.
         """
-        left_before = self.left
+        remaining_before = self.remaining
         up, down = range(len(self._lanes)), range(len(self._lanes) - 1, -1, -1)
         for numbers, is_forward in ((up, True), (down, False)):
             for number in numbers:
                 head = self._heads[number]
                 if head is not None and (head[0].kind is Kind.F) is is_forward and done.issuperset(head[1]):
                     self._heads[number] = next(self._lanes[number], None)
-                    self.left -= 1
-        return self.left < left_before
+                    self.remaining -= 1
+        return self.remaining < remaining_before
 
     def can_go_on(self, done: set[Action]) -> bool:
         """Whether any lane has all that its next action needs."""
@@ -71,14 +71,14 @@ class Lanes:
 
     def waits(self, done: set[Action]) -> dict[int, str]:
         """A description of what each lane waits for."""
-        found = {}
+        descriptions = {}
         for number, head in zip(self._numbers, self._heads, strict=True):
             if head is None:
-                found[number] = f"lane {number} is done"
+                descriptions[number] = f"lane {number} is done"
             else:
                 missing = " and ".join(str(need) for need in head[1] if need not in done)
-                found[number] = f"lane {number} waits at {head[0]} for {missing}"
-        return found
+                descriptions[number] = f"lane {number} waits at {head[0]} for {missing}"
+        return descriptions
 
 
 def drive_inline(
@@ -102,7 +102,7 @@ def drive_inline(
         done.add(action)
 
     lanes = Lanes(dict(enumerate(orders)), needs, work)
-    while lanes.left:
+    while lanes.remaining:
         if not lanes.sweep(done):
             raise StuckError(stuck([lanes], done))
 

@@ -188,8 +188,8 @@ class Execution:
             on_final: called with each stage after its last backward.
         """
         phase = self.setup.plan.phases[number]
-        now = self.ambient if number == 0 else self.ambient.now()  # a call begins with its first phase
-        in_turns = now.switches != self.ambient.switches or within_checkpoint() or self.setup.compares
+        ambient = self.ambient if number == 0 else self.ambient.now()  # a call begins with its first phase
+        in_turns = ambient.switches != self.ambient.switches or within_checkpoint() or self.setup.compares
         perform: Perform = partial(self._perform, work)
         if self.setup.traces or not self.communicator.is_alone:
             perform = partial(self._perform_and_tell, perform)
@@ -198,7 +198,7 @@ class Execution:
         # The walk over a chunk's graph gives each node an object in Python, which torch keeps until the backward.
         with no_collecting(), weights_cast_anew(self.setup.grad):
             self.mailbox.begin(number, phase.messages)
-            self._driver.run(phase, perform, draws, now, in_turns)
+            self._driver.run(phase, perform, draws, ambient, in_turns)
             self.communicator.at(None)
             self.mailbox.end()
 

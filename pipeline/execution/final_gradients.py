@@ -43,7 +43,7 @@ class GradientFinalizer:
         self._late = late
         self._waits = waits
         self._open: dict[int, set[int]] = {}  # by the parameter's id: the stages whose part is missing
-        self._held: frozenset[int] = frozenset()
+        self._late_ids: frozenset[int] = frozenset()
         self._parts: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
         self._has_begun = False
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class GradientFinalizer:
                 self._open[key].discard(stage.layers.index)
                 if not self._open[key]:
                     del self._open[key]
-                    if not self._waits and key not in self._held:
+                    if not self._waits and key not in self._late_ids:
                         self._give(key)
 
     def _begin(self) -> None:
@@ -71,16 +71,16 @@ class GradientFinalizer:
             stage.aliases.check_memory()
             for key in stage.reads:
                 self._open.setdefault(key, set()).add(stage.layers.index)
-        self._held = frozenset(self._late())
+        self._late_ids = frozenset(self._late())
         self._ready()
 
     def _give(self, key: int) -> None:
         parts = self._parts.pop(key, None)
         if parts is None:
             return
-        found = joined(sorted(parts, key=_stage))
+        whole = joined(sorted(parts, key=_stage))
         parts.clear()
-        self._take(*found.popitem()[1])
+        self._take(*whole.popitem()[1])
 
     def rest(self) -> list[tuple[int, Tensor, Tensor]]:
         """The parts that were not handed over, by stage."""

@@ -129,12 +129,12 @@ class GradientProduct(Product):
 
     def _of_inputs(self) -> list[Grads]:
         """The derivatives that came back to the input, behind the gradients themselves."""
-        count, found = sum(self._live), []
+        count, inputs = sum(self._live), []
         for chunk in range(self._execution.batch.chunks):
             (back,) = self._execution.mailbox.take_grads(CALLER, chunk)
-            left = iter(back[count:])
-            found.append(tuple([next(left, None) if is_live else None for is_live in self._live]))
-        return found
+            derivatives = iter(back[count:])
+            inputs.append(tuple([next(derivatives, None) if is_live else None for is_live in self._live]))
+        return inputs
 
     # --------------------------------------------------------------------------------------------------- what B does
 
@@ -145,10 +145,10 @@ class GradientProduct(Product):
     def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
         (tree,) = graph.outputs.trees
         grads = self._grads[chunk]
-        given = [grad for tensor, grad in zip(tree.tensors, grads, strict=True) if tensor.requires_grad]
-        back, tangents = run.pull_end(graph, inbox.tangents, tuple(given))
-        left = iter(tangents)
-        self._outputs[chunk] = tuple([next(left) if tensor.requires_grad else None for tensor in tree.tensors])
+        root_grads = [grad for tensor, grad in zip(tree.tensors, grads, strict=True) if tensor.requires_grad]
+        back, tangents = run.pull_end(graph, inbox.tangents, tuple(root_grads))
+        root_tangents = iter(tangents)
+        self._outputs[chunk] = tuple([next(root_tangents) if tensor.requires_grad else None for tensor in tree.tensors])
         return back
 
     def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> Back:

@@ -50,15 +50,15 @@ class LocalExchange(Exchange):
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> LocalMailbox:
         return LocalMailbox(values, places, transport)
 
-    def broadcast(self, what: str, stage: int, message: Message | None) -> Message:
+    def broadcast(self, name: str, stage: int, message: Message | None) -> Message:
         assert message is not None  # the first stage is here, and the last
         return message
 
     def gather(self, named: Mapping[str, Any]) -> dict[str, Any]:
         return dict(named)
 
-    def any(self, here: bool) -> bool:
-        return here
+    def any(self, condition: bool) -> bool:
+        return condition
 
     def sum_over(self, numbers: Tensor) -> Tensor:
         return numbers

@@ -41,7 +41,7 @@ class Mailbox(ABC):
         """End a phase, after its last action: everything that was sent to other processes has arrived."""
 
     @abstractmethod
-    def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
+    def put(self, stage: int, chunk: int, outputs: Sequence[Activations]) -> None:
         """Post the values that `stage` (or the caller) made of `chunk`."""
 
     @abstractmethod
@@ -83,9 +83,9 @@ class LocalMailbox(Mailbox):
         self._activations: dict[tuple[Name, int], tuple[Activations, Parcel | None]] = {}
         self._gradients: dict[tuple[Name, int], tuple[Grads, Parcel | None]] = {}
 
-    def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
+    def put(self, stage: int, chunk: int, outputs: Sequence[Activations]) -> None:
         stays = self._is_one_place and stage != CALLER
-        for row, message in zip(self._made_by[stage], made):
+        for row, message in zip(self._made_by[stage], outputs):
             if stays:
                 self._activations[row.name, chunk] = message, None
             else:
@@ -115,8 +115,8 @@ class LocalMailbox(Mailbox):
         return of_rows
 
     def under_way(self, chunk: int) -> Iterator[MemoryId]:
-        of_chunk = [made for (_, number), (made, _) in list(self._activations.items()) if number == chunk]
-        return (memory for made in of_chunk for memory in made.memory)
+        of_chunk = [message for (_, number), (message, _) in list(self._activations.items()) if number == chunk]
+        return (memory for message in of_chunk for memory in message.memory)
 
     def __len__(self) -> int:
         return len(self._activations) + len(self._gradients)
@@ -135,10 +135,10 @@ def check_alone(index: int, name: str, inbox: Sequence[Activations], under_way: 
         RuntimeError: another tensor shares that memory.
     """
     of_input = [memory for value in inbox for memory in value.memory]
-    own = {memory.origin for memory in of_input}
-    beside = {memory.origin for memory in under_way}
-    elsewhere = any(memory.until > index for memory in of_input)
-    if len(own) < len(of_input) or not own.isdisjoint(beside) or elsewhere:
+    origins = {memory.origin for memory in of_input}
+    other_origins = {memory.origin for memory in under_way}
+    is_read_later = any(memory.until > index for memory in of_input)
+    if len(origins) < len(of_input) or not origins.isdisjoint(other_origins) or is_read_later:
         raise RuntimeError(
             f"{name} writes its input in place, and another tensor of that input, or a skip that a later stage "
             "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "

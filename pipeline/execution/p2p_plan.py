@@ -88,12 +88,12 @@ class P2PPlan:
 
     def _proved(self, channel: RankPair) -> list[int]:
         ours = self.channels.get((channel[1], channel[0]), [])
-        found, proved = [0], 0
+        counts, proved = [0], 0
         for message in self.channels[channel]:
             while proved < len(ours) and ours[proved].taken_at <= message.sent_at:
                 proved += 1
-            found.append(proved)
-        return found
+            counts.append(proved)
+        return counts
 
 
 def _message_name(row: Value, number: int, chunk: int, is_grad: bool) -> str:

@@ -29,23 +29,23 @@ class ParameterPlacement:
 
     def __init__(self, stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], transport: Local) -> None:
         self._transport = transport
-        self._of: dict[int, Place] = {}  # by id
+        self._owning_places: dict[int, Place] = {}  # by id
         if len(set(places)) > 1:
             for layers, place in zip(stages, places, strict=True):
                 for layer in layers:
                     for parameter in layer.parameters():
-                        owner = self._of.setdefault(id(parameter), place)
+                        owner = self._owning_places.setdefault(id(parameter), place)
                         if owner.device != parameter.device == place.device:  # tied after the Pipe was built
-                            self._of[id(parameter)] = place
+                            self._owning_places[id(parameter)] = place
 
     def bring(self, place: Place, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """Parameters as a place has them: themselves, or copies where another place owns them."""
-        if not self._of:
+        if not self._owning_places:
             return parameters
         return [self._brought(place, parameter) for parameter in parameters]
 
     def _brought(self, place: Place, parameter: Tensor) -> Tensor:
-        owner = self._of.get(id(parameter), place)
+        owner = self._owning_places.get(id(parameter), place)
         if owner == place:
             return parameter
         with torch.inference_mode(False):  # a copy has a version counter, in every mode
@@ -53,8 +53,9 @@ class ParameterPlacement:
 
     def to_owners(self, pairs: list[Pair], place: Place) -> list[Pair]:
         """(Parameter, gradient) that were computed at a place, with the gradients where the parameters are owned."""
-        if not self._of:
+        if not self._owning_places:
             return pairs
         return [
-            (owner, self._transport.carry(grad, place, self._of.get(id(owner), place))) for owner, grad in pairs
+            (owner, self._transport.carry(grad, place, self._owning_places.get(id(owner), place)))
+            for owner, grad in pairs
         ]

@@ -53,29 +53,29 @@ class OneRank(NamedTuple):
     values: Values
 
 
-def plan_step(schedule: Schedule, devices: Sequence[object], here: OneRank | None = None) -> CallPlan:
-    """A plan of one phase: the whole order. `here` None: one process runs all lanes."""
-    return _plan(schedule, [schedule.orders], devices, here)
+def plan_step(schedule: Schedule, devices: Sequence[object], one_rank: OneRank | None = None) -> CallPlan:
+    """A plan of one phase: the whole order. `one_rank` None: one process runs all lanes."""
+    return _plan(schedule, [schedule.orders], devices, one_rank)
 
 
-def plan_forward(schedule: Schedule, devices: Sequence[object], here: OneRank | None = None) -> CallPlan:
+def plan_forward(schedule: Schedule, devices: Sequence[object], one_rank: OneRank | None = None) -> CallPlan:
     """A plan of two phases: all F, then the rest."""
-    return _plan(schedule, [schedule.forward_half(), schedule.backward_half()], devices, here)
+    return _plan(schedule, [schedule.forward_half(), schedule.backward_half()], devices, one_rank)
 
 
 def _plan(
-    schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devices: Sequence[object], here: OneRank | None
+    schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devices: Sequence[object], one_rank: OneRank | None
 ) -> CallPlan:
     """The plan of all lanes, or of one rank's."""
-    if here is not None:
-        rank, values = here
-        phases_here = tuple([
+    if one_rank is not None:
+        rank, values = one_rank
+        rank_phases = tuple([
             Phase((orders[rank],), orders[rank], None, (), P2PPlan(orders, values, schedule.placement, rank))
             for orders in parts
         ])
         device_orders: tuple[tuple[Action, ...], ...] = (tuple(action for orders in parts for action in orders[rank]),)
         by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
-        return CallPlan(schedule, phases_here, device_orders, by_mode)
+        return CallPlan(schedule, rank_phases, device_orders, by_mode)
     phases: list[Phase] = []
     merged: tuple[Action, ...] = ()
     for orders in parts:

@@ -44,10 +44,10 @@ def differentiate(
         Gradients of the input's tensors, and of `owners`.
     """
     external = [leaf for stage in stages for leaf in stage.external.leaves.values()]
-    apart = {id(leaf) for leaf in external}
+    external_ids = {id(leaf) for leaf in external}
     gate = Gate()
     with torch.enable_grad():
-        targets = [owner if id(owner) in apart else _entered(owner, gate) for owner in owners]
+        targets = [owner if id(owner) in external_ids else _entered(owner, gate) for owner in owners]
     views = {id(owner): target for owner, target in zip(owners, targets, strict=True)}
     totals: list[Tensor | None] = [None] * len(owners)
     inputs: list[Grads] = []
@@ -55,23 +55,24 @@ def differentiate(
         deliver()
         with execution.generators, torch.enable_grad():
             pieces, tree = _compose(execution, stages, live, chunk, views, gate)
-        given = zip(tree.tensors, chunk_grads, strict=True)
-        pairs = [(tensor, grad) for tensor, grad in given if grad is not None and tensor.requires_grad]
+        output_pairs = zip(tree.tensors, chunk_grads, strict=True)
+        pairs = [(tensor, grad) for tensor, grad in output_pairs if grad is not None and tensor.requires_grad]
         roots, root_grads = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
         wanted = [piece for piece in pieces if piece.requires_grad]
-        found: tuple[Tensor | None, ...] = (None,) * (len(wanted) + len(targets))
+        derivatives: tuple[Tensor | None, ...] = (None,) * (len(wanted) + len(targets))
         if roots:
             with hooks_asleep(external), gate.closed(), ExitStack() as stack:
                 for stage in stages:  # a layer's own torch.utils.checkpoint runs its forward now
                     stack.enter_context(stage.on_views(views))
                     stack.enter_context(stage.differentiating())
-                found = torch.autograd.grad(
+                derivatives = torch.autograd.grad(
                     roots, wanted + targets, root_grads, create_graph=create_graph, retain_graph=True,
                     allow_unused=True
                 )
-        of_pieces = iter(found[: len(wanted)])
+        of_pieces = iter(derivatives[: len(wanted)])
         inputs.append(tuple(next(of_pieces) if piece.requires_grad else None for piece in pieces))
-        totals = [add_grads(one, other) for one, other in zip(totals, found[len(wanted) :], strict=True)]
+        of_owners = derivatives[len(wanted) :]
+        totals = [add_grads(total, derivative) for total, derivative in zip(totals, of_owners, strict=True)]
     return execution.batch.join_grads(inputs), totals
 
 
@@ -93,9 +94,9 @@ def _compose(
     for stage, device in zip(stages, execution.devices, strict=True):
         stage.check_unchanged(chunk)
         trees = [under_way.pop(row.name) for row in values.read_by[stage.layers.index]]
-        placed = [Tree(tuple([t.to(device) for t in tree.tensors]), tree.skeleton) for tree in trees]
-        made = stage.compose(chunk, Bundle.of(tuple(placed)), views)
-        under_way.update(zip([row.name for row in values.made_by[stage.layers.index]], made.trees, strict=True))
+        placed = [Tree(tuple([tensor.to(device) for tensor in tree.tensors]), tree.skeleton) for tree in trees]
+        outputs = stage.compose(chunk, Bundle.of(tuple(placed)), views)
+        under_way.update(zip([row.name for row in values.made_by[stage.layers.index]], outputs.trees, strict=True))
     return pieces, under_way["y"]
 
 

@@ -32,7 +32,7 @@ class SharedProgress:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # entered by its lock: Condition.__enter__ can be interrupted
         self._moving = groups  # neither waiting nor at their end
-        self._left: set[int] = set()  # groups at their end
+        self._ended: set[int] = set()  # groups at their end
 
     def note(self, action: Action) -> None:
         """Note that an action is done."""
@@ -52,13 +52,13 @@ class SharedProgress:
         """Note that a group has come to its end."""
         with self._lock:
             self._moving -= 1
-            self._left.add(group)
+            self._ended.add(group)
             self._changed.notify_all()
 
     def wait_for_end(self, group: int) -> None:
         """Wait until a group has come to its end."""
         with self._lock:
-            while group not in self._left:
+            while group not in self._ended:
                 self._changed.wait()
 
     def wait(self, lanes: Lanes) -> None:
@@ -71,7 +71,7 @@ class SharedProgress:
             self._moving -= 1
             try:
                 while not self.is_over and not lanes.can_go_on(self.done):
-                    if self._moving == 0 and not any(each.can_go_on(self.done) for each in self.driven):
+                    if self._moving == 0 and not any(driven_lanes.can_go_on(self.done) for driven_lanes in self.driven):
                         raise StuckError(stuck(self.driven, self.done))
                     self._changed.wait()
             finally:
@@ -111,7 +111,7 @@ def drive_threads(
             with within(number):
                 lanes = Lanes(groups[number], needs, work)
                 progress.driven.append(lanes)
-                while lanes.left and not progress.is_over:
+                while lanes.remaining and not progress.is_over:
                     if not lanes.sweep(progress.done):
                         progress.wait(lanes)
         except _Stopped:
