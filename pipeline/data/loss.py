@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_comparison import LossComparison, differences
-from pipeline.data.loss_means import Divisor, Proof, Seeing, alone, is_alike, proof
+from pipeline.data.loss_means import Divisor, DivisorTrace, Proof, detached_number, is_alike, proof
 from pipeline.data.metrics import Metrics, without_metrics
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
@@ -72,12 +72,12 @@ class Loss:
             raise TypeError(f"loss_fn is the class {loss_fn.__name__}. Give an object of it: {loss_fn.__name__}().")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn is {loss_fn!r}, which is not callable. Give (output, target) -> loss.")
-        self._asked = reduction
+        self._requested = reduction
         self._reduction = _reduction(loss_fn, reduction)
         self.loss_fn = loss_fn
         self._rows = rows
         self._shown = shown
-        self._found: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
+        self._losses: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
         self._counts: dict[int, Tensor] = {}
         self._divisors: dict[int, tuple[Divisor, ...] | None] = {}  # None: unknown
         self._is_single = len(rows) == 1 and not is_part
@@ -105,42 +105,42 @@ class Loss:
         Returns:
             The tensor to differentiate, and the factor that makes it the chunk's part of the whole.
         """
-        value, seeing = self._computed(output, target, self._rows[chunk], self._is_single)
-        value = self._metrics.taken(chunk, value)
+        value, trace = self._computed(output, target, self._rows[chunk], self._is_single)
+        value = self._metrics.record(chunk, value)
         if isinstance(value, tuple):
             pair = self._checked_pair(value)
-            if len(self._found) != len(self._counts) or self.is_counted:
+            if len(self._losses) != len(self._counts) or self.is_counted:
                 raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
-            self._found[chunk], self._counts[chunk] = map(alone, pair)
+            self._losses[chunk], self._counts[chunk] = map(detached_number, pair)
             return pair[0], self._scale
-        return self._single(chunk, value, seeing)
+        return self._single(chunk, value, trace)
 
-    def _computed(self, output: Any, target: Any, rows: int, is_whole: bool) -> tuple[Any, Seeing | None]:
+    def _computed(self, output: Any, target: Any, rows: int, is_whole: bool) -> tuple[Any, DivisorTrace | None]:
         """The result of loss_fn, and the trace of its means. A whole mini-batch needs no trace."""
         outputs = _tensors(output)
         if is_whole and not any([tensor.dtype is torch.float16 for tensor in outputs]):
             return _call(self.loss_fn, output, target), None
-        seeing = Seeing(rows, outputs, _tensors(target), self._reduction == "mean")
-        with seeing:  # on the CPU torch's own mean over tokens of float16 overflows
-            return _call(self.loss_fn, output, target), seeing
+        trace = DivisorTrace(rows, outputs, _tensors(target), self._reduction == "mean")
+        with trace:  # on the CPU torch's own mean over tokens of float16 overflows
+            return _call(self.loss_fn, output, target), trace
 
-    def _single(self, chunk: int, value: Any, seeing: Seeing | None) -> tuple[Tensor, float]:
+    def _single(self, chunk: int, value: Any, trace: DivisorTrace | None) -> tuple[Tensor, float]:
         """The same where loss_fn returned one number: a mean over tokens, or something else."""
         loss = self._checked(value, "a loss")
-        origin = None if seeing is None else seeing.origin(value)
+        origin = None if trace is None else trace.origin(value)
         total = None if origin is None or self._is_single else origin.total_of(loss)
-        if self._found and (total is not None) != bool(self._counts):
-            what = "(sum, count)" if self._counts and not self.is_counted else "a mean over tokens"
-            raise ValueError(f"{self._name} returned {what} for one chunk and a single loss for another.")
-        is_seen = origin is not None and seeing is not None and (total is not None or not seeing.is_blind)
+        if self._losses and (total is not None) != bool(self._counts):
+            kind = "(sum, count)" if self._counts and not self.is_counted else "a mean over tokens"
+            raise ValueError(f"{self._name} returned {kind} for one chunk and a single loss for another.")
+        is_seen = origin is not None and trace is not None and (total is not None or not trace.is_blind)
         self._divisors[chunk] = origin.divisors if origin is not None and is_seen else None
         self.is_counted = total is not None
         if origin is None or total is None:
-            self._found[chunk] = alone(loss)
+            self._losses[chunk] = detached_number(loss)
             return loss, self._share(chunk)
         counts = [divisor.amount for divisor in origin.divisors if divisor.is_count]
         summed, self._counts[chunk] = self._checked_pair((total, counts[0]))
-        self._found[chunk] = alone(summed)
+        self._losses[chunk] = detached_number(summed)
         return summed, self._scale
 
     def _share(self, chunk: int) -> float:
@@ -150,9 +150,9 @@ class Loss:
     def _parts(self) -> dict[int, Tensor]:
         """The summand of each chunk."""
         if self._counts or self._reduction == "sum":
-            return self._found
+            return self._losses
         with without_function_modes():
-            return {chunk: loss * self._share(chunk) for chunk, loss in self._found.items()}
+            return {chunk: loss * self._share(chunk) for chunk, loss in self._losses.items()}
 
     @property
     def divisor(self) -> Tensor | None:
@@ -195,15 +195,15 @@ class Loss:
             It, and the weight with which its gradient at an output is that of the chunk's own part of the whole.
         """
         rows = [self._rows[chunk] for chunk in chunks]
-        own = Loss(self.loss_fn, self._asked, rows, True)
-        own._found = {index: self._found[chunk] for index, chunk in enumerate(chunks)}
-        own.is_counted = self.is_counted
+        part = Loss(self.loss_fn, self._requested, rows, True)
+        part._losses = {index: self._losses[chunk] for index, chunk in enumerate(chunks)}
+        part.is_counted = self.is_counted
         if not self._counts:
-            return own, 1.0 if self._reduction == "sum" else sum(rows) / self.all_rows
-        own._counts = {index: self._counts[chunk] for index, chunk in enumerate(chunks)}
-        divisor = own.divisor
+            return part, 1.0 if self._reduction == "sum" else sum(rows) / self.all_rows
+        part._counts = {index: self._counts[chunk] for index, chunk in enumerate(chunks)}
+        divisor = part.divisor
         assert divisor is not None
-        return own, divisor / own._scale * self._scale
+        return part, divisor / part._scale * self._scale
 
     def whole(self, output: Any, target: Any) -> Tensor:
         """The value of loss_fn on the whole, joined output."""
@@ -221,13 +221,13 @@ class Loss:
         # Parts that cancel (a policy gradient's) leave rounding errors relative to the parts, not to the small sum.
         size = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
         size = size / self._count().abs() if self._counts else size
-        dtypes = {each.dtype for each in self._found.values()}
+        dtypes = {loss.dtype for loss in self._losses.values()}
         return LossComparison.of(tuple(self._rows), self.value, size, dtypes, whole, grads, may_overflow)
 
     def check(self, comparisons: Sequence[LossComparison]) -> None:
         """Raise ValueError if loss_fn is neither a mean nor a sum over rows in one of them. The host waits."""
-        for what in differences(comparisons):
-            raise self._neither(what)
+        for difference in differences(comparisons):
+            raise self._neither(difference)
 
     def check_counts(self) -> None:
         """Raise ValueError if a count that loss_fn returned is no whole number. All chunks have been seen."""
@@ -283,9 +283,9 @@ class Loss:
         """The sum and the count of each metric of the mini-batch."""
         return self._metrics.sums
 
-    def _neither(self, what: str) -> ValueError:
+    def _neither(self, reason: str) -> ValueError:
         return ValueError(
-            f"{self._name} is not a {self._reduction} over rows: {what}. Return (sum, count) from loss_fn (the sum "
+            f"{self._name} is not a {self._reduction} over rows: {reason}. Return (sum, count) from loss_fn (the sum "
             "over what counts, and how much that is), or give loss_reduction='sum' if it adds. A loss that draws "
             "random numbers or compares rows with each other cannot be cut into chunks: use pipe(x), "
             "loss_fn(pipe(x), target).backward()."
@@ -301,7 +301,7 @@ class Loss:
                 "dict behind it: (loss, {'accuracy': (sum, count)})."
             )
         total = self._checked(value[0], "a sum")
-        if self._asked == "sum":
+        if self._requested == "sum":
             raise ValueError(
                 f"loss_reduction is 'sum' but {self._name} returned (sum, count), whose loss is sum / count. Return "
                 "the sum alone, or leave loss_reduction out."
@@ -322,14 +322,14 @@ class Loss:
             raise ValueError(f"{self._name} returned a count of shape {list(count.shape)}. Return one number.")
         return total, count.reshape(())
 
-    def _checked(self, value: Any, what: str) -> Tensor:
+    def _checked(self, value: Any, role: str) -> Tensor:
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise TypeError(f"{self._name} returned {value!r} as {what}. Return a floating-point tensor.")
+            raise TypeError(f"{self._name} returned {value!r} as {role}. Return a floating-point tensor.")
         if value.dim() == 0:
             return value
         if value.numel() != 1:
             raise ValueError(
-                f"{self._name} returned {what} of shape {list(value.shape)}. Return one number: loss.mean(), "
+                f"{self._name} returned {role} of shape {list(value.shape)}. Return one number: loss.mean(), "
                 "loss.sum() with loss_reduction='sum', or (sum, count)."
             )
         return value.reshape(())
@@ -368,20 +368,27 @@ def _sum(by_chunk: dict[int, Tensor]) -> Tensor:
     first, *more = (by_chunk[chunk] for chunk in sorted(by_chunk))
     total: Tensor = first
     with without_function_modes():
-        for each in more:
-            total = total + each
+        for part in more:
+            total = total + part
     return total
 
 
-def _reduction(loss_fn: LossFn, asked: str | None) -> str:
-    own = loss_fn.keywords.get("reduction") if isinstance(loss_fn, partial) else getattr(loss_fn, "reduction", None)
-    if asked is not None and asked not in REDUCTIONS:
-        raise ValueError(f"loss_reduction is {asked!r}. Use 'mean' or 'sum'; a loss_fn may also return (sum, count).")
-    if own == "none":
+def _reduction(loss_fn: LossFn, requested: str | None) -> str:
+    if isinstance(loss_fn, partial):
+        own_reduction = loss_fn.keywords.get("reduction")
+    else:
+        own_reduction = getattr(loss_fn, "reduction", None)
+    if requested is not None and requested not in REDUCTIONS:
+        raise ValueError(
+            f"loss_reduction is {requested!r}. Use 'mean' or 'sum'; a loss_fn may also return (sum, count)."
+        )
+    if own_reduction == "none":
         raise ValueError(f"{_name(loss_fn)} has reduction='none'. Use 'mean' or 'sum', or return (sum, count).")
-    if own in REDUCTIONS and asked is not None and asked != own:
-        raise ValueError(f"loss_reduction is {asked!r} but {_name(loss_fn)} has reduction={own!r}. Give one of them.")
-    return asked or (own if own in REDUCTIONS else "mean")
+    if own_reduction in REDUCTIONS and requested is not None and requested != own_reduction:
+        raise ValueError(
+            f"loss_reduction is {requested!r} but {_name(loss_fn)} has reduction={own_reduction!r}. Give one of them."
+        )
+    return requested or (own_reduction if own_reduction in REDUCTIONS else "mean")
 
 
 def _name(loss_fn: LossFn) -> str:

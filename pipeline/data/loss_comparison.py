@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.torch_modes import without_function_modes
-from pipeline.data.loss_means import alone
+from pipeline.data.loss_means import detached_number
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _LOOSE = 2e-2  # half precision
@@ -59,15 +59,15 @@ class LossComparison(NamedTuple):
         """
         tolerance = _LOOSE if whole.dtype in _HALF else max(_TOLERANCE.get(dtype, _LOOSE) for dtype in dtypes)
         near = tolerance * (size.nan_to_num(0.0, 0.0) + 1e-3)
-        found = alone(whole)
-        same = _is_near(ours.double(), found.to(ours).double(), tolerance, near)
-        return cls(rows, ours, found, same, _same_grads(grads, may_overflow).to(same.device))
+        whole_loss = detached_number(whole)
+        same = _is_near(ours.double(), whole_loss.to(ours).double(), tolerance, near)
+        return cls(rows, ours, whole_loss, same, _same_grads(grads, may_overflow).to(same.device))
 
 
 def differences(comparisons: Sequence[LossComparison]) -> Iterator[str]:
     """The differences in some comparisons, in words, one for each that has any. The host waits."""
     with without_function_modes():
-        flags = [torch.stack([each.same_value, each.same_grads]) for each in comparisons]
+        flags = [torch.stack([comparison.same_value, comparison.same_grads]) for comparison in comparisons]
         rows = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
     for comparison, (same_value, same_grads) in zip(comparisons, rows, strict=True):
         combine = f"the losses of two chunks ({list(comparison.rows)} rows) combine to"
@@ -89,9 +89,12 @@ def are_rounding(grads: Sequence[tuple[Tensor, Tensor]], moved: Sequence[Sequenc
         moved: those of the whole where the outputs are a little others.
     """
     with without_function_modes():
-        apart = _distance(grads)
-        noise = [_distance([(whole, there) for (_, whole), there in zip(grads, each, strict=True)]) for each in moved]
-        return apart <= _ROUNDING * torch.stack(noise).sum()
+        distance = _distance(grads)
+        noise = [
+            _distance([(whole, moved_grad) for (_, whole), moved_grad in zip(grads, moved_grads, strict=True)])
+            for moved_grads in moved
+        ]
+        return distance <= _ROUNDING * torch.stack(noise).sum()
 
 
 def _same_grads(grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool) -> Tensor:
@@ -100,7 +103,7 @@ def _same_grads(grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool) -> T
         same = torch.ones((), dtype=torch.bool, device=largest[0].device if largest else "cpu")
         for ours, whole in grads:
             tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
-            most = torch.stack([each.to(ours.device, ours.real.dtype) for each in largest]).amax()
+            most = torch.stack([size.to(ours.device, ours.real.dtype) for size in largest]).amax()
             near = _is_near(ours, whole, tolerance, tolerance * most)
             same = same & (near | ~ours.isfinite().all() if may_overflow else near).to(same.device)
     return same

@@ -95,11 +95,11 @@ def _key(value: Any, depth: int) -> Hashable:
         return MethodType, _key(value.__func__, depth + 1), _object(value.__self__)
     if isinstance(value, FunctionType):
         cells = [_cell(cell) for cell in value.__closure__ or ()]
-        held = (value.__defaults__, value.__kwdefaults__, tuple(cells))
-        known = value.__globals__
-        names = [name for name in value.__code__.co_names if name in known and type(known[name]) in _VALUES]
-        read = tuple([(name, _key(known[name], depth)) for name in names])
-        return FunctionType, value.__code__, value.__module__, _key(held, depth + 1), read
+        captured = (value.__defaults__, value.__kwdefaults__, tuple(cells))
+        namespace = value.__globals__
+        names = [name for name in value.__code__.co_names if name in namespace and type(namespace[name]) in _VALUES]
+        read = tuple([(name, _key(namespace[name], depth)) for name in names])
+        return FunctionType, value.__code__, value.__module__, _key(captured, depth + 1), read
     if isinstance(value, (tuple, set, frozenset)) and len(value) < 32:
         return type(value), tuple([_key(item, depth + 1) for item in value])
     if isinstance(value, dict) and len(value) < 32:
@@ -109,8 +109,8 @@ def _key(value: Any, depth: int) -> Hashable:
 
 def _object(value: Any) -> Hashable:
     """The key of an object: its identity, and the plain ones of its attributes."""
-    held = getattr(value, "__dict__", {}) if not isinstance(value, ModuleType) else {}
-    return _Identity(value), tuple([(name, _key(item, 0)) for name, item in held.items() if type(item) in _VALUES])
+    table = getattr(value, "__dict__", {}) if not isinstance(value, ModuleType) else {}
+    return _Identity(value), tuple([(name, _key(item, 0)) for name, item in table.items() if type(item) in _VALUES])
 
 
 def _cell(cell: Any) -> Any:

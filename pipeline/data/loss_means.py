@@ -1,6 +1,6 @@
 """The trace of the means within a loss: the divisor of each, recorded while loss_fn computes.
 
-    loss_fn(output, target), under Seeing (a torch-function mode)
+    loss_fn(output, target), under DivisorTrace (a torch-function mode)
         F.cross_entropy(...)  --> its sum over the tokens that count, and their count: exact, chunk by chunk
         x.mean(), x / n, ...  --> a divisor: in proportion to the chunk's rows, the same for all, or neither
 
@@ -90,7 +90,7 @@ class LossOrigin(NamedTuple):
             return torch.where(self.pending == 0, 0.0, mean) * self.pending  # zero for no tokens
 
 
-class Seeing(TorchFunctionMode):
+class DivisorTrace(TorchFunctionMode):
     """A torch-function mode that traces one evaluation of loss_fn.
 
     Args:
@@ -117,7 +117,7 @@ class Seeing(TorchFunctionMode):
             if tensor.dim():  # else a number that the model has computed: nobody saw what it divides by
                 self._note(tensor, LossOrigin((), None, True))
 
-    def __enter__(self) -> Seeing:
+    def __enter__(self) -> DivisorTrace:
         while _is_left_behind():
             torch._C._pop_torch_function_stack()
         self._depth = torch._C._len_torch_function_stack()
@@ -145,48 +145,46 @@ class Seeing(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _TOKENS and _is_mean(kwargs) and _has_labels(args, kwargs):
             return self._token_mean(func, args, kwargs)
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         self.is_blind = self.is_blind or _divides_within(func, args, kwargs)
-        result = made
-        if func.__name__ == "__setitem__":
-            made = args[0]
-        if isinstance(made, Tensor) or (isinstance(made, (tuple, list)) and made and isinstance(made[0], Tensor)):
-            self._follow(func, args, kwargs, made)
+        value = args[0] if func.__name__ == "__setitem__" else result
+        if isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor)):
+            self._follow(func, args, kwargs, value)
         return result
 
-    def _follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
+    def _follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Note the origin of a function's result."""
         origin = self._joined(args, kwargs)
         if origin is None:
             return
-        amounts = self._amounts(func, args, kwargs, made)
+        amounts = self._amounts(func, args, kwargs, result)
         if amounts or origin.total is not None or origin.pending is not None:
-            own = [Divisor(amount) for amount in amounts]
+            new_divisors = [Divisor(amount) for amount in amounts]
             total = None if origin.total is None else self._total(func, args, kwargs)
-            origin = LossOrigin((*origin.divisors, *own), total, origin.of_output)
-        if isinstance(made, Tensor):
-            self._note(made, origin)
+            origin = LossOrigin((*origin.divisors, *new_divisors), total, origin.of_output)
+        if isinstance(result, Tensor):
+            self._note(result, origin)
         else:
-            for tensor in _tensors(made):
+            for tensor in _tensors(result):
                 self._note(tensor, origin)
 
     def _joined(self, args: Sequence[Any], kwargs: dict[str, Any]) -> LossOrigin | None:
         """The joined origin of a function's arguments; `total` is one of theirs."""
-        found: list[LossOrigin] = []
+        origins: list[LossOrigin] = []
         for value in [*args, *kwargs.values()] if kwargs else args:
             if isinstance(value, Tensor):
                 entry = self._origins.get(id(value))
                 if entry is not None and entry[0]() is value:
-                    found.append(entry[1])
+                    origins.append(entry[1])
             elif isinstance(value, (tuple, list)):
-                found.extend([origin for tensor in _tensors(value) if (origin := self.origin(tensor)) is not None])
-        if len(found) < 2:
-            return found[0] if found else None
-        divisors = tuple(dict.fromkeys([divisor for origin in found for divisor in origin.divisors]))
-        totals = [origin.total for origin in found if origin.total is not None]
-        return LossOrigin(divisors, totals[0] if totals else None, any([origin.of_output for origin in found]))
+                origins.extend([origin for tensor in _tensors(value) if (origin := self.origin(tensor)) is not None])
+        if len(origins) < 2:
+            return origins[0] if origins else None
+        divisors = tuple(dict.fromkeys([divisor for origin in origins for divisor in origin.divisors]))
+        totals = [origin.total for origin in origins if origin.total is not None]
+        return LossOrigin(divisors, totals[0] if totals else None, any([origin.of_output for origin in origins]))
 
-    def _amounts(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> list[Tensor | float]:
+    def _amounts(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Tensor | float]:
         """The divisors and factors of a function call."""
         name = func.__name__
         if name == "nanmean":
@@ -194,7 +192,7 @@ class Seeing(TorchFunctionMode):
                 return [(~args[0].detach().isnan()).sum()]
         if name == "mean" or (func in _REDUCING and _is_mean(kwargs)):
             averaged = args[0] if args else kwargs["input"]
-            return [averaged.numel() / max(made.numel(), 1)]
+            return [averaged.numel() / max(result.numel(), 1)]
         plain = name.removesuffix("_") if not name.endswith("__") else name
         if plain not in _SCALING:
             return []
@@ -204,7 +202,7 @@ class Seeing(TorchFunctionMode):
         if plain not in ("mul", "multiply"):  # a division: only the denominator
             values = values[1:]
         return [
-            alone(value).reshape(()) if isinstance(value, Tensor) else float(value)
+            detached_number(value).reshape(()) if isinstance(value, Tensor) else float(value)
             for value in values
             if isinstance(value, _NUMBERS) or (isinstance(value, Tensor) and self._is_of_chunk(value, values))
         ]
@@ -230,18 +228,18 @@ class Seeing(TorchFunctionMode):
         rest = [value for value, total in zip(args, totals, strict=True) if total is None]
         name, inplace = name.removesuffix("_"), name.endswith("_") and not name.endswith("__")
         with without_function_modes():
-            if name in _SCALING and len(args) == 2 and not kwargs and all(isinstance(each, _NUMBERS) for each in rest):
+            if name in _SCALING and len(args) == 2 and not kwargs and all(isinstance(term, _NUMBERS) for term in rest):
                 if len(rest) != 1 or (totals[0] is None and name not in ("mul", "multiply")) or "__" in name:
                     return None
             elif name in _ADDING and len(args) == 2:
-                if any(not isinstance(each, _NUMBERS) or each != 0 for each in rest):
+                if any(not isinstance(term, _NUMBERS) or term != 0 for term in rest):
                     return None
             elif name != "neg":
                 return totals[0] if name in _KEEPING and len(totals) and totals[0] is not None else None
             function = getattr(torch, name) if inplace else func
             factors = [value if total is None else total for value, total in zip(args, totals, strict=True)]
-            found = function(*factors, **kwargs)
-        return found if isinstance(found, Tensor) else None
+            combination = function(*factors, **kwargs)
+        return combination if isinstance(combination, Tensor) else None
 
     def _total_of(self, value: Any) -> Tensor | None:
         origin = self.origin(value) if isinstance(value, Tensor) else None
@@ -269,7 +267,7 @@ def _is_left_behind() -> bool:
     """Whether the innermost mode is a trace that an interrupt left on the stack."""
     depth = torch._C._len_torch_function_stack()
     mode = torch._C._get_function_stack_at(depth - 1) if depth else None
-    return isinstance(mode, Seeing) and mode.is_over
+    return isinstance(mode, DivisorTrace) and mode.is_over
 
 
 def _mean_and_total(
@@ -327,8 +325,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
 
@@ -339,7 +337,7 @@ Proof: TypeAlias = tuple[bool | None, ...]  # whether each divisor varies with t
 def is_alike(one: Proof, other: Proof) -> bool:
     """Whether the same divisors vary in two proofs, as far as they can be compared."""
     pairs = list(zip(one, other, strict=True)) if len(one) == len(other) else []
-    return all([before is None or now is None or before == now for before, now in pairs])
+    return all([first is None or second is None or first == second for first, second in pairs])
 
 
 def proof(
@@ -355,12 +353,12 @@ def proof(
     Returns:
         It. None: they prove nothing.
     """
-    seen = [own for own in divisors if own is not None]
+    seen = [chunk_divisors for chunk_divisors in divisors if chunk_divisors is not None]
     if len(rows) == 1:
         return ()
     if not seen or len(seen) < len(divisors):
         return None
-    if len({tuple([divisor.is_count for divisor in own]) for own in seen}) > 1:
+    if len({tuple([divisor.is_count for divisor in chunk_divisors]) for chunk_divisors in seen}) > 1:
         return None
     kinds = [divisor.is_count and is_counted for divisor in seen[0]]
     columns = [[divisor.amount for divisor in column] for column in zip(*seen, strict=True)]
@@ -368,36 +366,38 @@ def proof(
         columns.pop(kinds.index(True))
         kinds.remove(True)
     numbers = _as_numbers(columns)
-    same = [_is_as(own, _ones(own)) for own in numbers]
+    same = [_is_as(column, _ones(column)) for column in numbers]
     varies = tuple([
-        None if isnan(sum(own)) or not any(own) else not constant for own, constant in zip(numbers, same, strict=True)
+        None if isnan(sum(column)) or not any(column) else not constant
+        for column, constant in zip(numbers, same, strict=True)
     ])
     if is_counted:  # other counts in proportion to the first, everything else the same for all chunks
         first = numbers[kinds.index(True)] if True in kinds else []
         proven = [
-            _is_as(own, first) if kind else constant for kind, own, constant in zip(kinds, numbers, same, strict=True)
+            _is_as(column, first) if kind else constant
+            for kind, column, constant in zip(kinds, numbers, same, strict=True)
         ]
         return varies if all(proven) else None
     proven = [
-        constant or _is_as(own, rows) or _is_as(_inverse(own), rows)
-        for own, constant in zip(numbers, same, strict=True)
+        constant or _is_as(column, rows) or _is_as(_inverse(column), rows)
+        for column, constant in zip(numbers, same, strict=True)
     ]
     return varies if all(proven) else None
 
 
-def alone(number: Tensor) -> Tensor:
+def detached_number(number: Tensor) -> Tensor:
     """A 0-d tensor, detached. It must not keep its source alive: torch's mse_loss reduces within its input."""
-    found = number.detach()
-    return found.clone() if found.untyped_storage().nbytes() > found.element_size() else found
+    detached = number.detach()
+    return detached.clone() if detached.untyped_storage().nbytes() > detached.element_size() else detached
 
 
 def _as_numbers(columns: Sequence[Sequence[Tensor | float]]) -> list[list[float]]:
     """All numbers on the host in one copy, so that it waits for a GPU at most once."""
     tensors = [amount for column in columns for amount in column if isinstance(amount, Tensor)]
     with without_function_modes():
-        there = [tensor.to(tensors[0].device, torch.float64) for tensor in tensors]
-        found = iter(torch.stack(there).tolist() if there else ())
-    return [[next(found) if isinstance(amount, Tensor) else amount for amount in column] for column in columns]
+        gathered = [tensor.to(tensors[0].device, torch.float64) for tensor in tensors]
+        numbers = iter(torch.stack(gathered).tolist() if gathered else ())
+    return [[next(numbers) if isinstance(amount, Tensor) else amount for amount in column] for column in columns]
 
 
 def _ones(numbers: Sequence[float]) -> list[float]:

@@ -24,20 +24,20 @@ class Metrics:
     def __init__(self, name: str) -> None:
         self._name = name
         self._names: KeysView[Any] | None = None  # as in the first chunk
-        self._found: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}  # by chunk
+        self._by_chunk: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}  # by chunk
 
-    def taken(self, chunk: int, value: Any) -> Any:
+    def record(self, chunk: int, value: Any) -> Any:
         """Keep the metrics in a result of loss_fn; return the rest."""
-        given: dict[Any, Any] = value[-1] if _has_metrics(value) else {}
+        metrics: dict[Any, Any] = value[-1] if _has_metrics(value) else {}
         if self._names is None:
-            self._names = given.keys()
-        elif given.keys() != self._names:
+            self._names = metrics.keys()
+        elif metrics.keys() != self._names:
             raise ValueError(
-                f"{self._name} returned metrics {list(self._names)} for one chunk and {list(given)} for another. "
+                f"{self._name} returned metrics {list(self._names)} for one chunk and {list(metrics)} for another. "
                 "Return the same for every chunk; a metric without entries in a chunk is (0, 0)."
             )
-        if given:
-            self._found[chunk] = {self._named(name): self._pair(name, metric) for name, metric in given.items()}
+        if metrics:
+            self._by_chunk[chunk] = {self._named(name): self._pair(name, metric) for name, metric in metrics.items()}
         return without_metrics(value)
 
     @property
@@ -48,7 +48,7 @@ class Metrics:
     @property
     def sums(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The sums and the counts of the mini-batch, float64."""
-        chunks = [self._found[chunk] for chunk in sorted(self._found)]
+        chunks = [self._by_chunk[chunk] for chunk in sorted(self._by_chunk)]
         with without_function_modes():
             return {
                 name: (_added([chunk[name][0] for chunk in chunks]), _added([chunk[name][1] for chunk in chunks]))
@@ -75,8 +75,8 @@ class Metrics:
                 return part.detach().reshape(()).to(torch.float64, copy=True)
         if isinstance(part, (int, float)):
             return torch.tensor(float(part), dtype=torch.float64, device="cpu")
-        what = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else repr(part)
-        raise TypeError(f"{self._name} returned {what} in the metric {name!r}. Return two numbers: (sum, count).")
+        shown = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else repr(part)
+        raise TypeError(f"{self._name} returned {shown} in the metric {name!r}. Return two numbers: (sum, count).")
 
 
 def divided_sum(total: Tensor, count: Tensor) -> Tensor:

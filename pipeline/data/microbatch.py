@@ -86,14 +86,14 @@ class Batch:
         return len(self.rows)
 
     @property
-    def each(self) -> tuple[Batch, ...]:
+    def mini_batches(self) -> tuple[Batch, ...]:
         """The mini-batches, also where there is but one."""
         return self.parts or (self,)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Those of all mini-batches, uncut."""
-        return [tensor for part in self.each for tensor in part.tree.tensors]
+        return [tensor for part in self.mini_batches for tensor in part.tree.tensors]
 
     def message(self, chunk: int, grad: bool) -> Activations:
         """Chunk `chunk`, detached; with `grad`, tensors that require a gradient say so."""
@@ -165,33 +165,33 @@ def are_joinable(column: Sequence[Tensor], batch_dim: int) -> bool:
     return len({(*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :]) for tensor in column}) == 1
 
 
-def scatter(value: Any, chunks: int, what: str = "the input", batch_dim: int = 0) -> Batch:
+def scatter(value: Any, chunks: int, name: str = "the input", batch_dim: int = 0) -> Batch:
     """Cut a mini-batch into at most `chunks` chunks, as even as can be.
 
     Args:
         value: a pytree; tensors have their rows along `batch_dim`, the same number each.
         chunks: the number of chunks, if there are as many rows.
-        what: how an error names the value.
+        name: how an error names the value.
         batch_dim: the dim that counts rows; of tensors with fewer dims dim 0 does.
 
     Raises:
         TypeError: a leaf cannot be cut and is no plain value.
         ValueError: nothing to cut, a tensor without dimensions, tensors of different length, no rows.
     """
-    tree, cut = _take_apart(value, what)
-    rows = _rows(tree, cut, what, batch_dim)
+    tree, cut = _take_apart(value, name)
+    rows = _rows(tree, cut, name, batch_dim)
     count = min(chunks, rows)
     return Batch(tree, cut, _even(rows, count), _all_pieces(tree, cut, count, batch_dim), batch_dim)
 
 
-def scatter_like(value: Any, batch: Batch, what: str) -> Batch:
+def scatter_like(value: Any, batch: Batch, name: str) -> Batch:
     """Cut a value (a target) at the rows where `batch` is cut; a value without tensors goes whole to every chunk."""
-    tree, cut = _take_apart(value, what)
+    tree, cut = _take_apart(value, name)
     if any(cut):
-        rows = _rows(tree, cut, what, batch.batch_dim)
+        rows = _rows(tree, cut, name, batch.batch_dim)
         if rows != sum(batch.rows):
             raise ValueError(
-                f"{what} has {rows} rows but the input has {sum(batch.rows)}. Give one row of {what} for each row of "
+                f"{name} has {rows} rows but the input has {sum(batch.rows)}. Give one row of {name} for each row of "
                 "the input, or mark what belongs to the whole batch with NoChunk(...)."
                 + (_where(batch.batch_dim) if batch.batch_dim else "")
             )
@@ -205,12 +205,12 @@ def halved(batch: Batch) -> Batch:
     return Batch(batch.tree, batch.cut, _even(sum(batch.rows), 2), pieces, batch.batch_dim)
 
 
-def consecutive(parts: Sequence[Batch], what: str) -> Batch:
+def consecutive(parts: Sequence[Batch], name: str) -> Batch:
     """Several mini-batches, whose chunks run one after the other.
 
     Args:
         parts: the mini-batches, at least one.
-        what: how an error names their values.
+        name: how an error names their values.
 
     Raises:
         ValueError: they differ in structure, in plain values, or in what goes whole to every chunk.
@@ -221,7 +221,7 @@ def consecutive(parts: Sequence[Batch], what: str) -> Batch:
     for number, part in enumerate(parts):
         if part.cut != first.cut or not same_structure(part.tree, first.tree):
             raise ValueError(
-                f"mini-batches of one step differ: {what} of mini-batch 0 is {described(first)}, that of mini-batch "
+                f"mini-batches of one step differ: {name} of mini-batch 0 is {described(first)}, that of mini-batch "
                 f"{number} is {described(part)}. Give all the same structure and the same plain values; tensors may "
                 "differ in shape."
             )
@@ -330,14 +330,14 @@ class _ShownShape:
         return self._text
 
 
-def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
+def _take_apart(value: Any, name: str) -> tuple[Tree, tuple[bool, ...]]:
     """A tree without its NoChunk marks, and which of its tensors are cut."""
     if isinstance(value, Tensor):
-        return flatten(value, what), (True,)
+        return flatten(value, name), (True,)
     leaves, spec = pytree.tree_flatten(value, is_leaf=_stays_whole)
     if any([isinstance(leaf, PackedSequence) for leaf in leaves]):
         raise TypeError(
-            f"{what} holds a PackedSequence, which lies by time steps: it has no dim that counts rows. Give the padded "
+            f"{name} holds a PackedSequence, which lies by time steps: it has no dim that counts rows. Give the padded "
             "tensor and its lengths, and pack them within the first layer; between layers it may be packed. One that "
             "every chunk needs whole stands in NoChunk(...)."
         )
@@ -350,9 +350,9 @@ def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
     }
     both = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in whole]
     if both:
-        raise ValueError(f"a tensor of shape {list(both[0].shape)} stands in {what} both bare and in NoChunk(...).")
+        raise ValueError(f"a tensor of shape {list(both[0].shape)} stands in {name} both bare and in NoChunk(...).")
     bare = pytree.tree_unflatten([leaf.value if _is_mark(leaf) else leaf for leaf in leaves], spec)
-    tree = flatten(bare, what)
+    tree = flatten(bare, name)
     return tree, tuple(id(tensor) not in whole for tensor in tree.tensors)
 
 
@@ -364,24 +364,24 @@ def _stays_whole(value: Any) -> bool:
     return isinstance(value, (NoChunk, PackedSequence))
 
 
-def _rows(tree: Tree, cut: Sequence[bool], what: str, batch_dim: int) -> int:
+def _rows(tree: Tree, cut: Sequence[bool], name: str, batch_dim: int) -> int:
     tensors = [tensor for tensor, is_cut in zip(tree.tensors, cut, strict=True) if is_cut]
     if not tensors:
         raise ValueError(
-            f"{what} has nothing to cut: no tensor outside NoChunk(...) in {describe(tree)}. Give at least one "
+            f"{name} has nothing to cut: no tensor outside NoChunk(...) in {describe(tree)}. Give at least one "
             f"tensor whose dim {batch_dim} counts the rows of the mini-batch."
         )
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"{what} holds a 0-d tensor, which cannot be cut along dim 0. Wrap it: NoChunk(tensor).")
+        raise ValueError(f"{name} holds a 0-d tensor, which cannot be cut along dim 0. Wrap it: NoChunk(tensor).")
     lengths = sorted({tensor.shape[row_dim(tensor, batch_dim)] for tensor in tensors})
     if len(lengths) > 1:
         raise ValueError(
-            f"{what} holds tensors of different length: {describe(tree)} (rows: {lengths}). All tensors are cut "
+            f"{name} holds tensors of different length: {describe(tree)} (rows: {lengths}). All tensors are cut "
             f"along dim {batch_dim} and need the same number of rows; wrap those that every chunk needs whole in "
             "NoChunk(...)." + (_where(batch_dim) if batch_dim else "")
         )
     if lengths[0] == 0:
-        raise ValueError(f"{what} has 0 rows: {describe(tree)}. A mini-batch needs at least one row.")
+        raise ValueError(f"{name} has 0 rows: {describe(tree)}. A mini-batch needs at least one row.")
     return lengths[0]
 
 

@@ -61,7 +61,9 @@ class Bundle(NamedTuple):
 
     @classmethod
     def of(cls, trees: tuple[Tree, ...]) -> Bundle:
-        return cls(trees, trees[0].tensors if len(trees) == 1 else tuple(t for tree in trees for t in tree.tensors))
+        if len(trees) == 1:
+            return cls(trees, trees[0].tensors)
+        return cls(trees, tuple(tensor for tree in trees for tensor in tree.tensors))
 
     def build(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The values, with other tensors in the places of their own."""
@@ -69,12 +71,12 @@ class Bundle(NamedTuple):
             return [self.trees[0].build(tensors)]
         return [tree.build(part) for tree, part in zip(self.trees, self.split(tensors), strict=True)]
 
-    def split(self, each: Sequence[T]) -> list[Sequence[T]]:
+    def split(self, entries: Sequence[T]) -> list[Sequence[T]]:
         """Split a sequence with one entry per tensor, tree by tree."""
         if len(self.trees) == 1:
-            return [each]
+            return [entries]
         ends = accumulate(len(tree.tensors) for tree in self.trees)
-        return [each[end - len(tree.tensors) : end] for tree, end in zip(self.trees, ends, strict=True)]
+        return [entries[end - len(tree.tensors) : end] for tree, end in zip(self.trees, ends, strict=True)]
 
 
 class MemoryId(NamedTuple):
@@ -100,12 +102,12 @@ class Activations(NamedTuple):
     memory: tuple[MemoryId, ...] = ()
 
 
-def flatten(value: Any, what: str) -> Tree:
+def flatten(value: Any, name: str) -> Tree:
     """Take a value apart.
 
     Args:
         value: a pytree.
-        what: how an error names the value: "the output of stage 1".
+        name: how an error names the value: "the output of stage 1".
 
     Raises:
         TypeError: a leaf is neither a tensor nor None, bool, int, float or str, or is a nested tensor.
@@ -125,7 +127,7 @@ def flatten(value: Any, what: str) -> Tree:
         elif type(leaf) in PLAIN:
             skeleton.append(leaf)
         else:
-            raise TypeError(_foreign_leaf(leaf, what))
+            raise TypeError(_foreign_leaf(leaf, name))
     return Tree(tuple(tensors), Skeleton(spec, tuple(skeleton)))
 
 
@@ -141,10 +143,10 @@ def _same_leaves(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return all(type(one) is type(other) and (one == other or one != one) for one, other in pairs)
 
 
-def _foreign_leaf(leaf: Any, what: str) -> str:
+def _foreign_leaf(leaf: Any, name: str) -> str:
     if isinstance(leaf, Tensor):
         return (
-            f"{what} holds a nested tensor, which is neither cut into rows nor crosses stages. Give a padded one and a "
+            f"{name} holds a nested tensor, which is neither cut into rows nor crosses stages. Give a padded one and a "
             "mask: torch.nested.to_padded_tensor(x, 0.0). Within a stage any tensor may be nested."
         )
     kind = type(leaf)
@@ -154,15 +156,18 @@ def _foreign_leaf(leaf: Any, what: str) -> str:
     elif isinstance(leaf, Mapping):
         hint = "make it a dict with dict(...)"
     return (
-        f"{what} holds a {kind.__module__}.{kind.__qualname__} ({str(leaf)[:60]}). Only tensors, None, bool, int, "
+        f"{name} holds a {kind.__module__}.{kind.__qualname__} ({str(leaf)[:60]}). Only tensors, None, bool, int, "
         f"float, str and containers of them cross stages: {hint}."
     )
 
 
-def memory_of(tensors: Sequence[Tensor], known: dict[int, MemoryId], stage: int, chunk: int) -> tuple[MemoryId, ...]:
-    """The identity of each tensor's memory: one of `known`, by `storage_of`, or a new one, which is added."""
+def memory_of(
+    tensors: Sequence[Tensor], by_storage: dict[int, MemoryId], stage: int, chunk: int
+) -> tuple[MemoryId, ...]:
+    """The identity of each tensor's memory: one of `by_storage`, or a new one, which is added."""
     return tuple([
-        known.setdefault(storage_of(tensor), MemoryId((stage, chunk, number))) for number, tensor in enumerate(tensors)
+        by_storage.setdefault(storage_of(tensor), MemoryId((stage, chunk, number)))
+        for number, tensor in enumerate(tensors)
     ])
 
 
@@ -259,15 +264,15 @@ def computable(tensor: Tensor) -> Tensor:
 
 def checksums(tensors: Sequence[Tensor]) -> Checksums:
     """Of each tensor its sum and the sum of its magnitudes, in float64."""
-    found = []
+    sums = []
     with torch.no_grad():
         for tensor in tensors:
             values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             values = values.to_dense() if values.layout is not torch.strided else values
             values = computable(values) if values.is_floating_point() else values.to(torch.float64)
             total = values.sum(dtype=torch.float64)  # the cast happens in the kernel: no second copy of a large tensor
-            found.append((total, torch.linalg.vector_norm(values, 1, dtype=torch.float64), tensor.dtype))
-    return found
+            sums.append((total, torch.linalg.vector_norm(values, 1, dtype=torch.float64), tensor.dtype))
+    return sums
 
 
 def same_checksums(ones: Checksums, others: Checksums) -> bool:

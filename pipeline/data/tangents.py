@@ -35,31 +35,32 @@ class Inbox(NamedTuple):
         trees: list[Tree] = []
         tangents: list[list[Tensor]] = [[] for _ in range(count)]
         for tree, needs, _ in messages:
-            own, live = len(needs), sum(needs)
-            trees.append(Tree(tree.tensors[:own], tree.skeleton))
+            size, live = len(needs), sum(needs)
+            trees.append(Tree(tree.tensors[:size], tree.skeleton))
             for direction in range(count):
-                start = own + direction * live
+                start = size + direction * live
                 tangents[direction].extend(tree.tensors[start : start + live])
         needs = tuple([need for message in messages for need in message.needs_grad])
-        return cls(Bundle.of(tuple(trees)), needs, tangents, tuple([m for message in messages for m in message.memory]))
+        memory = tuple([memory_id for message in messages for memory_id in message.memory])
+        return cls(Bundle.of(tuple(trees)), needs, tangents, memory)
 
 
 def outbox(
-    made: Bundle, tensors: Sequence[Tensor], tangents: Sequence[Sequence[Tensor]], memory: Sequence[MemoryId]
+    outputs: Bundle, tensors: Sequence[Tensor], tangents: Sequence[Sequence[Tensor]], memory: Sequence[MemoryId]
 ) -> list[Activations]:
-    """The messages of detached `tensors`, which are those of `made`, with the tangents of those that have some."""
-    needs = [tensor.requires_grad for tensor in made.tensors]
+    """The messages of detached `tensors`, which are those of `outputs`, with the tangents of those that have some."""
+    needs = [tensor.requires_grad for tensor in outputs.tensors]
     messages, first = [], 0
-    parts = zip(made.trees, made.split(tensors), made.split(needs), made.split(memory), strict=True)
-    for tree, own, wants, places in parts:
+    parts = zip(outputs.trees, outputs.split(tensors), outputs.split(needs), outputs.split(memory), strict=True)
+    for tree, values, wants, memory_ids in parts:
         live = sum(wants)
         more = [tangent for direction in tangents for tangent in direction[first : first + live]]
-        messages.append(Activations(Tree((*own, *more), tree.skeleton), tuple(wants), tuple(places)))
+        messages.append(Activations(Tree((*values, *more), tree.skeleton), tuple(wants), tuple(memory_ids)))
         first += live
     return messages
 
 
-class Back(NamedTuple):
+class LeafGrads(NamedTuple):
     """The gradients that go back from a stage.
 
     Attributes:
@@ -84,7 +85,7 @@ class Back(NamedTuple):
 
 
 def groups_of(messages: Sequence[Grads], lives: Sequence[int], count: int) -> list[Grads]:
-    """From the messages that came back to groups over all roots, as `Back.messages` made them.
+    """From the messages that came back to groups over all roots, as `LeafGrads.messages` made them.
 
     Args:
         messages: for each value that a stage made. Empty: no reader has any gradient.

@@ -208,7 +208,7 @@ class Runtime:
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
             )
-        plan = settings.plans.plan(batch.chunks, request.planner, settings.chunks * len(batch.each))
+        plan = settings.plans.plan(batch.chunks, request.planner, settings.chunks * len(batch.mini_batches))
         setup = Setup(
             stages=self.stages(),
             layout=settings.layout,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.pytrees import Activations, Grads, Tree, add_grads
-from pipeline.data.tangents import Back, Inbox
+from pipeline.data.tangents import Inbox, LeafGrads
 from pipeline.data.values import CALLER
 from pipeline.execution.communicator import Pair, StageGrad
 from pipeline.execution.execution import Execution
@@ -142,7 +142,7 @@ class GradientProduct(Product):
     def sends_gradient(self) -> bool:
         return True
 
-    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
+    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> LeafGrads:
         (tree,) = graph.outputs.trees
         grads = self._grads[chunk]
         root_grads = [grad for tensor, grad in zip(tree.tensors, grads, strict=True) if tensor.requires_grad]
@@ -151,6 +151,6 @@ class GradientProduct(Product):
         self._outputs[chunk] = tuple([next(root_tangents) if tensor.requires_grad else None for tensor in tree.tensors])
         return back
 
-    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> Back:
+    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> LeafGrads:
         first, *seconds = groups
         return run.pull_second(graph, inbox.tangents, first, seconds, False)

@@ -17,7 +17,7 @@ from functools import partial
 
 from pipeline.common.twice import explained
 from pipeline.data.pytrees import Activations, Grads
-from pipeline.data.tangents import Back, Inbox, groups_of
+from pipeline.data.tangents import Inbox, LeafGrads, groups_of
 from pipeline.execution.execution import Execution, WorkTable
 from pipeline.stage.stage_rule import ProductGraph, ProductRecord, StageRule
 from scheduler import Kind
@@ -109,9 +109,9 @@ class Product(ABC):
         """Whether a gradient goes back with the products."""
 
     @abstractmethod
-    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
+    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> LeafGrads:
         """B of the last stage: from its outputs to what goes back."""
 
     @abstractmethod
-    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> Back:
+    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> LeafGrads:
         """B of another stage. `groups`: what came back, for each root: l where it is sent, then each direction's."""

@@ -26,7 +26,7 @@ from pipeline.common.graph import gradients, mark, refuse_tangents
 from pipeline.common.torch_modes import without_autocast
 from pipeline.common.twice import refuse_once_differentiable
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, memory_of, storage_of, versions
-from pipeline.data.tangents import Back, Inbox, outbox
+from pipeline.data.tangents import Inbox, LeafGrads, outbox
 from pipeline.recompute.policy import checkpointing
 from pipeline.recompute.snapshot import ForwardSnapshot
 from pipeline.stage.layers import StageLayers
@@ -259,7 +259,7 @@ class StageRule:
         first: Grads,
         seconds: Sequence[Grads],
         wanted: bool,
-    ) -> Back:
+    ) -> LeafGrads:
         """B of a Hessian: l and l'[k] at the roots -> those at the leaves; parameters get gradient and products.
 
         Args:
@@ -279,7 +279,7 @@ class StageRule:
 
     def pull_end(
         self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]], first: Grads
-    ) -> tuple[Back, Grads]:
+    ) -> tuple[LeafGrads, Grads]:
         """B of the last stage, where l is given and is no function of the output: l' is zero there.
 
         Returns:
@@ -303,10 +303,10 @@ class StageRule:
         seconds: Sequence[Grads],
         wanted: bool,
         extra_targets: Sequence[Tensor] = (),
-    ) -> Back:
+    ) -> LeafGrads:
         """The second half of it: `grads` are G; at the last stage, whose loss is in G, `seconds` are empty.
 
-        `extra_targets`: more tensors by which it differentiates; their parts stand at the end of `Back.derivative`.
+        `extra_targets`: more tensors by which it differentiates; `LeafGrads.derivative` has their parts at its end.
         """
         targets = [*self.targets(graph), *extra_targets]
         if tangents:
@@ -325,7 +325,7 @@ class StageRule:
 
     def pull_first(
         self, graph: ProductGraph, cotangents: Sequence[Grads], gradient: Grads | None
-    ) -> Back:
+    ) -> LeafGrads:
         """B of J^T A J: plain backwards of each direction's cotangents, and of the loss's where it is wanted."""
         targets, products = self.targets(graph), []
         groups = [*cotangents] if gradient is None else [gradient, *cotangents]
@@ -339,13 +339,13 @@ class StageRule:
 
     def _handed(
         self, graph: ProductGraph, gradient: Grads | None, products: Sequence[Grads], first: Grads | None
-    ) -> Back:
+    ) -> LeafGrads:
         """Give the parameters their parts; return those of the leaves."""
         inputs = len(graph.leaves)
         self.parameters.add(
             [parts[inputs:] for parts in products], None if gradient is None else gradient[inputs:]
         )
-        return Back(
+        return LeafGrads(
             None if first is None else first[:inputs], [parts[:inputs] for parts in products],
             products[0] if products else ()
         )

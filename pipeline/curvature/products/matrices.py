@@ -20,7 +20,7 @@ from pipeline.curvature.products.loss_check import hessian_times
 from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.stage_check import of_gradient, of_output
 from pipeline.data.pytrees import Grads, Tree
-from pipeline.data.tangents import Back, Inbox
+from pipeline.data.tangents import Inbox, LeafGrads
 from pipeline.stage.stage_rule import ProductGraph, StageRule, gradients_of
 
 
@@ -33,14 +33,14 @@ class HessianProduct(ProductCall):
     def sends_gradient(self) -> bool:
         return True
 
-    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
+    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> LeafGrads:
         (tree,) = graph.outputs.trees
         # Through views, so that the gradient at an output from which another is made is its own part.
         ends = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tree.tensors]
         loss, initial_grad = self.loss_end(chunk, tree, ends)
         if not loss.requires_grad:
             no_grads: Grads = (None,) * len(graph.leaves)
-            return Back(no_grads, [no_grads] * self._task.number)
+            return LeafGrads(no_grads, [no_grads] * self._task.number)
         self._reached = True
         self._rule_check.check_loss(chunk, loss, ends, tree.tensors, partial(self.loss_end.gradient_at, chunk, tree))
         compared_ends = [end for end in ends if end.requires_grad] if self.loss_end.compares else []
@@ -54,7 +54,7 @@ class HessianProduct(ProductCall):
         self._rule_check.confirm(run, chunk, inbox, partial(self._gradient_at, chunk), back.derivative)
         return back
 
-    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> Back:
+    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> LeafGrads:
         first, *seconds = groups
         back = run.pull_second(graph, inbox.tangents, first, seconds, self._task.gradient)
         if seconds:
@@ -75,14 +75,14 @@ class FirstOrderProduct(ProductCall):
 
     is_linear = False  # whether A needs no second derivative of the loss
 
-    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
+    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> LeafGrads:
         (tree,) = graph.outputs.trees
         outputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
         leaves = [leaf for leaf in outputs if leaf.requires_grad]
         loss, initial_grad = self.loss_end(chunk, tree, outputs)
         if not loss.requires_grad:
             no_grads: Grads = (None,) * len(graph.leaves)
-            return Back(no_grads if self._task.gradient else None, [no_grads] * self._task.number)
+            return LeafGrads(no_grads if self._task.gradient else None, [no_grads] * self._task.number)
         self._reached = True
         if not self.is_linear:
             self._rule_check.check_loss(
@@ -97,7 +97,7 @@ class FirstOrderProduct(ProductCall):
         cotangents = self.cotangents(chunk, tree, leaves, grads, tangents)
         return run.pull_first(graph, cotangents, first if self._task.gradient else None)
 
-    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> Back:
+    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> LeafGrads:
         first = groups.pop(0) if self._task.gradient else None
         return run.pull_first(graph, groups, first)
 

@@ -66,8 +66,8 @@ class Probe:
             traits=StageTraits(),
             layout=replace(setup.layout, workers="inline" if setup.communicator.is_alone else None),
         )
-        self._batch = max(batch.each, key=lambda part: part.chunks)
-        self._another = batch.each[-1]
+        self._batch = max(batch.mini_batches, key=lambda part: part.chunks)
+        self._another = batch.mini_batches[-1]
         self._rows = min(sum(self._batch.rows), max(2, self._batch.rows[0]))
         own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         modules = [module for layers in own_stages for top in layers for module in top.modules()]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline import EagerUpdate, Pipe
 from pipeline.curvature import GaussNewton, Hessian
 from pipeline.data.loss_key import LossCount, LossCounts, key_of
-from pipeline.data.loss_means import Seeing
+from pipeline.data.loss_means import DivisorTrace
 
 CLASSES, LENGTH = 5, 3
 WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=torch.float64)
@@ -335,14 +335,14 @@ def test_a_mode_of_the_users_sees_its_calls_and_nothing_of_ours():
 
 def test_a_trace_that_an_interrupt_left_behind_lets_calls_through_and_is_removed():
     logits, target = torch.randn(6, 5), torch.randint(5, (6,))
-    seeing = Seeing(6, [logits], [target], True)
+    seeing = DivisorTrace(6, [logits], [target], True)
     with seeing:
         pass
     torch._C._push_on_torch_function_stack(seeing)  # as an interrupt in its end leaves it
     try:
         loss = F.cross_entropy(logits, target)
         assert seeing.origin(loss) is None
-        with Seeing(6, [logits], [target], True):
+        with DivisorTrace(6, [logits], [target], True):
             assert torch._C._len_torch_function_stack() == 1
     finally:
         while torch._C._len_torch_function_stack():
