@@ -35,11 +35,11 @@ def joined_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 def values_of(norms: Sequence[Tensor]) -> list[float]:
     """The norms as numbers. The host waits once for those of one device and type."""
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, norm in enumerate(norms):
-        alike.setdefault((norm.device, norm.dtype), []).append(index)
+        groups.setdefault((norm.device, norm.dtype), []).append(index)
     values = [0.0] * len(norms)
-    for indices in alike.values():
+    for indices in groups.values():
         for index, value in zip(indices, torch.stack([norms[index] for index in indices]).tolist(), strict=True):
             values[index] = value
     return values

@@ -82,26 +82,26 @@ class EagerUpdate:
         check_flag("separable", separable)
         _check_clip(clip, clip_value, max_norm)
         self.clip, self.clip_value, self.max_norm = clip, clip_value, max_norm
-        self._one_by_one: PerParameterOptimizer | None = None
+        self._per_parameter: PerParameterOptimizer | None = None
         if isinstance(update, torch.optim.Optimizer):
-            self._one_by_one = PerParameterOptimizer(update, separable)
+            self._per_parameter = PerParameterOptimizer(update, separable)
         self._rule: Rule | None = None if isinstance(update, torch.optim.Optimizer) else update
         self._torn = ""
         self._cadence = Cadence()  # of backwards outside a step
         self.without_gradient: list[Tensor] = []
         """The parameters of the optimizer that had no gradient in the last step and were not updated."""
-        if self._one_by_one is not None:
-            _acknowledge_after_loading(self, self._one_by_one.optimizer)
+        if self._per_parameter is not None:
+            _acknowledge_after_loading(self, self._per_parameter.optimizer)
 
     def __repr__(self) -> str:
-        what = "a rule" if self.optimizer is None else type(self.optimizer).__name__
+        kind = "a rule" if self.optimizer is None else type(self.optimizer).__name__
         limit = self.clip_value if self.clip == "value" else self.max_norm
-        return f"EagerUpdate({what}, clip={self.clip!r}{'' if self.clip is None else f' to {limit}'})"
+        return f"EagerUpdate({kind}, clip={self.clip!r}{'' if self.clip is None else f' to {limit}'})"
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer; None for a rule."""
-        return None if self._one_by_one is None else self._one_by_one.optimizer
+        return None if self._per_parameter is None else self._per_parameter.optimizer
 
     @property
     def is_torn(self) -> bool:
@@ -115,7 +115,7 @@ class EagerUpdate:
     @property
     def params(self) -> list[Tensor]:
         """All parameters of the optimizer; none for a rule, which has no list."""
-        return [] if self._one_by_one is None else list(self._one_by_one.params)
+        return [] if self._per_parameter is None else list(self._per_parameter.params)
 
     @property
     def needs_two_runs(self) -> bool:
@@ -130,8 +130,8 @@ class EagerUpdate:
         """
         if self._torn:
             raise RuntimeError(_TORN.format(self._torn))
-        if self._one_by_one is not None:
-            self._one_by_one.begin()
+        if self._per_parameter is not None:
+            self._per_parameter.begin()
 
     def run(self, factor: Tensor | None = None, only_norms: bool = False) -> EagerStep:
         """A run of forward and backward.
@@ -155,12 +155,12 @@ class EagerUpdate:
 
     def holds(self, param: Tensor) -> bool:
         """Whether this optimizer or rule updates the parameter."""
-        return isinstance(param, nn.Parameter) if self._one_by_one is None else param in self._one_by_one
+        return isinstance(param, nn.Parameter) if self._per_parameter is None else param in self._per_parameter
 
     def apply(self, param: Tensor, grad: Tensor) -> None:
         """Update one parameter."""
-        if self._one_by_one is not None:
-            self._one_by_one.step(param, grad)
+        if self._per_parameter is not None:
+            self._per_parameter.step(param, grad)
             return
         assert self._rule is not None  # one of the two
         with torch.no_grad():
@@ -172,7 +172,7 @@ class EagerUpdate:
 
     def note_untouched(self, updated: set[int]) -> None:
         """Note the end of a step that updated these parameters."""
-        self.without_gradient = [each for each in self.params if id(each) not in updated and each.requires_grad]
+        self.without_gradient = [param for param in self.params if id(param) not in updated and param.requires_grad]
 
 
 def _acknowledge_after_loading(update: EagerUpdate, optimizer: torch.optim.Optimizer) -> None:
@@ -285,9 +285,9 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 def _check_rule(rule: Any) -> None:
-    made = rule.func if isinstance(rule, partial) else rule
-    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
-        raise TypeError(f"update is {shown(made)}. Give an object: {made.__name__}(pipe.parameters(), lr=0.01).")
+    callee = rule.func if isinstance(rule, partial) else rule
+    if isinstance(callee, type) and issubclass(callee, torch.optim.Optimizer):
+        raise TypeError(f"update is {shown(callee)}. Give an object: {callee.__name__}(pipe.parameters(), lr=0.01).")
     if not callable(rule) or isinstance(rule, type | nn.Module):
         raise TypeError(f"update is {shown(rule)}. Give a torch optimizer, or a rule: callable(param, grad).")
     try:

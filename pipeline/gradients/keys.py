@@ -77,8 +77,8 @@ class Keys:
             slot.put(None)
 
     def _slot_of(self, param: Tensor) -> GradientSum:
-        found = self.slots.get(id(param))
-        return found or self.slots.setdefault(id(param), GradientSum(param, self._densify))
+        slot = self.slots.get(id(param))
+        return slot or self.slots.setdefault(id(param), GradientSum(param, self._densify))
 
 
 def _named(params: Params | None) -> Iterator[tuple[str | None, Tensor]]:
@@ -91,13 +91,13 @@ def _named(params: Params | None) -> Iterator[tuple[str | None, Tensor]]:
         raise TypeError("params is one tensor. Give a list: GradStore([parameter]).")
     if isinstance(params, str | bytes | type) or not isinstance(params, Iterable):
         raise TypeError(f"params is {shown(params)}. {_PARAMS}")
-    for each in params.items() if isinstance(params, Mapping) else params:
-        if isinstance(each, Tensor):
-            yield None, each
-        elif isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[1], Tensor):
-            yield _name_in(each), each[1]
+    for entry in params.items() if isinstance(params, Mapping) else params:
+        if isinstance(entry, Tensor):
+            yield None, entry
+        elif isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[1], Tensor):
+            yield _name_in(entry), entry[1]
         else:
-            raise TypeError(f"params holds {shown(each)}. {_PARAMS}")
+            raise TypeError(f"params holds {shown(entry)}. {_PARAMS}")
 
 
 def _name_in(pair: Sequence[Any]) -> str:

@@ -65,9 +65,9 @@ def refuse_verdict(params: Iterable[Tensor]) -> None:
 
 def _part_among(gradients: Iterable[Tensor]) -> list[str]:
     """The names of the parameters of Pipes over ranks that these are, or whose gradients."""
-    given = {id(each) for each in gradients} if _parts else set()
-    named = [pair for pipe in _parts if given for pair in pipe.named_parameters()]
-    return [name for name, param in named if id(param) in given or id(param.grad) in given]
+    ids = {id(gradient) for gradient in gradients} if _parts else set()
+    named = [pair for pipe in _parts if ids for pair in pipe.named_parameters()]
+    return [name for name, param in named if id(param) in ids or id(param.grad) in ids]
 
 
 def _few(names: list[str]) -> str:
@@ -145,5 +145,5 @@ def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
 
 def _has_part(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has parameters of a Pipe over ranks."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    return any(id(param) in held for pipe in _parts for param in pipe.parameters())
+    param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return any(id(param) in param_ids for pipe in _parts for param in pipe.parameters())

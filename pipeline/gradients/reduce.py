@@ -51,17 +51,21 @@ def all_reduce(
         raise ValueError(f"op is {op!r}. Use 'sum', or 'mean', which divides by the number of ranks.")
     check_group(group)
     world = dist.get_world_size(group)
-    said: list[tuple[str, list[Word]]] = [("", [])] * world
-    dist.all_gather_object(said, (op, [_word(name, slot) for name, slot in named]), group=group)
-    _check_equal(said)
-    columns = list(zip(*(words for _, words in said), strict=True))
+    by_rank: list[tuple[str, list[Word]]] = [("", [])] * world
+    dist.all_gather_object(by_rank, (op, [_word(name, slot) for name, slot in named]), group=group)
+    _check_equal(by_rank)
+    columns = list(zip(*(descriptions for _, descriptions in by_rank), strict=True))
     slots = [slot for _, slot in named]
-    sparse = {key for key, column in enumerate(columns) if all(each.sparse for each in column if each.dtype)}
+    sparse = {
+        key
+        for key, column in enumerate(columns)
+        if all(description.sparse for description in column if description.dtype)
+    }
     if strict:
         for key, column in enumerate(columns):
-            if key not in sparse and any(each.sparse for each in column):
+            if key not in sparse and any(description.sparse for description in column):
                 raise TypeError(mixed_layouts(slots[key].param))
-    filled = [key for key, column in enumerate(columns) if any(each.dtype for each in column)]
+    filled = [key for key, column in enumerate(columns) if any(description.dtype for description in column)]
     for bucket in _buckets([key for key in filled if key not in sparse], columns):
         _reduce_dense([slots[key] for key in bucket], _dtype(columns[bucket[0]]), group, op, world)
     for key in filled:
@@ -77,40 +81,41 @@ def _word(name: str | None, slot: GradientSum) -> Word:
     return Word(name, tuple(grad.shape), grad.dtype, str(grad.device), sparse, count)
 
 
-def _check_equal(said: Sequence[tuple[str, list[Word]]]) -> None:
-    ops = [op for op, _ in said]
+def _check_equal(by_rank: Sequence[tuple[str, list[Word]]]) -> None:
+    ops = [op for op, _ in by_rank]
     if len(set(ops)) > 1:
         raise ValueError(f"the ranks called all_reduce_ with different ops: {ops}, by rank. Use the same on all.")
-    counts = [len(words) for _, words in said]
+    counts = [len(descriptions) for _, descriptions in by_rank]
     if len(set(counts)) > 1:
         raise ValueError(f"the GradStores of the ranks hold {counts} parameters, by rank. Make them of the same model.")
-    for key, column in enumerate(zip(*(words for _, words in said), strict=True)):
-        if len({(each.name, each.shape) for each in column}) > 1:
-            found = ", ".join(f"{each.name or 'no name'} {list(each.shape)}" for each in column)
+    for key, column in enumerate(zip(*(descriptions for _, descriptions in by_rank), strict=True)):
+        if len({(description.name, description.shape) for description in column}) > 1:
+            listing = ", ".join(f"{description.name or 'no name'} {list(description.shape)}" for description in column)
             raise ValueError(
-                f"parameter {key} of the GradStore is not the same on all ranks: {found}, by rank. Make the stores of "
-                "the same model, its parameters in the same order."
+                f"parameter {key} of the GradStore is not the same on all ranks: {listing}, by rank. Make the stores "
+                "of the same model, its parameters in the same order."
             )
 
 
 def _dtype(column: Column) -> torch.dtype:
     """The widest type of the ranks' sums."""
-    return sum_dtype(*(torch.empty(0, dtype=each.dtype, device="cpu") for each in column if each.dtype))
+    dtypes = [description.dtype for description in column if description.dtype]
+    return sum_dtype(*(torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes))
 
 
 def _buckets(keys: Sequence[int], columns: Sequence[Column]) -> Iterator[list[int]]:
     """Consecutive keys of one type, on each rank on one device; at most BUCKET_BYTES, or a single key."""
     bucket: list[int] = []
-    kind, size = None, 0
+    bucket_layout, size = None, 0
     for key in keys:
         dtype = _dtype(columns[key])
-        found = (dtype, *(each.device for each in columns[key]))
+        layout = (dtype, *(description.device for description in columns[key]))
         more = torch.Size(columns[key][0].shape).numel() * dtype.itemsize
-        if bucket and (found != kind or size + more > BUCKET_BYTES):
+        if bucket and (layout != bucket_layout or size + more > BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append(key)
-        kind, size = found, size + more
+        bucket_layout, size = layout, size + more
     if bucket:
         yield bucket
 
@@ -133,16 +138,17 @@ def _dense(slot: GradientSum, dtype: torch.dtype) -> Tensor:
 
 
 def _reduce_sparse(slot: GradientSum, column: Column, group: dist.ProcessGroup | None, op: str) -> None:
-    dims, most, dtype = max(each.sparse for each in column), max(each.entries for each in column), _dtype(column)
-    own, shape = slot.sum, slot.param.shape
-    device = slot.param.device if own is None else own.device
+    dims = max(description.sparse for description in column)
+    most, dtype = max(description.entries for description in column), _dtype(column)
+    local_sum, shape = slot.sum, slot.param.shape
+    device = slot.param.device if local_sum is None else local_sum.device
     indices = torch.zeros(dims, most, dtype=torch.int64, device=device)
     values = torch.zeros(most, *shape[dims:], dtype=dtype, device=device)
-    if own is not None:
-        indices[:, : own._nnz()] = own._indices()
-        values[: own._nnz()] = own._values()
+    if local_sum is not None:
+        indices[:, : local_sum._nnz()] = local_sum._indices()
+        values[: local_sum._nnz()] = local_sum._values()
     all_indices, all_values = _gathered(indices, group), _gathered(values, group)
-    cut = list(enumerate(each.entries for each in column))
+    cut = list(enumerate(description.entries for description in column))
     total = torch.sparse_coo_tensor(
         torch.cat([all_indices[rank][:, :count] for rank, count in cut], 1),
         torch.cat([all_values[rank][:count] for rank, count in cut]),
@@ -154,7 +160,7 @@ def _reduce_sparse(slot: GradientSum, column: Column, group: dist.ProcessGroup |
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     if tensor.numel():
-        dist.all_gather(found, tensor, group=group)
-    return found
+        dist.all_gather(parts, tensor, group=group)
+    return parts

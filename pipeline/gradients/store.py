@@ -135,9 +135,9 @@ class GradStore:
     def pop(self, key: GradKey) -> Tensor | None:
         """Take a gradient out."""
         slot = self._slot(key)
-        found = slot.sum
+        grad = slot.sum
         slot.put(None)
-        return found
+        return grad
 
     def __contains__(self, key: GradKey) -> bool:
         slot = self._keys.names.get(key) if isinstance(key, str) else self._slots.get(id(key))
@@ -160,8 +160,8 @@ class GradStore:
     @property
     def nbytes(self) -> int:
         """The bytes of all gradients."""
-        held = (tensor for _, grad in self.items() for tensor in parts(grad))
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        tensors = (tensor for _, grad in self.items() for tensor in parts(grad))
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     # ----------------------------------------------------------------------------------------------- all gradients
 
@@ -252,7 +252,7 @@ class GradStore:
         flags: dict[torch.device, list[Tensor]] = {}  # one wait for each device
         for _, grad in self.items():
             flags.setdefault(grad.device, []).append(torch.isfinite(entries(grad)).all())
-        return all(bool(torch.stack(found).all()) for found in flags.values())
+        return all(bool(torch.stack(device_flags).all()) for device_flags in flags.values())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> GradStore:
         """Hold all gradients on another device or in another type from now on; returns the store.

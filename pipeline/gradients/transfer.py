@@ -18,11 +18,11 @@ from pipeline.gradients.slot import check_grad, plus
 
 def move_grads(keys: Keys) -> None:
     """Move `.grad` of all parameters into their slots, or nothing if one is no gradient."""
-    found = [(slot, grad) for slot in keys.slots.values() if (grad := slot.param.grad) is not None]
-    for slot, grad in found:
+    pairs = [(slot, grad) for slot in keys.slots.values() if (grad := slot.param.grad) is not None]
+    for slot, grad in pairs:
         check_grad(slot.param, grad)
     seen: set[int] = set()
-    for slot, grad in found:
+    for slot, grad in pairs:
         slot.put(_owned(grad, seen))
         slot.param.grad = None
 
@@ -46,14 +46,14 @@ def step(keys: Keys, optimizer: torch.optim.Optimizer) -> None:
             "a backward pass first."
         )
     check_optimizer(optimizer)
-    held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-    foreign = [slot.param for slot in grads if id(slot.param) not in held]
+    params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    foreign = [slot.param for slot in grads if id(slot.param) not in params]
     if foreign:
         raise ValueError(
             f"the optimizer does not hold {len(foreign)} of the {len(grads)} parameters in the store, the first of "
             f"shape {list(foreign[0].shape)}. Give it all of them, or pop() those that stay as they are."
         )
-    stale = [param for param in held.values() if param.grad is not None]
+    stale = [param for param in params.values() if param.grad is not None]
     if stale:
         raise ValueError(
             f"{len(stale)} parameters of the optimizer have a .grad already (the first of shape "
