@@ -99,7 +99,7 @@ class Skips:
                 f"'{key.name}' has not been stashed. A layer before must `yield stash('{key.name}', ...)`, in the same "
                 "namespace."
             )
-        _current.set({other: value for other, value in values.items() if other != key})
+        _current.set({stashed_key: value for stashed_key, value in values.items() if stashed_key != key})
         return values[key]
 
     def __enter__(self) -> Skips:
@@ -314,13 +314,13 @@ def verify_skippables(module: nn.Sequential) -> None:
 def routes(stages: Iterable[Iterable[nn.Module]]) -> list[tuple[Key, int, int]]:
     """Each skip that crosses stages: (its key, the stage that stashes it, the stage that pops it)."""
     stashed: dict[Key, int] = {}
-    found = []
+    crossing = []
     for index, layers in enumerate(stages):
         for layer in layers:
-            for _, each in _skippables(layer):
-                found += [(key, stashed[key], index) for key in each.poppable() if stashed[key] != index]
-                stashed.update(dict.fromkeys(each.stashable(), index))
-    return found
+            for _, skippable_layer in _skippables(layer):
+                crossing += [(key, stashed[key], index) for key in skippable_layer.poppable() if stashed[key] != index]
+                stashed.update(dict.fromkeys(skippable_layer.stashable(), index))
+    return crossing
 
 
 def _skippables(module: nn.Module, path: str = "") -> Iterator[tuple[str, Skippable]]:

@@ -46,12 +46,12 @@ def accelerators() -> list[torch.device]:
 
 def device_of_rank() -> torch.device:
     """The device of this process, which is one of several: by its number on the host, or the current one."""
-    found = accelerators()
-    if not found:
+    devices = accelerators()
+    if not devices:
         return torch.device("cpu")
     number = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), None)
     index = torch.accelerator.current_device_index() if number is None else int(number)
-    return found[index % len(found)]  # a launcher may show each process one device
+    return devices[index % len(devices)]  # a launcher may show each process one device
 
 
 def identity(device: torch.device) -> str:
@@ -81,13 +81,13 @@ def entered_streams(*streams: torch.Stream) -> Iterator[None]:
     A `torch.Stream` as a context cannot be entered by two threads at a time.
     """
     device = torch.accelerator.current_device_index()
-    found = [torch.accelerator.current_stream(stream.device) for stream in streams]
+    previous = [torch.accelerator.current_stream(stream.device) for stream in streams]
     try:
         for stream in streams:
             torch.accelerator.set_stream(stream)
         yield
     finally:
-        for stream in found:
+        for stream in previous:
             torch.accelerator.set_stream(stream)
         torch.accelerator.set_device_index(device)
 
@@ -106,15 +106,15 @@ def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
 @contextmanager
 def beside(streams: Sequence[torch.Stream]) -> Iterator[None]:
     """Within: these streams are current. They first wait for those that were, which wait for them at the end."""
-    found = current_streams([stream.device for stream in streams])
-    if found == streams:
+    outer_streams = current_streams([stream.device for stream in streams])
+    if outer_streams == streams:
         yield
         return
-    for stream, outer in zip(streams, found, strict=True):
+    for stream, outer in zip(streams, outer_streams, strict=True):
         stream.wait_stream(outer)
     with entered_streams(*streams):
         yield
-    for stream, outer in zip(streams, found, strict=True):
+    for stream, outer in zip(streams, outer_streams, strict=True):
         outer.wait_stream(stream)
 
 
@@ -133,8 +133,8 @@ def moved_in_place(device: torch.device) -> Iterator[None]:
     By default it replaces them on devices of other backends than torch's own, which unties weights.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
-    on_host, there = torch.empty(0, device="cpu"), torch.empty(0, device=device)
-    if not torch._has_compatible_shallow_copy_type(on_host, there):
+    on_host, on_device = torch.empty(0, device="cpu"), torch.empty(0, device=device)
+    if not torch._has_compatible_shallow_copy_type(on_host, on_device):
         torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         yield

@@ -41,22 +41,22 @@ def turn(earlier: Turn | None = None) -> Iterator[Turn]:
     Args:
         earlier: that of the forward whose backward this is; if it is still held, this is part of it.
     """
-    found = _current.get() or earlier
-    if found is not None and found.is_on:
+    hold = _current.get() or earlier
+    if hold is not None and hold.is_on:
         with held():
-            token = _current.set(found)
+            token = _current.set(hold)
             try:
-                yield found
+                yield hold
             finally:
                 _current.reset(token)
         return
     with _lock, held():
-        fresh = Turn()
-        token = _current.set(fresh)
+        new_hold = Turn()
+        token = _current.set(new_hold)
         try:
-            yield fresh
+            yield new_hold
         finally:
-            fresh.is_on = False
+            new_hold.is_on = False
             _current.reset(token)
 
 
@@ -65,6 +65,6 @@ def run_in(context: Context, function: Callable[..., _T], *args: Any) -> _T:
     return context.copy().run(_as_part_of, _current.get(), function, *args)
 
 
-def _as_part_of(now: Turn | None, function: Callable[..., _T], *args: Any) -> _T:
-    _current.set(now)
+def _as_part_of(hold: Turn | None, function: Callable[..., _T], *args: Any) -> _T:
+    _current.set(hold)
     return function(*args)

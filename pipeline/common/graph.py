@@ -28,9 +28,9 @@ OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has c
 _MARK = "_penstock_leaf"  # set on leaves of the Pipe: describes what they stand for
 
 
-def mark(leaf: Tensor, what: str) -> Tensor:
+def mark(leaf: Tensor, description: str) -> Tensor:
     """Mark a leaf of a stage with what it stands for, so that another stage that reaches it can name it."""
-    setattr(leaf, _MARK, what)
+    setattr(leaf, _MARK, description)
     return leaf
 
 
@@ -50,11 +50,11 @@ def refuse_marked(
         through: the way by which it should have come.
         remedy: what to do.
     """
-    what = getattr(leaf, _MARK, None)
-    if what is not None:
+    description = getattr(leaf, _MARK, None)
+    if description is not None:
         raise RuntimeError(
-            f"{who} computes with a tensor that depends on {what} but did not come through its {through}. Its {lost} "
-            f"would be lost. {remedy}"
+            f"{who} computes with a tensor that depends on {description} but did not come through its {through}. "
+            f"Its {lost} would be lost. {remedy}"
         )
 
 
@@ -111,7 +111,7 @@ def leaf_nodes(nodes: Sequence[Any]) -> list[Any]:
 
 def leaves_at(nodes: Sequence[Any]) -> dict[int, Tensor]:
     """The leaves at such nodes whose gradients can be requested, by id."""
-    return asked_for({id(leaf): leaf for leaf in [node.variable for node in nodes]})
+    return requestable({id(leaf): leaf for leaf in [node.variable for node in nodes]})
 
 
 def constants(roots: Sequence[Tensor]) -> list[tuple[str, str]]:
@@ -120,8 +120,8 @@ def constants(roots: Sequence[Tensor]) -> list[tuple[str, str]]:
     Whole numbers are left out: they may be names rather than factors.
     """
     functions = [node for node in nodes_of(roots) if isinstance(node, torch.autograd.function.BackwardCFunction)]
-    kept = [pair for node in functions for pair in vars(node).items()]
-    return [(name, repr(value)) for name, value in kept if type(value) is float]
+    entries = [pair for node in functions for pair in vars(node).items()]
+    return [(name, repr(value)) for name, value in entries if type(value) is float]
 
 
 def saved(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
@@ -132,10 +132,10 @@ def saved(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
             names[type(node)] = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
         for name in names[type(node)]:
             value = getattr(node, name)
-            yield from (each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor))
+            yield from (part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Tensor))
 
 
-def asked_for(leaves: dict[int, Tensor]) -> dict[int, Tensor]:
+def requestable(leaves: dict[int, Tensor]) -> dict[int, Tensor]:
     """Those leaves that are referenced from outside their graph. The gradients of others cannot be requested.
 
     The others are made within a forward: `pos.detach().requires_grad_()`, to differentiate an energy by it.
@@ -206,10 +206,10 @@ def gradients(
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad(..., allow_unused=True)` without its checks, as above."""
-    found: tuple[Tensor | None, ...] = _engine.run_backward(
+    result: tuple[Tensor | None, ...] = _engine.run_backward(
         tuple(roots), tuple(grads), retain, create_graph, tuple(targets), allow_unreachable=True, accumulate_grad=False
     )
-    return found
+    return result
 
 
 class StrayGradientGuard:
@@ -251,23 +251,23 @@ class StrayGradientGuard:
 class Entry(torch.autograd.Function):
     """The identity between a stage's leaves and its layers' inputs, which are no views: a layer may write them.
 
-    Its backward puts the gradients into `found` as they come. Through the leaves' `.grad` they would be copied into the
-    leaves' layout, and sums over another layout round differently.
+    Its backward puts the gradients into `arrived` as they come. Through the leaves' `.grad` they would be copied into
+    the leaves' layout, and sums over another layout round differently.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, watch: StrayGradientGuard, found: list[Tensor | None], given: Sequence[Tensor], *leaves: Tensor
+        ctx: Any, guard: StrayGradientGuard, arrived: list[Tensor | None], tensors: Sequence[Tensor], *leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.watch = watch
-        ctx.found = found
+        ctx.guard = guard
+        ctx.arrived = arrived
         ctx.set_materialize_grads(False)
-        return tuple([tensor.detach() for tensor in given])
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
-        ctx.watch()
-        ctx.found[:] = grads
+        ctx.guard()
+        ctx.arrived[:] = grads
         return (None,) * (len(grads) + 3)
 
 
@@ -276,12 +276,12 @@ _enter: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Entry
 
 
 def enter(
-    guard: StrayGradientGuard, found: list[Tensor | None], given: Sequence[Tensor], leaves: Sequence[Tensor]
+    guard: StrayGradientGuard, arrived: list[Tensor | None], tensors: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Tensors with the values of `given` whose gradients come into `found`."""
+    """Tensors with the values of `tensors` whose gradients come into `arrived`."""
     if torch._C._are_functorch_transforms_active():
-        Entry.apply(guard, found, given, *leaves)  # type: ignore[no-untyped-call]  # it says what torch.func lacks
-    return _enter(guard, found, given, *leaves)
+        Entry.apply(guard, arrived, tensors, *leaves)  # type: ignore[no-untyped-call]  # it says what torch.func lacks
+    return _enter(guard, arrived, tensors, *leaves)
 
 
 def owned(grad: Tensor, owner: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ class Gate:
             self.is_open = True
 
 
-class Through(torch.autograd.Function):
+class GateFunction(torch.autograd.Function):
     """The identity that a gate opens and closes."""
 
     @staticmethod
@@ -329,7 +329,7 @@ class Through(torch.autograd.Function):
         return None, grad if ctx.gate.is_open else None
 
 
-_through: Callable[..., Tensor] = Through.apply
+_through: Callable[..., Tensor] = GateFunction.apply
 
 
 def has_tangents() -> bool:

@@ -58,7 +58,7 @@ class Deferral:
     def __init__(self) -> None:
         self._handlers: list[_Handler] = []  # installed in the place of others
         self.is_on = False
-        self._came: list[int] = []  # the signals that came
+        self._pending: list[int] = []  # the signals that came
 
     def __enter__(self) -> None:
         self.begin()
@@ -97,9 +97,9 @@ class Deferral:
             raise
         finally:
             self._handlers.clear()
-            came, self._came = self._came, []
+            pending, self._pending = self._pending, []
             try:
-                _raise(came)
+                _raise(pending)
             except BaseException as error:
                 if note:
                     error.add_note(note)
@@ -130,8 +130,8 @@ class Deferral:
 
     def note(self, number: int, frame: FrameType | None) -> bool:
         """Whether a signal that comes now, while `frame` runs, has to wait; then it does."""
-        if self.is_on and number not in self._came:
-            self._came.append(number)
+        if self.is_on and number not in self._pending:
+            self._pending.append(number)
         return self.is_on
 
 
@@ -168,8 +168,8 @@ class held(Deferral):
     def handle(self) -> None:
         """Handle all signals that wait, even if the handler of one raises."""
         self._waiting = 0
-        if self._came:
-            number = self._came.pop(0)
+        if self._pending:
+            number = self._pending.pop(0)
             earlier = {handler.number: handler.earlier for handler in self._handlers}[number]
             try:
                 earlier(number, sys._getframe())

@@ -2,8 +2,8 @@
 
 A table is a dict, or, in a ScriptModule, an object of C++.
 
-    module._parameters                  {"weight": p, ...}
-    Scripted(script, "_parameters")     the same interface for reading and writing
+    module._parameters                           {"weight": p, ...}
+    ScriptModuleTable(script, "_parameters")     the same interface for reading and writing
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 ModuleTable: TypeAlias = dict[str, Any]
 
 
-class Scripted(dict[str, Any]):
+class ScriptModuleTable(dict[str, Any]):
     """A table of a ScriptModule. Its names are fixed; values are read each time.
 
     Args:
@@ -64,15 +64,15 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
         >>> [type(each).__name__ for each in modules_of(nn.Sequential(nn.ReLU(), nn.Tanh()))]
         ['Sequential', 'ReLU', 'Tanh']
     """
-    found: dict[nn.Module, None] = {}
-    to_come: list[nn.Module | None] = [module]
-    while to_come:
-        each = to_come.pop()
-        if each is not None and each not in found:
-            found[each] = None
-            if each._modules:
-                to_come.extend(reversed(each._modules.values()))
-    return list(found)
+    modules: dict[nn.Module, None] = {}
+    stack: list[nn.Module | None] = [module]
+    while stack:
+        submodule = stack.pop()
+        if submodule is not None and submodule not in modules:
+            modules[submodule] = None
+            if submodule._modules:
+                stack.extend(reversed(submodule._modules.values()))
+    return list(modules)
 
 
 def parameters_of(module: nn.Module) -> ModuleTable:
@@ -93,17 +93,20 @@ def buffers_of(module: nn.Module) -> ModuleTable:
 def tables_of(modules: Iterable[nn.Module], kind: str) -> list[ModuleTable]:
     """The tables of many modules. `kind`: "_parameters" or "_buffers"."""
     scripted = torch.jit.ScriptModule
-    return [Scripted(each, kind) if isinstance(each, scripted) else each.__dict__[kind] for each in modules]
+    return [
+        ScriptModuleTable(module, kind) if isinstance(module, scripted) else module.__dict__[kind]
+        for module in modules
+    ]
 
 
 @contextmanager
 def training_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
     """Within: modules are in train mode where `flags` say so; at the end as they were."""
-    found = [module.training for module in modules]
+    previous = [module.training for module in modules]
     for module, flag in zip(modules, flags, strict=True):
         module.training = flag
     try:
         yield
     finally:
-        for module, flag in zip(modules, found, strict=True):
+        for module, flag in zip(modules, previous, strict=True):
             module.training = flag

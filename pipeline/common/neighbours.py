@@ -10,13 +10,13 @@ def check_neighbours() -> None:
     Raises:
         ImportError: elsewhere, or nowhere.
     """
-    here = Path(__file__).parents[2]
+    root = Path(__file__).parents[2]
     for name in ("partition", "scheduler"):
-        spec, expected = find_spec(name), here / name / "__init__.py"
-        found = None if spec is None else spec.origin or f"a folder without __init__.py, {spec.name}"
-        if found is None or Path(found).resolve() != expected.resolve():
+        spec, expected = find_spec(name), root / name / "__init__.py"
+        origin = None if spec is None else spec.origin or f"a folder without __init__.py, {spec.name}"
+        if origin is None or Path(origin).resolve() != expected.resolve():
             raise ImportError(
-                f"penstock-torch brings a package {name!r}, at {expected.parent}, but Python finds {found or 'none'}. "
+                f"penstock-torch brings a package {name!r}, at {expected.parent}, but Python finds {origin or 'none'}. "
                 "Another distribution or a folder of yours has that name: uninstall it, rename it, or start Python "
                 "elsewhere."
             )

@@ -64,21 +64,21 @@ def place_of(device: Place | torch.device | str | int) -> Place:
         TypeError, ValueError: it is none, or the meta device.
     """
     if isinstance(device, Place):
-        found = device.device
+        torch_device = device.device
     elif isinstance(device, bool) or not isinstance(device, torch.device | str | int):
         raise TypeError(f"a device is {shown(device)}. Give torch.device(...), or its name, such as 'cpu' or 'cuda:0'.")
     else:
         try:
-            found = torch.device(device)  # a number: of an accelerator
+            torch_device = torch.device(device)  # a number: of an accelerator
         except RuntimeError as error:
             raise ValueError(f"a device is {device!r}, which torch does not know: {error}") from error
-    if found.type == "meta":
+    if torch_device.type == "meta":
         raise ValueError(
             "a stage cannot compute on the meta device, where tensors have no values. Give devices that have memory; "
             "layers on the meta device get theirs there by Pipe(..., materialize=...)."
         )
     if isinstance(device, Place):
         return device
-    if is_accelerator(found) and found.index is None:
-        return Place(torch.device(found.type, torch.accelerator.current_device_index()))
-    return Place(torch.device("cpu")) if found.type == "cpu" else Place(found)
+    if is_accelerator(torch_device) and torch_device.index is None:
+        return Place(torch.device(torch_device.type, torch.accelerator.current_device_index()))
+    return Place(torch.device("cpu")) if torch_device.type == "cpu" else Place(torch_device)

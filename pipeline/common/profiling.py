@@ -18,10 +18,10 @@ _WORDS = {
 _NOTHING = nullcontext()
 
 
-def named(what: Action | str) -> AbstractContextManager[object]:
+def named(label: Action | str) -> AbstractContextManager[object]:
     """Within, what runs stands in a profile under the name of an action, or another. Nothing, where none is made."""
     if not profiler._is_profiler_enabled:
         return _NOTHING
-    if isinstance(what, Action):
-        what = f"{what}: {_WORDS.get(what.kind, what.kind)}, stage {what.stage}, chunk {what.chunk}"
-    return profiler.record_function(what)
+    if isinstance(label, Action):
+        label = f"{label}: {_WORDS.get(label.kind, label.kind)}, stage {label.stage}, chunk {label.chunk}"
+    return profiler.record_function(label)

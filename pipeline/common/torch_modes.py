@@ -37,7 +37,7 @@ class Ambient(NamedTuple):
     def capture(cls, device_types: Iterable[str]) -> Ambient:
         """The switches as they are now; autocast is kept for each of `device_types`."""
         return cls(
-            tuple([(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in device_types]),
+            tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types]),
             torch.is_autocast_cache_enabled(),
             switches(),
             tuple(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else (),
@@ -56,7 +56,7 @@ class Ambient(NamedTuple):
         Args:
             whole_process: do the same with those of the process. Other threads must not compute meanwhile.
         """
-        now = self.now()
+        present = self.now()
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(
@@ -64,12 +64,12 @@ class Ambient(NamedTuple):
                 )
             if whole_process:
                 stack.enter_context(_switched(self.switches))
-            if now.saved_tensors_hooks != self.saved_tensors_hooks:
+            if present.saved_tensors_hooks != self.saved_tensors_hooks:
                 hooks = self.saved_tensors_hooks or (_as_it_is, _as_it_is)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
-            if now.function_modes != self.function_modes:
+            if present.function_modes != self.function_modes:
                 stack.enter_context(_function_modes(self.function_modes))
-            if now.dispatch_modes != self.dispatch_modes:
+            if present.dispatch_modes != self.dispatch_modes:
                 stack.enter_context(_dispatch_modes(self.dispatch_modes))
             yield
 
@@ -165,9 +165,9 @@ def _matmul_precision() -> str | None:
 
     Read from them, since torch's function raises in that case.
     """
-    found = [torch._C._get_fp32_precision_getter(backend, "matmul") for backend in ("cuda", "mkldnn")]
+    precisions = [torch._C._get_fp32_precision_getter(backend, "matmul") for backend in ("cuda", "mkldnn")]
     return {"none none": "highest", "ieee ieee": "highest", "tf32 tf32": "high", "tf32 bf16": "medium"}.get(
-        " ".join(found)
+        " ".join(precisions)
     )
 
 
@@ -205,12 +205,12 @@ def switches() -> tuple[Any, ...]:
 
 @contextmanager
 def _switched(values: tuple[Any, ...]) -> Iterator[None]:
-    found = switches()
+    previous = switches()
     try:
         switch(values)
         yield
     finally:
-        switch(found)
+        switch(previous)
 
 
 def switch(values: tuple[Any, ...]) -> None:
@@ -226,7 +226,7 @@ def _as_it_is(tensor: Any) -> Any:
 
 @contextmanager
 def _function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
-    found = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    previous = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     for mode in modes:
         torch._C._push_on_torch_function_stack(mode)
     try:
@@ -234,13 +234,13 @@ def _function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
     finally:
         for _ in modes:
             torch._C._pop_torch_function_stack()
-        for mode in reversed(found):
+        for mode in reversed(previous):
             torch._C._push_on_torch_function_stack(mode)
 
 
 @contextmanager
 def _dispatch_modes(modes: tuple[Any, ...]) -> Iterator[None]:
-    found = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    previous = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
     for mode in modes:
         _push_mode(mode)
     try:
@@ -248,5 +248,5 @@ def _dispatch_modes(modes: tuple[Any, ...]) -> Iterator[None]:
     finally:
         for _ in modes:
             _pop_mode()
-        for mode in reversed(found):
+        for mode in reversed(previous):
             _push_mode(mode)

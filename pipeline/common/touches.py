@@ -47,13 +47,13 @@ class Touches:
     def counted(self) -> Iterator[None]:
         """Within: touches are counted, in whatever thread they are made."""
         self._switches = switches()
-        found = [(module, name, getattr(module, name)) for module, name in _TOUCHES]
+        originals = [(module, name, getattr(module, name)) for module, name in _TOUCHES]
         try:
-            for module, name, function in found:
+            for module, name, function in originals:
                 setattr(module, name, self._counting(function))
             yield
         finally:
-            for module, name, function in found:
+            for module, name, function in originals:
                 setattr(module, name, function)
 
     def undo(self) -> None:

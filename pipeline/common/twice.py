@@ -59,7 +59,7 @@ def refuse_once_differentiable(stage: str, grads: Iterable[Tensor | None]) -> No
 def explained(error: BaseException, stage: str) -> BaseException:
     """An error of torch's that says what is not implemented, with what helps; another error as it is."""
     text = str(error)
-    says_so = any([all([words in text for words in each]) for each in _NO_SECOND])
+    says_so = any([all([words in text for words in phrases]) for phrases in _NO_SECOND])
     if isinstance(error, (RuntimeError, NotImplementedError)) and says_so:
         remedy = next((words for name, words in _REMEDIES.items() if name in text), "Write it out in other operations.")
         return RuntimeError(f"{stage} has an operation without a second derivative: {text.rstrip('.')}. {remedy}")
