@@ -256,7 +256,7 @@ def skippable(
 # ------------------------------------------------------------------------------------------------- the whole module
 
 
-class Enclosed(nn.Module):
+class SkipScope(nn.Module):
     """A module whose skips stay within it."""
 
 
@@ -325,7 +325,7 @@ def routes(stages: Iterable[Iterable[nn.Module]]) -> list[tuple[Key, int, int]]:
 
 def _skippables(module: nn.Module, path: str = "") -> Iterator[tuple[str, Skippable]]:
     """The skippable layers in a module, in the order of the modules; one that stands twice, twice."""
-    if isinstance(module, Enclosed):
+    if isinstance(module, SkipScope):
         return
     if isinstance(module, Skippable):
         yield path, module

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from typing import Any, TypeVar
 
-from pipeline.common.interrupts import held
+from pipeline.common.interrupts import DeferredSignals
 
 _T = TypeVar("_T")
 
 
-class Turn:
+class LockHold:
     """One call's hold of the lock."""
 
     __slots__ = ("is_on",)
@@ -31,11 +31,11 @@ class Turn:
 
 
 _lock = threading.RLock()  # one for the process, as the default generators are
-_current: ContextVar[Turn | None] = ContextVar("turn", default=None)
+_current: ContextVar[LockHold | None] = ContextVar("turn", default=None)
 
 
 @contextmanager
-def turn(earlier: Turn | None = None) -> Iterator[Turn]:
+def turn(earlier: LockHold | None = None) -> Iterator[LockHold]:
     """Within: no other thread's call runs, and signals are held back (common/interrupts.py).
 
     Args:
@@ -43,15 +43,15 @@ def turn(earlier: Turn | None = None) -> Iterator[Turn]:
     """
     hold = _current.get() or earlier
     if hold is not None and hold.is_on:
-        with held():
+        with DeferredSignals():
             token = _current.set(hold)
             try:
                 yield hold
             finally:
                 _current.reset(token)
         return
-    with _lock, held():
-        new_hold = Turn()
+    with _lock, DeferredSignals():
+        new_hold = LockHold()
         token = _current.set(new_hold)
         try:
             yield new_hold
@@ -65,6 +65,6 @@ def run_in(context: Context, function: Callable[..., _T], *args: Any) -> _T:
     return context.copy().run(_as_part_of, _current.get(), function, *args)
 
 
-def _as_part_of(hold: Turn | None, function: Callable[..., _T], *args: Any) -> _T:
+def _as_part_of(hold: LockHold | None, function: Callable[..., _T], *args: Any) -> _T:
     _current.set(hold)
     return function(*args)

@@ -2,7 +2,7 @@
 
     begin    a signal comes: noted, not handled        end    every noted signal comes again, to its own handler
 
-    with held():    around a call                          [1] a layer, a loss, autograd: handled
+    with DeferredSignals():    around a call               [1] a layer, a loss, autograd: handled
                                                             [2] this package's code: noted
         deliver()   between two actions                    noted signals are handled
         firm()      the call can only be finished          [1] noted, too
@@ -31,7 +31,7 @@ MOST = 3  # the third interrupt while others wait is handled at once: something 
 _PACKAGE = __name__.partition(".")[0]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _callers: set[CodeType] = set()  # functions of this package that only call the user's code
-_calls: list[held] = []  # around the call that runs in the main thread
+_calls: list[DeferredSignals] = []  # around the call that runs in the main thread
 
 
 class Deferral:
@@ -135,7 +135,7 @@ class Deferral:
         return self.is_on
 
 
-class held(Deferral):
+class DeferredSignals(Deferral):
     """A section around a call: signals wait where this package's code runs, until the next action or the end."""
 
     def __init__(self) -> None:

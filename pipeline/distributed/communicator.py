@@ -24,7 +24,7 @@ from pipeline.distributed.exchange import CallMessages, RankExchange
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.tied import TiedGradients
 from pipeline.distributed.topology import PipeTopology
-from pipeline.execution.communicator import Communicator, Compared, Describe, Verdict
+from pipeline.execution.communicator import CommonTensors, Communicator, Describe, Verdict
 from pipeline.recompute.randomness import draw_seed
 from pipeline.transports.message import Message
 from scheduler import Action
@@ -101,7 +101,7 @@ class DistributedCommunicator(Communicator):
         finally:
             self._interrupts.end_with_call(self._entry, error, self._is_backward)
 
-    def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
+    def open(self, words: Describe, draws: bool = True, tensors: CommonTensors = CommonTensors()) -> int:
         """Compare the calls of all ranks. Validating calls compare all values of the mini-batch."""
         kind, _, _ = self._entry.partition(" of ")  # each counts by itself, backwards too
         values = self.topology.opened.next((kind, self._ranks.generation))

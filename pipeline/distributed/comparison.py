@@ -25,7 +25,7 @@ from pipeline.distributed.agreement import (
 )
 from pipeline.distributed.digests import Fingerprint, GradSketch, Sketches
 from pipeline.distributed.topology import PipeTopology
-from pipeline.execution.communicator import Compared, Describe
+from pipeline.execution.communicator import CommonTensors, Describe
 
 _SECOND = (
     " All ranks make a second backward, or none does: what each rank differentiates must depend on gradients that it "
@@ -58,7 +58,7 @@ class Comparison:
         self._sketches = Sketches(())  # of the gradients of the output
         self._difference_text = ""  # the words where these differ
 
-    def open(self, words: Describe, seed: int, tensors: Compared, values: bool) -> tuple[int, int]:
+    def open(self, words: Describe, seed: int, tensors: CommonTensors, values: bool) -> tuple[int, int]:
         """Compare the calls.
 
         Args:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.common.call_lock import Turn
+from pipeline.common.call_lock import LockHold
 from pipeline.common.errors import CheckpointError
 from pipeline.data.microbatch import row_dim
 from pipeline.data.pytrees import Grads, versions
@@ -33,7 +33,7 @@ class AttachedCall(NamedTuple):
     """
 
     call: Call
-    hold: Turn
+    hold: LockHold
     sizes: Sequence[tuple[int, ...]]
     is_everywhere: bool
     input_indices: Sequence[int]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.graph import nodes_of
-from pipeline.common.interrupts import calls_users_code, held
+from pipeline.common.interrupts import DeferredSignals, calls_users_code
 from pipeline.distributed.wrapped import OF_PARTS, refuse_parts, refuse_reduced
 from pipeline.entry.forward import Backward, GradientHandover
 from pipeline.gradients.clip import joined_norm
@@ -60,7 +60,7 @@ def eager_backward(
             f"{'create_graph' if create_graph else 'retain_graph'}=True keeps the graph for another backward, but an "
             "EagerUpdate writes the weights that it was computed with. Use loss.backward(...) and the optimizer."
         )
-    with held():
+    with DeferredSignals():
         _eager_backward(loss, update)
 
 

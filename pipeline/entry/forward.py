@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.accelerators import beside, current_streams, use_here
-from pipeline.common.call_lock import Turn, turn
+from pipeline.common.call_lock import LockHold, turn
 from pipeline.data.microbatch import gather
 from pipeline.data.pytrees import Grads, Tree, versions
 from pipeline.distributed.agreement import OPTIONS
@@ -29,12 +29,12 @@ from pipeline.entry.attached_call import AttachedCall
 from pipeline.entry.nodes import OutputGrads, attach, is_batched, is_in_vmap
 from pipeline.entry.second_backward import SecondBackward
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Compared, Output, Pair, Verdict, joined, share_output
+from pipeline.execution.communicator import CommonTensors, Output, Pair, Verdict, joined, share_output
 from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.stage.hooks import deliver, skip_none
 
 
-def attached(call: Call, hold: Turn, on_backward: Callable[[], None], everywhere: bool = True) -> Any:
+def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everywhere: bool = True) -> Any:
     """The value of a call, attached to autograd's graph where a tensor of it needs a gradient.
 
     Args:
@@ -166,10 +166,10 @@ class Backward:
         deliver(list(sums.values()))  # of parameters missing in the graph: layers with torch's reentrant checkpoint
         return *(inputs[index] for index in input_indices), *(None if pair is None else pair[1] for pair in pairs)
 
-    def _compared(self, grads: Grads) -> Compared:
+    def _compared(self, grads: Grads) -> CommonTensors:
         """The gradients of the output, which must be the same on all ranks if all have it."""
         batched = any(is_in_vmap(grad) or is_batched(grad) for grad in grads)  # refused later
-        return Compared(output_grads=grads if self._forward.is_everywhere and not batched else ())
+        return CommonTensors(output_grads=grads if self._forward.is_everywhere and not batched else ())
 
     def _sums(self) -> dict[int, Pair]:
         """By id of the owner: (owner, whole gradient); with replicas the mean of theirs."""

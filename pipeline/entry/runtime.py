@@ -33,7 +33,7 @@ from pipeline.entry.plans import Planner
 from pipeline.entry.probe.probe import Probe
 from pipeline.entry.settings import Settings, stages_of
 from pipeline.entry.validation import refuse_transforms
-from pipeline.execution.communicator import Communicator, Compared
+from pipeline.execution.communicator import CommonTensors, Communicator
 from pipeline.execution.drivers import in_turns
 from pipeline.execution.local_communicator import LocalCommunicator
 from pipeline.execution.plan import plan_step
@@ -203,7 +203,7 @@ class Runtime:
         batches = {"x": batch} if target is None else {"x": batch, "the target": target}
         tensors = [tensor for cut in batches.values() for tensor in cut.tensors]
         describe = partial(self._words, request, batches)
-        seed = communicator.open(describe, request.draws, Compared(mini_batch=[*tensors, *_scales(request.scaler)]))
+        seed = communicator.open(describe, request.draws, CommonTensors(mini_batch=[*tensors, *_scales(request.scaler)]))
         if request.grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."

@@ -25,7 +25,7 @@ from pipeline.data.pytrees import Grads, versions
 from pipeline.distributed.agreement import OPTIONS
 from pipeline.entry.attached_call import AttachedCall
 from pipeline.entry.nodes import OutputGrads, attach, is_batched, is_in_vmap
-from pipeline.execution.communicator import Communicator, Compared, Verdict
+from pipeline.execution.communicator import CommonTensors, Communicator, Verdict
 from pipeline.stage.hooks import skip_none
 from pipeline.transports.message import Message
 
@@ -80,7 +80,7 @@ class SecondBackward:
             batched = any([is_batched(grad) or is_in_vmap(grad) for grad in cotangents])
             of_input = () if batched else tuple(cotangents[: len(self._forward.input_indices)])
             options = {OPTIONS: self._options()}
-            communicator.open(lambda values: options, draws=False, tensors=Compared((), of_input, _DIFFER))
+            communicator.open(lambda values: options, draws=False, tensors=CommonTensors((), of_input, _DIFFER))
             self._refuse(batched)
             self._forward.check_input()
             with torch.no_grad():

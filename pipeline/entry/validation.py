@@ -29,7 +29,7 @@ from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.distributed.stale import refuse_stale
 from pipeline.entry.state.meta_init import ValueSource, materialize
 from pipeline.gradients.eager import EagerUpdate
-from pipeline.skip import Enclosed
+from pipeline.skip import SkipScope
 from scheduler import Action, Kind, Schedule, ScheduleError, by_name
 
 _ANEW = (
@@ -116,7 +116,7 @@ def check_plain(module: nn.Sequential) -> None:
             f"layers {remote} are on other ranks: the nn.Sequential was taken from a Pipe over ranks. Build the "
             "Pipe from the module itself (on the meta device, if it is large)."
         )
-    pipes = [(name, child) for name, child in module.named_modules() if isinstance(child, Enclosed)]
+    pipes = [(name, child) for name, child in module.named_modules() if isinstance(child, SkipScope)]
     inner = [name for name, pipe in pipes if getattr(pipe, "runtime").topology is not None]
     if inner:
         raise ValueError(

@@ -40,7 +40,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]  # a parameter, or another leaf, and its
 Describe: TypeAlias = Callable[[bool], Mapping[str, str]]  # with or without values -> descriptions, by name
 
 
-class Compared(NamedTuple):
+class CommonTensors(NamedTuple):
     """Tensors of a call that must be the same on all ranks.
 
     Attributes:
@@ -233,7 +233,7 @@ class Communicator(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
+    def open(self, words: Describe, draws: bool = True, tensors: CommonTensors = CommonTensors()) -> int:
         """Make sure that all ranks make the same call.
 
         Args:

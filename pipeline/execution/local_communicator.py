@@ -11,8 +11,8 @@ from torch import Tensor
 from pipeline.common.places import Place
 from pipeline.data.values import Values
 from pipeline.execution.communicator import (
+    CommonTensors,
     Communicator,
-    Compared,
     Describe,
     Exchange,
     Gradients,
@@ -101,7 +101,7 @@ class LocalCommunicator(Communicator):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
+    def open(self, words: Describe, draws: bool = True, tensors: CommonTensors = CommonTensors()) -> int:
         return draw_seed() if draws else 0
 
     def at(self, action: Action | None) -> None:

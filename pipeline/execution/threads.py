@@ -102,7 +102,7 @@ def drive_threads(
 
     def work(action: Action) -> None:
         if progress.is_over:
-            raise _Stopped
+            raise _GroupStop
         perform(action)
         progress.note(action)
 
@@ -114,7 +114,7 @@ def drive_threads(
                 while lanes.remaining and not progress.is_over:
                     if not lanes.sweep(progress.done):
                         progress.wait(lanes)
-        except _Stopped:
+        except _GroupStop:
             pass
         except BaseException as error:
             progress.fail(error)
@@ -163,5 +163,5 @@ def _join_whatever(progress: SharedProgress, threads: Sequence[threading.Thread]
             progress.fail(interrupt)
 
 
-class _Stopped(Exception):
+class _GroupStop(Exception):
     """Raised in a group after another group has failed."""

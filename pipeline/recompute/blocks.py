@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from pipeline.common.arguments import check_flag, shown
 from pipeline.common.cadence import Cadence
-from pipeline.common.interrupts import held
+from pipeline.common.interrupts import DeferredSignals
 from pipeline.common.module_tables import modules_of
 from pipeline.common.torch_modes import eagerly
 from pipeline.recompute.policy import is_checkpointing
@@ -203,7 +203,7 @@ def _is_transformed() -> bool:
 
 
 def _replayed(patch: _Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with held():
+    with DeferredSignals():
         return patch.replay(args, kwargs)
 
 

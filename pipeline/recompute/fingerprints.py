@@ -33,8 +33,8 @@ _WORDS: dict[torch.dtype, tuple[Any, torch.dtype]] = {
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 EntrySample: TypeAlias = tuple[torch.dtype, torch.Size, object]
-Words: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
-Entries: TypeAlias = Words | Tensor
+EntryBits: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+Entries: TypeAlias = EntryBits | Tensor
 """The entries of one tensor: the bits of each, or a tensor where memory does not show them."""
 
 

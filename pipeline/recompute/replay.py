@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import OF_SCRIPTS, holds, nodes_of
-from pipeline.common.interrupts import calls_users_code, held
+from pipeline.common.interrupts import DeferredSignals, calls_users_code
 from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import detached, versions
 from pipeline.recompute.fingerprints import addresses
@@ -131,7 +131,7 @@ class Replay:
         snapshot = state.snapshot
         snapshot.resume(state.ambient.now())
         whole = self._compares and saved.is_over or not addresses(state.parameters) <= state.addresses
-        with held(), generators_at(state.generators), snapshot.as_at_forward(_CHUNK), checkpointing(False):
+        with DeferredSignals(), generators_at(state.generators), snapshot.as_at_forward(_CHUNK), checkpointing(False):
             recomputed = saved.filled(partial(_called, self._forward, args, kwargs), whole)
         if not recomputed.is_whole:
             return

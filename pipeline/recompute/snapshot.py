@@ -32,7 +32,7 @@ from pipeline.recompute.fingerprints import Fingerprints
 from pipeline.recompute.policy import Recomputing
 from pipeline.recompute.randomness import PrivateGenerators
 
-NamedGenerators: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
+SharedObjects: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
 """A stage's name, and the objects that it may share with others: see `ForwardSnapshot.shareable`."""
 
 
@@ -203,7 +203,7 @@ def _all_of(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> I
 _NOTHING = nullcontext()
 
 
-def remote_generators(stages: Sequence[Sequence[nn.Module]], local_stages: Container[int]) -> Iterator[NamedGenerators]:
+def remote_generators(stages: Sequence[Sequence[nn.Module]], local_stages: Container[int]) -> Iterator[SharedObjects]:
     """The objects of other processes' stages when the Pipe was built: each process has a copy of them."""
     for index, layers in enumerate(stages):
         if index not in local_stages:
@@ -211,7 +211,7 @@ def remote_generators(stages: Sequence[Sequence[nn.Module]], local_stages: Conta
             yield f"stage {index}", [(key, "a random generator") for key in keys]
 
 
-def check_shared(snapshots: Sequence[tuple[str, ForwardSnapshot]], remote_objects: Iterable[NamedGenerators]) -> None:
+def check_shared(snapshots: Sequence[tuple[str, ForwardSnapshot]], remote_objects: Iterable[SharedObjects]) -> None:
     """Raise if two stages share a buffer or a generator that one of them changed: the order would matter.
 
     Args:

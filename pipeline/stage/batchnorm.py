@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import buffers_of
-from pipeline.skip import Enclosed
+from pipeline.skip import SkipScope
 
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -101,7 +101,7 @@ class DeferredBatchNorms:
 
 def batch_norms(module: nn.Module, path: str = "") -> Iterator[tuple[str, _BatchNorm]]:
     """The batch norms in a module. A nested Pipe handles those in it itself."""
-    if isinstance(module, Enclosed):
+    if isinstance(module, SkipScope):
         return
     if isinstance(module, _BatchNorm):
         yield path, module

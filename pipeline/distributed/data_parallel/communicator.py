@@ -25,7 +25,7 @@ from pipeline.distributed.data_parallel.replicas import Replicas, members
 from pipeline.distributed.data_parallel.shards import BucketLayout
 from pipeline.distributed.failure.errors import Failure, RankError, silence
 from pipeline.distributed.group import GRACE, RankGroup
-from pipeline.execution.communicator import Communicator, Compared, Describe, Verdict
+from pipeline.execution.communicator import CommonTensors, Communicator, Describe, Verdict
 from scheduler import Action
 
 _WHERE = ("replica ", "the replicas ")
@@ -144,7 +144,7 @@ class DataParallelCommunicator(Communicator):
         ranks.close()
         ranks.monitor.leave()
 
-    def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
+    def open(self, words: Describe, draws: bool = True, tensors: CommonTensors = CommonTensors()) -> int:
         """As the pipeline's own. What replicas must agree on is compared when their gradients meet."""
         descriptions: list[Mapping[str, str]] = []
 

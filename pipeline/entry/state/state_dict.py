@@ -26,11 +26,11 @@ from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer
 from pipeline.entry.state.saved import Saved, StateWithTiedNames
 from pipeline.entry.state.whole_optimizer_state import by_name, first_names_of, is_packed, own_entries, whole_state
 from pipeline.execution.communicator import Verdict
-from pipeline.skip import Enclosed
+from pipeline.skip import SkipScope
 from pipeline.stage.batchnorm import batch_norms
 
 
-class StateDictMixin(LayeredModule, Enclosed, ABC):
+class StateDictMixin(LayeredModule, SkipScope, ABC):
     """The part of a Pipe that saves and loads."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ from law_models import Apply, normal
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from pipeline.common.call_lock import Turn, _lock, run_in, turn
+from pipeline.common.call_lock import LockHold, _lock, run_in, turn
 from pipeline.common.places import Place
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_a_thread_that_works_for_a_turn_is_part_of_it() -> None:
     with turn() as outer:
         context = copy_context()
 
-        def work() -> Turn:
+        def work() -> LockHold:
             with turn() as inner:
                 return inner
 
@@ -94,7 +94,7 @@ def test_a_backward_within_the_turn_of_its_forward_is_part_of_it_in_any_thread()
     """autograd may work in a thread that knows no context."""
     with turn() as outer:
 
-        def work() -> tuple[Turn, bool]:
+        def work() -> tuple[LockHold, bool]:
             with turn(outer) as found:
                 with turn() as inner:
                     return found, inner is outer
@@ -110,7 +110,7 @@ def test_a_backward_after_the_turn_of_its_forward_has_a_turn_of_its_own() -> Non
         assert found is not earlier and found.is_on and in_thread(is_taken)
     context = copy_context()
 
-    def work() -> Turn:
+    def work() -> LockHold:
         with turn() as fresh:
             return fresh
 
@@ -122,7 +122,7 @@ def test_a_backward_after_the_turn_of_its_forward_has_a_turn_of_its_own() -> Non
 def test_what_runs_in_an_earlier_context_is_part_of_the_turn_that_runs_now_and_leaves_no_trace() -> None:
     number: ContextVar[int] = ContextVar("number", default=0)
 
-    def work(more: int) -> tuple[int, Turn]:
+    def work(more: int) -> tuple[int, LockHold]:
         number.set(number.get() + more)
         with turn() as found:
             return number.get(), found
