@@ -247,8 +247,8 @@ def skippable(
     names = {"stashable_names": frozenset(stash), "poppable_names": frozenset(pop)}
 
     def decorate(module_cls: type[nn.Module]) -> type[Skippable]:
-        about = {"__module__": module_cls.__module__, "__qualname__": module_cls.__qualname__}
-        return type(module_cls.__name__, (Skippable,), {"module_cls": module_cls, **names, **about})
+        attributes = {"__module__": module_cls.__module__, "__qualname__": module_cls.__qualname__}
+        return type(module_cls.__name__, (Skippable,), {"module_cls": module_cls, **names, **attributes})
 
     return decorate
 
@@ -287,13 +287,13 @@ def verify_skippables(module: nn.Sequential) -> None:
     popped: set[Key] = set()
     faults: list[str] = []
     for path, layer in _skippables(module):
-        both = layer.stashable_names & layer.poppable_names
-        faults += [f"'{path}' declared '{name}' both as stashable and as poppable" for name in sorted(both)]
+        ambiguous = layer.stashable_names & layer.poppable_names
+        faults += [f"'{path}' declared '{name}' both as stashable and as poppable" for name in sorted(ambiguous)]
         for key in layer.stashable():
-            if key.name not in both and stashed.setdefault(key, path) != path:
+            if key.name not in ambiguous and stashed.setdefault(key, path) != path:
                 faults.append(f"'{path}' redeclared '{key.name}' as stashable but not isolated by namespace")
         for key in layer.poppable():
-            if key.name in both:
+            if key.name in ambiguous:
                 continue
             if key in popped:
                 faults.append(f"'{path}' redeclared '{key.name}' as poppable but not isolated by namespace")

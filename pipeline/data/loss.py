@@ -175,8 +175,8 @@ class Loss:
         """The rule and the weight of this mini-batch among several: its rows, its count, or 1."""
         if self._counts:
             return "count", self._count()
-        whole = torch.ones((), dtype=torch.float64, device="cpu")
-        return ("sum", whole) if self._reduction == "sum" else ("mean", whole * self.all_rows)
+        unit = torch.ones((), dtype=torch.float64, device="cpu")
+        return ("sum", unit) if self._reduction == "sum" else ("mean", unit * self.all_rows)
 
     @property
     def value(self) -> Tensor:
@@ -365,10 +365,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _sum(by_chunk: dict[int, Tensor]) -> Tensor:
     """Added in the order of the chunks."""
-    first, *more = (by_chunk[chunk] for chunk in sorted(by_chunk))
+    first, *later_parts = (by_chunk[chunk] for chunk in sorted(by_chunk))
     total: Tensor = first
     with without_function_modes():
-        for part in more:
+        for part in later_parts:
             total = total + part
     return total
 

@@ -225,14 +225,14 @@ class DivisorTrace(TorchFunctionMode):
         """The combination of the sums, where a function of means over tokens is linear and has no other term."""
         name = func.__name__
         totals = [self._total_of(value) for value in args]
-        rest = [value for value, total in zip(args, totals, strict=True) if total is None]
+        terms = [value for value, total in zip(args, totals, strict=True) if total is None]
         name, inplace = name.removesuffix("_"), name.endswith("_") and not name.endswith("__")
         with without_function_modes():
-            if name in _SCALING and len(args) == 2 and not kwargs and all(isinstance(term, _NUMBERS) for term in rest):
-                if len(rest) != 1 or (totals[0] is None and name not in ("mul", "multiply")) or "__" in name:
+            if name in _SCALING and len(args) == 2 and not kwargs and all(isinstance(term, _NUMBERS) for term in terms):
+                if len(terms) != 1 or (totals[0] is None and name not in ("mul", "multiply")) or "__" in name:
                     return None
             elif name in _ADDING and len(args) == 2:
-                if any(not isinstance(term, _NUMBERS) or term != 0 for term in rest):
+                if any(not isinstance(term, _NUMBERS) or term != 0 for term in terms):
                     return None
             elif name != "neg":
                 return totals[0] if name in _KEEPING and len(totals) and totals[0] is not None else None
@@ -412,9 +412,9 @@ def _is_as(numbers: Sequence[float], weights: Sequence[float]) -> bool:
     """Whether numbers are in one proportion to the weights. A nan passes: the loss is nan then, too."""
     if any([isnan(number) for number in numbers]):
         return True
-    whole, all_weights = sum(numbers), sum(weights)
+    total, all_weights = sum(numbers), sum(weights)
     near = 1e-6 * max([abs(number) for number in numbers])
     return all([
-        abs(number * all_weights - whole * weight) <= near * all_weights
+        abs(number * all_weights - total * weight) <= near * all_weights
         for number, weight in zip(numbers, weights, strict=True)
     ])

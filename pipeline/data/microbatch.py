@@ -341,19 +341,19 @@ def _take_apart(value: Any, name: str) -> tuple[Tree, tuple[bool, ...]]:
             "tensor and its lengths, and pack them within the first layer; between layers it may be packed. One that "
             "every chunk needs whole stands in NoChunk(...)."
         )
-    whole = {
+    whole_ids = {
         id(tensor)
         for leaf in leaves
         if isinstance(leaf, NoChunk)
         for tensor in pytree.tree_leaves(leaf.value)
         if isinstance(tensor, Tensor)
     }
-    both = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in whole]
-    if both:
-        raise ValueError(f"a tensor of shape {list(both[0].shape)} stands in {name} both bare and in NoChunk(...).")
+    doubles = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in whole_ids]
+    if doubles:
+        raise ValueError(f"a tensor of shape {list(doubles[0].shape)} stands in {name} both bare and in NoChunk(...).")
     bare = pytree.tree_unflatten([leaf.value if _is_mark(leaf) else leaf for leaf in leaves], spec)
     tree = flatten(bare, name)
-    return tree, tuple(id(tensor) not in whole for tensor in tree.tensors)
+    return tree, tuple(id(tensor) not in whole_ids for tensor in tree.tensors)
 
 
 def _is_mark(leaf: Any) -> bool:

@@ -215,9 +215,9 @@ def line_offset(tensor: Tensor) -> int:
 
 def unrolled(tensor: Tensor) -> Tensor:
     """The numbers in the span of a tensor's memory, behind as many zeros as its offset in a cache line."""
-    whole = tensor.as_strided((span_of(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset())
+    memory = tensor.as_strided((span_of(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset())
     offset = line_offset(tensor)
-    return torch.cat([whole.new_zeros(offset), whole]) if offset else whole
+    return torch.cat([memory.new_zeros(offset), memory]) if offset else memory
 
 
 def copied(tensor: Tensor) -> Tensor:

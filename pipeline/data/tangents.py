@@ -52,10 +52,11 @@ def outbox(
     needs = [tensor.requires_grad for tensor in outputs.tensors]
     messages, first = [], 0
     parts = zip(outputs.trees, outputs.split(tensors), outputs.split(needs), outputs.split(memory), strict=True)
-    for tree, values, wants, memory_ids in parts:
-        live = sum(wants)
-        more = [tangent for direction in tangents for tangent in direction[first : first + live]]
-        messages.append(Activations(Tree((*values, *more), tree.skeleton), tuple(wants), tuple(memory_ids)))
+    for tree, values, needs_grad, memory_ids in parts:
+        live = sum(needs_grad)
+        tree_tangents = [tangent for direction in tangents for tangent in direction[first : first + live]]
+        message = Tree((*values, *tree_tangents), tree.skeleton)
+        messages.append(Activations(message, tuple(needs_grad), tuple(memory_ids)))
         first += live
     return messages
 

@@ -271,13 +271,13 @@ class Communicator(ABC):
 
 def joined(parts: Sequence[StageGrad]) -> dict[int, Pair]:
     """The parts of each owner, added in the order in which they stand."""
-    whole: dict[int, Pair] = {}
+    sums: dict[int, Pair] = {}
     for _, owner, grad in parts:
         key = id(owner)
-        total = add_grads(whole[key][1], grad) if key in whole else grad
+        total = add_grads(sums[key][1], grad) if key in sums else grad
         assert total is not None  # because neither part is None
-        whole[key] = (owner, total)
-    return whole
+        sums[key] = (owner, total)
+    return sums
 
 
 def share_output(exchange: Exchange, output: Output | None) -> Output:

@@ -89,9 +89,9 @@ class GradientProduct(Product):
         (product,) = products
         if product is not None:
             _, _, total = self._sums.get((stage, id(owner)), (stage, owner, None))
-            whole = add_grads(total, product)
-            assert whole is not None  # because neither part is None
-            self._sums[stage, id(owner)] = (stage, owner, whole)
+            sum_of_products = add_grads(total, product)
+            assert sum_of_products is not None  # because neither part is None
+            self._sums[stage, id(owner)] = (stage, owner, sum_of_products)
 
     # --------------------------------------------------------------------------------------------------------- run
 
@@ -123,8 +123,8 @@ class GradientProduct(Product):
         ]
         for chunk in range(batch.chunks):
             tree, _, memory = batch.message(chunk, grad=False)
-            more = [pieces[chunk] for pieces in tangents]
-            message = Activations(Tree((*tree.tensors, *more), tree.skeleton), tuple(self._live), memory)
+            chunk_tangents = [pieces[chunk] for pieces in tangents]
+            message = Activations(Tree((*tree.tensors, *chunk_tangents), tree.skeleton), tuple(self._live), memory)
             self._execution.mailbox.put(CALLER, chunk, [message])
 
     def _of_inputs(self) -> list[Grads]:

@@ -68,15 +68,15 @@ class P2PPlan:
         self.channels: dict[RankPair, list[P2PMessage]] = {}
         for sender, order in enumerate(orders):
             for index, (stage, kind, chunk) in enumerate(order):
-                for way in sent.get((stage, kind), ()):
-                    pairs.add((sender, way.lane))
-                    if rank in (sender, way.lane):
-                        row, is_grad = rows[way.edge], way.send is Kind.SEND_B
-                        takers = [Action(way.stage, needing, chunk) for needing in way.kinds]
+                for route in sent.get((stage, kind), ()):
+                    pairs.add((sender, route.lane))
+                    if rank in (sender, route.lane):
+                        row, is_grad = rows[route.edge], route.send is Kind.SEND_B
+                        takers = [Action(route.stage, needing_kind, chunk) for needing_kind in route.kinds]
                         taken_at = next(position[taker] for taker in takers if taker in position)
                         name = _message_name(row, numbers[row.name], chunk, is_grad)
                         message = P2PMessage(name, (row.name, chunk, is_grad), index, taken_at)
-                        self.channels.setdefault((sender, way.lane), []).append(message)
+                        self.channels.setdefault((sender, route.lane), []).append(message)
         self.pairs = frozenset(pairs)
         self.name_of = {message.key: message.name for messages in self.channels.values() for message in messages}
         self.channel_of = {message.key: channel for channel, messages in self.channels.items() for message in messages}

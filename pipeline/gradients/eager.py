@@ -180,9 +180,9 @@ def _acknowledge_after_loading(update: EagerUpdate, optimizer: torch.optim.Optim
     acknowledge = weakref.WeakMethod(update.acknowledge_torn_step)
 
     def loaded(_: torch.optim.Optimizer) -> None:
-        whole = acknowledge()
-        if whole is not None:
-            whole()
+        acknowledge_step = acknowledge()
+        if acknowledge_step is not None:
+            acknowledge_step()
 
     handle = optimizer.register_load_state_dict_post_hook(loaded)
     weakref.finalize(update, handle.remove).atexit = False

@@ -110,12 +110,12 @@ def _buckets(keys: Sequence[int], columns: Sequence[Column]) -> Iterator[list[in
     for key in keys:
         dtype = _dtype(columns[key])
         layout = (dtype, *(description.device for description in columns[key]))
-        more = torch.Size(columns[key][0].shape).numel() * dtype.itemsize
-        if bucket and (layout != bucket_layout or size + more > BUCKET_BYTES):
+        key_bytes = torch.Size(columns[key][0].shape).numel() * dtype.itemsize
+        if bucket and (layout != bucket_layout or size + key_bytes > BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append(key)
-        bucket_layout, size = layout, size + more
+        bucket_layout, size = layout, size + key_bytes
     if bucket:
         yield bucket
 

@@ -314,27 +314,28 @@ class _FlatContents(NamedTuple):
         dicts: list[dict[Any, Any]] = []
         names: list[Any] = []
         values: list[Any] = []
-        rest: list[_ContainerContents] = []
-        others: list[_ContainerContents] = []
+        by_identity: list[_ContainerContents] = []
+        by_value: list[_ContainerContents] = []
         for container in containers:
             kind, holder, content = container
             if type(holder) is dict and kind is _MAPPING:
-                half = len(content) // 2
+                name_count = len(content) // 2
                 dicts.append(holder)
-                names += content[:half]
-                values += content[half:]
+                names += content[:name_count]
+                values += content[name_count:]
             else:
-                (rest if kind.same is is_ else others).append(container)
+                (by_identity if kind.same is is_ else by_value).append(container)
         dicts += tables
-        sizes, lengths = [len(module.table) for module in modules], [len(container.content) for container in rest]
+        sizes = [len(module.table) for module in modules]
+        lengths = [len(container.content) for container in by_identity]
         entries = [
             *[module.values for module in modules], names, *tables, values, *map(dict.values, tables),
-            *[container.content for container in rest],
+            *[container.content for container in by_identity],
         ]  # fmt: skip
         return cls(
             [module.table for module in modules], [module.get for module in modules], dicts,
-            [container.holder for container in rest], [container.kind.read for container in rest], others,
-            (sizes, list(map(len, dicts)), lengths), list(chain.from_iterable(entries)),
+            [container.holder for container in by_identity], [container.kind.read for container in by_identity],
+            by_value, (sizes, list(map(len, dicts)), lengths), list(chain.from_iterable(entries)),
         )  # fmt: skip
 
     @property
@@ -344,10 +345,10 @@ class _FlatContents(NamedTuple):
             attributes = list(map(call, self.gets, self.modules))
         except KeyError:
             return False
-        rest = list(map(call, self.reads, self.holders))
-        if (list(map(len, self.modules)), list(map(len, self.dicts)), list(map(len, rest))) != self.counts:
+        contents = list(map(call, self.reads, self.holders))
+        if (list(map(len, self.modules)), list(map(len, self.dicts)), list(map(len, contents))) != self.counts:
             return False
-        entries = chain.from_iterable(chain(attributes, self.dicts, map(dict.values, self.dicts), rest))
+        entries = chain.from_iterable(chain(attributes, self.dicts, map(dict.values, self.dicts), contents))
         return all(map(is_, entries, self.values)) and all([
             container.content == container.kind.read(container.holder) for container in self.others
         ])

@@ -89,8 +89,8 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
     if not nested:
         _refuse_nesting(modules, chosen)
     configs = _turn_caches_off(model)
-    fresh = [(name, block) for name, block in chosen if (patch := _patch_of(block)) is None or not patch.is_owned]
-    return CheckpointedBlocks([(name, _owned_patch(block, name, nested, configs)) for name, block in fresh])
+    new_blocks = [(name, block) for name, block in chosen if (patch := _patch_of(block)) is None or not patch.is_owned]
+    return CheckpointedBlocks([(name, _owned_patch(block, name, nested, configs)) for name, block in new_blocks])
 
 
 class CheckpointedBlocks:

@@ -165,11 +165,11 @@ class Buffers:
         others = [slot for slot in self._written if id(slot) not in written_ids]
         if self._spare is None:  # a write past the counters must not reach `initial`
             self._spare = list(zip(self._read.slots, _copies(self._read.slots)))
-        fresh = [*(copies(values) if again else values), *_copies(others)]
+        replacements = [*(copies(values) if again else values), *_copies(others)]
         tensors = [slot.table.get(slot.name) for slot in self._slots]
         buffers = [tensor for tensor in tensors if tensor is not None]
         counts = versions(buffers)
-        for slot, copy in [*self._spare, *zip([*written, *others], fresh, strict=True)]:
+        for slot, copy in [*self._spare, *zip([*written, *others], replacements, strict=True)]:
             slot.table[slot.name] = copy if not slot.tensor.requires_grad else _leaf_of_caller(slot)
         try:
             yield

@@ -187,10 +187,10 @@ def _put_back(norm: _BatchNorm, state: _StateBefore) -> None:
 
 def _combined(parts: list[_Moments]) -> _Moments:
     count = sum(part.rows for part in parts)
-    wide = [(part.rows, _wide(part.mean), _wide(part.variance)) for part in parts]
-    mean = torch.stack([part_mean * (rows / count) for rows, part_mean, _ in wide]).sum(0)
+    wide_moments = [(part.rows, _wide(part.mean), _wide(part.variance)) for part in parts]
+    mean = torch.stack([part_mean * (rows / count) for rows, part_mean, _ in wide_moments]).sum(0)
     squares = torch.stack([
-        variance * (rows - 1) + (part_mean - mean).square() * rows for rows, part_mean, variance in wide
+        variance * (rows - 1) + (part_mean - mean).square() * rows for rows, part_mean, variance in wide_moments
     ]).sum(0)
     return _Moments(count, mean, squares / (count - 1))
 
@@ -207,7 +207,7 @@ def _update(norm: _BatchNorm, moments: _Moments) -> None:
     share: float | Tensor = 0.0 if norm.momentum is None else norm.momentum  # 0.0: as torch's BatchNorm without a count
     if norm.momentum is None and tracked is not None:
         share = 1.0 / tracked.to(moments.mean.dtype)
-    for name, fresh in (("running_mean", moments.mean), ("running_var", moments.variance)):
+    for name, batch_statistic in (("running_mean", moments.mean), ("running_var", moments.variance)):
         running = norm._buffers[name]
         assert running is not None  # it was there when the chunks ran
-        running.copy_(_wide(running) * (1.0 - share) + fresh * share)
+        running.copy_(_wide(running) * (1.0 - share) + batch_statistic * share)

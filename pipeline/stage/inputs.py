@@ -120,8 +120,10 @@ class InputCut:
         wanted = [leaf for leaf in leaves if leaf is not None]
         arrived: list[Tensor | None] = [None] * len(wanted)
         entered = enter(self.guard, arrived, [tensor for tensor, needs in zip(tensors, needs_grad) if needs], wanted)
-        rest = iter(entered)
-        layer_inputs = tuple([next(rest) if needs else tensor.detach() for tensor, needs in zip(tensors, needs_grad)])
+        attached = iter(entered)
+        layer_inputs = tuple([
+            next(attached) if needs else tensor.detach() for tensor, needs in zip(tensors, needs_grad)
+        ])
         return StageInputs(leaves, arrived, sizes, entered[0].grad_fn), layer_inputs
 
     def _leaf(self, tensor: Tensor) -> Tensor:

@@ -108,8 +108,8 @@ class StageLayers:
 
 def _in_words(index: int, layer: nn.Module) -> str:
     """A layer: its number, and its names in the model, or its type."""
-    brought = layer.in_model if isinstance(layer, NamedLayer) else None
-    names = [type(layer).__name__] if brought is None else [name for name in brought.names if name]
+    in_model = layer.in_model if isinstance(layer, NamedLayer) else None
+    names = [type(layer).__name__] if in_model is None else [name for name in in_model.names if name]
     return f"layer {index} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 

@@ -413,9 +413,9 @@ def _alias(real: Tensor, local: Tensor, trains: bool, description: str) -> Tenso
         alias = local.detach().requires_grad_(trains)
     if trains and real.dtype in HALF:
         alias.grad_dtype = torch.float32  # so the sum over chunks is rounded once, at the end
-    noted = vars(real)
-    if noted:
-        vars(alias).update(noted)  # attributes that layers have set on their parameter
+    attributes = vars(real)
+    if attributes:
+        vars(alias).update(attributes)  # attributes that layers have set on their parameter
     return mark(alias, description)
 
 

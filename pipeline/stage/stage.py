@@ -211,8 +211,8 @@ class StageRun:
         memory = memory_of(outputs.tensors, memory_by_storage, self.layers.index, chunk)
         parts = zip(outputs.trees, outputs.split(tensors), outputs.split(need), outputs.split(memory), strict=True)
         return [
-            Activations(Tree(tuple(part), tree.skeleton), tuple(wants), tuple(memory_ids))
-            for tree, part, wants, memory_ids in parts
+            Activations(Tree(tuple(part), tree.skeleton), tuple(needs_grad), tuple(memory_ids))
+            for tree, part, needs_grad, memory_ids in parts
         ]
 
     def _record(

@@ -216,8 +216,8 @@ class StageRule:
         Raises:
             RuntimeError: a gradient has no derivative: its layer's backward cannot be differentiated.
         """
-        both = zip(grads, parts, strict=True)
-        pairs = [(grad, part) for grad, part in both if grad is not None and part is not None]
+        candidates = zip(grads, parts, strict=True)
+        pairs = [(grad, part) for grad, part in candidates if grad is not None and part is not None]
         constant = [grad for grad, _ in pairs if not grad.requires_grad]
         if any([bool(grad.any()) for grad in constant]):  # zeros are what they seem: those of sign(), floor()
             raise RuntimeError(
