@@ -351,13 +351,9 @@ def _take_apart(value: Any, name: str) -> tuple[Tree, tuple[bool, ...]]:
     doubles = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in whole_ids]
     if doubles:
         raise ValueError(f"a tensor of shape {list(doubles[0].shape)} stands in {name} both bare and in NoChunk(...).")
-    bare = pytree.tree_unflatten([leaf.value if _is_mark(leaf) else leaf for leaf in leaves], spec)
-    tree = flatten(bare, name)
+    unmarked = pytree.tree_unflatten([leaf.value if isinstance(leaf, NoChunk) else leaf for leaf in leaves], spec)
+    tree = flatten(unmarked, name)
     return tree, tuple(id(tensor) not in whole_ids for tensor in tree.tensors)
-
-
-def _is_mark(leaf: Any) -> bool:
-    return isinstance(leaf, NoChunk)
 
 
 def _stays_whole(value: Any) -> bool:

@@ -107,10 +107,6 @@ class SavedTensors:
             )
         return tensor
 
-    def refill(self) -> None:
-        """Run R."""
-        self._recompute(self)
-
     def filled(self, compute: Callable[[], Any], whole: bool) -> RecomputeResult:
         """R: call `compute`, and fill the slots with what autograd saves meanwhile.
 
@@ -153,7 +149,7 @@ class SavedTensors:
 
 
 def _refill(saved: SavedTensors) -> None:
-    saved.refill()
+    saved._recompute(saved)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
