@@ -64,7 +64,7 @@ class Attributes:
         buffers: frozenset[int] = frozenset(),
         copied: set[int] | None = None,
     ) -> None:
-        self._modules: list[_ModuleAttributes] = []
+        self._modules: list[_ModuleEntries] = []
         self._containers: list[_ContainerContents] = []
         self._visited: set[int] = set()
         self._tensors: dict[int, _TensorContents] = {}
@@ -79,7 +79,7 @@ class Attributes:
             names = list(filterfalse(OF_EVERY_MODULE.__contains__, table))
             get = itemgetter("_modules", *names) if names else _no_names
             values = get(table)
-            self._modules.append(_ModuleAttributes(table, names, get, keep(values)))
+            self._modules.append(_ModuleEntries(table, names, get, keep(values)))
             self._look(values[1:], 0, _package(type(module)), keep)
             if table["_modules"]:
                 self._containers.append(_ContainerContents.of(_MAPPING, table["_modules"], keep))
@@ -238,7 +238,7 @@ class StageAttributes:
         self._before.clear()
 
 
-class _ModuleAttributes(NamedTuple):
+class _ModuleEntries(NamedTuple):
     table: dict[str, Any]
     names: list[str]
     get: Callable[[dict[str, Any]], tuple[Any, ...]]
@@ -307,7 +307,7 @@ class _FlatContents(NamedTuple):
     @classmethod
     def of(
         cls,
-        modules: Sequence[_ModuleAttributes],
+        modules: Sequence[_ModuleEntries],
         containers: Sequence[_ContainerContents],
         tables: Sequence[dict[str, Any]],
     ) -> _FlatContents:
