@@ -203,7 +203,8 @@ class Runtime:
         batches = {"x": batch} if target is None else {"x": batch, "the target": target}
         tensors = [tensor for cut in batches.values() for tensor in cut.tensors]
         describe = partial(self._words, request, batches)
-        seed = communicator.open(describe, request.draws, CommonTensors(mini_batch=[*tensors, *_scales(request.scaler)]))
+        common = CommonTensors(mini_batch=[*tensors, *_scales(request.scaler)])
+        seed = communicator.open(describe, request.draws, common)
         if request.grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."

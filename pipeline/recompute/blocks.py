@@ -169,18 +169,18 @@ class _Patch:
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         block = self.block
-        words = f"block '{self._name}' ({type(block).__name__})"
+        description = f"block '{self._name}' ({type(block).__name__})"
         if is_checkpointing() and not self._nested:
             raise RuntimeError(
-                f"{words} is checkpointed, and runs within a forward that is checkpointed already (a block around it, "
-                "or a Pipe). Use checkpoint='never' in the Pipe, checkpoint one of the two, or allow it with "
-                "checkpoint_blocks(..., nested=True) at the cost of one more forward."
+                f"{description} is checkpointed, and runs within a forward that is checkpointed already (a block "
+                "around it, or a Pipe). Use checkpoint='never' in the Pipe, checkpoint one of the two, or allow it "
+                "with checkpoint_blocks(..., nested=True) at the cost of one more forward."
             )
         modules = modules_of(block)
         _refuse_own_checkpointing(block, modules)
-        _refuse_caches(words, (*args, *kwargs.values()))
+        _refuse_caches(description, (*args, *kwargs.values()))
         compares = self._cadence.next(tuple([module.training for module in modules]))
-        return Replay(modules, self.__wrapped__, words, self._traits, compares).run(args, kwargs)
+        return Replay(modules, self.__wrapped__, description, self._traits, compares).run(args, kwargs)
 
     def check_removable(self) -> None:
         if _patch_of(self.block) is not self:
@@ -295,12 +295,12 @@ def _refuse_own_checkpointing(model: nn.Module, modules: Sequence[nn.Module]) ->
         )
 
 
-def _refuse_caches(words: str, values: Sequence[Any]) -> None:
+def _refuse_caches(description: str, values: Sequence[Any]) -> None:
     caches = [value for value in values if _is_cache(type(value))]  # type: ignore[arg-type]  # a type is Hashable
     if caches:
         raise ValueError(
-            f"{words} is checkpointed, and was given a cache of keys and values ({type(caches[0]).__name__}), to which "
-            "it would append once more when it is recomputed. Call the model with use_cache=False and without "
+            f"{description} is checkpointed, and was given a cache of keys and values ({type(caches[0]).__name__}), to "
+            "which it would append once more when it is recomputed. Call the model with use_cache=False and without "
             "past_key_values, or under torch.no_grad()."
         )
 
