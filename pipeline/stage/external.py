@@ -3,18 +3,23 @@
 A layer may capture one in a list, a closure or a cache. Through `.grad` it would get each chunk's part separately, and
 its hooks would run on each; so its sum is kept here. The graph is retained, since chunks share what was computed
 outside the stage.
+
+A forward may make leaves. Those that only its graph holds are its own affair (`graph.requestable`). One that something
+keeps (a parameter that a layer makes when it is first called) has a gradient that someone may want, and a recomputation
+makes another in its place: that is refused.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
 from partition.halves import REENTRANT
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import Roots, gradients, holds, owned, refuse_marked, run_backward
+from pipeline.common.graph import Roots, explore, gradients, holds, owned, refuse_marked, run_backward
 from pipeline.stage.hooks import grads_apart, hooks_asleep
 from pipeline.stage.parameters import Aliases
 
@@ -33,14 +38,16 @@ class ExternalLeaves:
     def __init__(self, stage: str, lock: threading.Lock) -> None:
         self.leaves: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}  # when a forward met it first
+        self._reached: dict[int, set[int]] = defaultdict(set)  # by chunk
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._stage = stage
         self._lock = lock
 
-    def learn(self, leaves: dict[int, Tensor], layer_inputs: Sequence[Tensor]) -> None:
+    def learn(self, chunk: int, leaves: dict[int, Tensor], layer_inputs: Sequence[Tensor]) -> None:
         """Note the leaves that a chunk's graph reaches besides the stage's parameters.
 
         Args:
+            chunk: which.
             leaves: the leaves, by id.
             layer_inputs: what the layers got: of that a layer may make leaves.
 
@@ -51,7 +58,26 @@ class ExternalLeaves:
             if not any([leaf is tensor for tensor in layer_inputs]):
                 refuse_marked(leaf, self._stage)
                 self.leaves[key] = leaf
+                self._reached[chunk].add(key)
                 self._versions.setdefault(key, leaf._version)
+
+    def check_reached(self, chunk: int, outputs: Sequence[Tensor]) -> None:
+        """Raise if a recomputation does not reach a leaf that its forward reached.
+
+        Args:
+            chunk: which.
+            outputs: of the recomputation.
+        """
+        if chunk in self._reached:
+            reached = explore([output for output in outputs if output.requires_grad])
+            for key in self._reached[chunk] - reached.keys():
+                raise CheckpointError(
+                    f"the recomputation of {self._stage}, chunk {chunk}, made a tensor that needs a gradient (shape "
+                    f"{list(self.leaves[key].shape)}) anew, which its forward had made and something keeps: its "
+                    "gradient would be lost. If a layer makes parameters when it is first called, call it before: "
+                    "torch.no_grad() around pipe.to_sequential()(x). Keep what is of one forward alone in a local "
+                    "variable."
+                )
 
     def check_versions(self, chunk: int) -> None:
         """Raise if one was written since F."""

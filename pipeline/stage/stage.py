@@ -229,7 +229,7 @@ class StageRun:
         """The record of a chunk, whose graph is walked: a layer may capture a leaf for some chunks only."""
         roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
         nodes = nodes_of(roots, ends=(inputs.entry, *self.aliases.ends))
-        self.external.learn(self.aliases.learn(nodes), layer_inputs)
+        self.external.learn(chunk, self.aliases.learn(nodes), layer_inputs)
         if recompute:
             path = Path.of(roots) if self._settings.compares else None
             return ChunkRecord(None, read, needs_grad, versions_before, path)
@@ -358,6 +358,7 @@ class StageRun:
         if record.path is not None:
             self._check_path(chunk, roots, record.path)
         self.snapshot.check_same(chunk, outputs.tensors)
+        self.external.check_reached(chunk, outputs.tensors)
         return ChunkGraph(inputs, OutputEdges.of(outputs, whole=True), nodes_of(roots) if chunk in self._split else ())
 
     def _around_recomputation(self, chunk: int, again: bool = True) -> AbstractContextManager[None]:
@@ -412,6 +413,7 @@ class StageRun:
             outputs = self.layers.run(chunk, read.build(self.layer_inputs(chunk, read.tensors)), self.seeder.seed)
         refuse_tangents(outputs.tensors)
         self.snapshot.check_same(chunk, outputs.tensors)
+        self.external.check_reached(chunk, outputs.tensors)
         return outputs
 
     def layer_inputs(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
