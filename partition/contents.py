@@ -20,11 +20,15 @@ from torch.utils._pytree import tree_iter
 class Contents:
     """The contents of tensors: which storage each has, and of storages what is in them, kept before they are written.
 
+    With them, of leaves, whether they need a gradient, and their hooks.
+
     Args:
         tensors: those. What is written into others is not kept, nor into those without a storage, as sparse ones.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
+        tensors = list(tensors)
+        self._leaves = [(leaf, leaf.requires_grad, _hooks_of(leaf)) for leaf in tensors if leaf.is_leaf]
         self._data = [(tensor, tensor.detach()) for tensor in tensors if not tensor.is_meta and storage_of(tensor) >= 0]
         self._storages = {storage_of(data): data.untyped_storage() for _, data in self._data}
         self._copies: dict[int, torch.UntypedStorage] = {}
@@ -37,6 +41,11 @@ class Contents:
 
     def put_back(self) -> None:
         """Put back all. No version of a tensor tells of it, as of BatchNorm's own writing."""
+        for leaf, needs_grad, hooks in self._leaves:
+            if leaf.requires_grad != needs_grad and leaf.is_leaf:
+                leaf.requires_grad_(needs_grad)
+            if _hooks_of(leaf) != hooks:
+                _put_back_hooks(leaf, hooks)
         for tensor, data in self._data:
             if storage_of(tensor) != storage_of(data):  # `tensor.data = ...`
                 tensor.data = data
@@ -48,6 +57,21 @@ class Contents:
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _hooks_of(leaf: Tensor) -> list[dict[int, Any]]:
+    return [dict(getattr(leaf, kind) or {}) for kind in _HOOKS]
+
+
+def _put_back_hooks(leaf: Tensor, hooks: list[dict[int, Any]]) -> None:
+    for kind, entries in zip(_HOOKS, hooks):
+        present = getattr(leaf, kind)
+        if present is not None:  # in the dict from which their handles remove them
+            present.clear()
+            present.update(entries)
 
 
 @contextmanager

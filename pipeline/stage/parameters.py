@@ -47,12 +47,14 @@ class _Parameters(NamedTuple):
         local: themselves, or their copies. Referenced, so that their addresses are not reused.
         aliases: on the memory of `local`.
         versions: of the real parameters, as the call begins. An alias of one at this place has the same.
+        trained: which aliases need a gradient.
     """
 
     real: Sequence[Tensor]
     local: Sequence[Tensor]
     aliases: Sequence[Tensor]
     versions: tuple[int, ...]
+    trained: list[bool]
 
 
 class Aliases:
@@ -107,7 +109,10 @@ class Aliases:
         self._layers = layers
         self._stage = stage
         parameters = list(reals.values())
-        self._all = _Parameters(parameters, [local[key] for key in reals], list(aliases.values()), versions(parameters))
+        self._all = _Parameters(
+            parameters, [local[key] for key in reals], list(aliases.values()), versions(parameters),
+            [alias.requires_grad for alias in aliases.values()],
+        )  # fmt: skip
         self._copies = [  # parameter, copy, alias, its version
             (*row, versions(row[2:])) for row in zip(*self._all[:3]) if row[1] is not row[0]
         ]
@@ -136,7 +141,10 @@ class Aliases:
         alias_nodes = [node for node in leaves if id(node.variable) in self._trained]
         self.ends.update(alias_nodes)
         self._used.update([id(node.variable) for node in alias_nodes])
-        return leaves_at([node for node in leaves if node not in self.ends])
+        others = leaves_at([node for node in leaves if node not in self.ends])
+        if others:
+            self._check_flags()
+        return others
 
     def may_wait(self, leaf: Tensor) -> bool:
         """Whether a leaf is one of these aliases, whose gradient may be computed later than the others."""
@@ -237,7 +245,7 @@ class Aliases:
         """Drop the aliases, and with them the copies."""
         self.ends.clear()
         self._guard_aliases(self._referenced)
-        self._all = _Parameters((), (), (), ())
+        self._all = _Parameters((), (), (), (), [])
         self._copies.clear()
         self._tables = ParameterTables.of((), ())
         self._trained.clear()
@@ -258,8 +266,9 @@ class Aliases:
             )
 
     def check_memory(self) -> None:
-        """Raise if a forward set a parameter's data (only its alias got that), or wrote it past its version counter."""
+        """Raise if a forward set what only an alias got, or wrote a parameter past its version counter."""
         self._check_copies()
+        self._check_flags()
         copied = {id(real) for real, *_ in self._copies}
         for real, _, _ in self._written() if copied else ():
             if id(real) in copied:
@@ -287,6 +296,26 @@ class Aliases:
         then, now = self._all.versions, versions(self._all.real)
         if then != now:
             yield from [row for row in zip(self._all.real, then, now) if row[1] != row[2]]
+
+    def _check_flags(self) -> None:
+        """Raise if a forward froze or unfroze a parameter, or registered a hook on it: its alias alone got that."""
+        trained = [alias.requires_grad for alias in self._all.aliases]
+        for real, now, then in zip(self._all.real, trained, self._all.trained) if trained != self._all.trained else ():
+            if now != then and now != real.requires_grad:
+                raise RuntimeError(
+                    f"a forward of {self._stage} set requires_grad of parameter '{self._name_of(real)}' to {now}. An "
+                    "alias of this call stands in for it there, so the parameter did not get it. Set it before the "
+                    "call."
+                )
+        before_sum = [alias._backward_hooks for alias in self._all.aliases]
+        behind_sum = [alias._post_accumulate_grad_hooks for alias in self._all.aliases]
+        are_hooked = any(before_sum) or any(behind_sum)
+        for real, before, behind in zip(self._all.real, before_sum, behind_sum) if are_hooked else ():
+            if before or behind and len(behind) > (self._guard in behind):
+                raise RuntimeError(
+                    f"a forward of {self._stage} registered a hook on parameter '{self._name_of(real)}'. An alias of "
+                    "this call stands in for it there, so the hook would be lost. Register it once, before the call."
+                )
 
     def _moved(self) -> list[Tensor]:
         """The real parameters whose aliases got other memory."""

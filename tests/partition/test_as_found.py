@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partition import PartitionError, to_sequential
+from partition.contents import unwritten
 from partition.models.as_found import AttributeSnapshot, as_found
 from pipeline import Pipe, layer_seed
 
@@ -257,6 +258,34 @@ def test_what_a_forward_sets_and_then_reads_is_cut():
     for rows in (3, 5):
         x = torch.rand(rows, 4)
         assert torch.equal(layers(x), model(x))
+
+
+def test_what_a_forward_sets_of_its_parameters_is_put_back():
+    class Sets(Blocks):
+        def before(self, x):
+            for parameter in list(self.parameters())[1:3]:
+                parameter.requires_grad_(False)
+            return x
+
+    model = Sets()
+    kept = [parameter.requires_grad for parameter in model.parameters()]
+    layers = to_sequential(model, torch.rand(4, 4))
+    assert [parameter.requires_grad for parameter in model.parameters()] == kept and all(kept)
+    x = torch.rand(3, 4)
+    assert torch.equal(layers(x), model(x))
+
+
+def test_a_hook_that_was_there_stays_and_can_be_removed_and_one_that_comes_is_removed():
+    weight, calls = nn.Parameter(torch.ones(2)), []
+    handle = weight.register_hook(lambda grad: calls.append("there before"))
+    with unwritten([weight]):
+        weight.register_hook(lambda grad: calls.append("came"))
+        weight.register_post_accumulate_grad_hook(lambda _: calls.append("came"))
+    (2 * weight).sum().backward()
+    assert calls == ["there before"]
+    handle.remove()
+    (2 * weight).sum().backward()
+    assert calls == ["there before"]
 
 
 class BuildsItself(nn.Module):

@@ -215,19 +215,6 @@ class Penalised(nn.Module):
         return self.layer(x) + self.layer.weight.square().sum()
 
 
-class Hooked(nn.Module):
-    """A layer that doubles its weight's gradient by a hook of its own, made anew in every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.layer.weight.requires_grad and not self.layer.weight._backward_hooks:
-            self.layer.weight.register_hook(lambda grad: 2 * grad)
-        return self.layer(x)
-
-
 class Right(nn.Module):
     """The weight on the other side of the product, or with strides of its own."""
 
@@ -263,7 +250,6 @@ class Complex(nn.Module):
 
 ODD: dict[str, Callable[[], nn.Module]] = {
     "also used otherwise": Penalised,
-    "hooked by its layer": Hooked,
     "on the right": lambda: Right(False),
     "with strides of its own": lambda: Right(True),
     "not the same in every chunk": Sometimes,
