@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from cover import either
 from recipe_scripts import EXAMPLES, RECIPES, SECOND_ORDER, ran
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", either(list(RECIPES)[1::2], list(RECIPES)))
 def test_a_recipe_runs_and_learns(name: str) -> None:
     assert ran(name)
 

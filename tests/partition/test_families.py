@@ -38,7 +38,10 @@ ROWS = pairwise({
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
 def test_a_family_trains_as_the_plain_model_and_goes_on_after_loading(row):
-    """Dropout on, or eval mode; uneven chunks, each with padding of its own; one step, then two of another Pipe."""
+    """Dropout on, or eval mode; uneven chunks, each with padding of its own; one step, then two of another Pipe.
+
+    In `make test` the other Pipe comes with every third family.
+    """
     family, training, dtype = row["family"], row["training"], row["autocast"]
     settings = {"checkpoint": row["checkpoint"], "schedule": row["schedule"]}
     # Its encoder's input is bfloat16 then, and the gradients of several readers are summed so.
@@ -58,7 +61,8 @@ def test_a_family_trains_as_the_plain_model_and_goes_on_after_loading(row):
     model.train(training)
     plain = Plain(model, layers)
     others = torch.optim.SGD(plain.model.parameters(), 0.1, momentum=0.9)
-    for turn, rows in enumerate((7, 5, 4)):
+    goes_on = either(list(FAMILIES).index(family) % 3 == 0, True)
+    for turn, rows in enumerate((7, 5, 4) if goes_on else (7,)):
         if turn == 1:
             state, moments = copy.deepcopy((pipe.state_dict(), pipe.optimizer_state_dict(optimizer)))
             model, layers, pipe, optimizer = cut(family, inputs(4), schedule="1f1b", checkpoint="always")
