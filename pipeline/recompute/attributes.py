@@ -80,7 +80,7 @@ class Attributes:
             get = itemgetter("_modules", *names) if names else _no_names
             values = get(table)
             self._modules.append(_ModuleEntries(table, names, get, keep(values)))
-            self._look(values[1:], 0, _package(type(module)), keep)
+            self._look(values[1:], 0, package_of(type(module)), keep)
             if table["_modules"]:
                 self._containers.append(_ContainerContents.of(_MAPPING, table["_modules"], keep))
         self._visited.clear()
@@ -97,7 +97,7 @@ class Attributes:
             kind = _kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
             if kind is None or id(value) in self._visited or len(self._visited) >= _MOST:
                 continue
-            if kind in (_OBJECT, _SLOTTED) and _is_installed(owner := _package(type(value))) and owner != package:
+            if kind in (_OBJECT, _SLOTTED) and is_installed(owner := package_of(type(value))) and owner != package:
                 continue
             self._visited.add(id(value))
             if kind is _TENSOR:
@@ -440,16 +440,17 @@ def _kind_of(kind: type) -> _ContainerKind | None:
         return _FIXED
     if issubclass(kind, numpy.ndarray):
         return _ARRAY
-    if issubclass(kind, _OTHERS) or _package(kind) in _OTHER_PACKAGES and kind is not types.SimpleNamespace:
+    if issubclass(kind, _OTHERS) or package_of(kind) in _OTHER_PACKAGES and kind is not types.SimpleNamespace:
         return None
     return _OBJECT if kind.__dictoffset__ else _SLOTTED if _slots(kind) else None
 
 
-def _package(kind: type) -> str:
+def package_of(kind: type) -> str:
+    """The name of the package, or of the script, in which a class was made."""
     return str(kind.__module__).partition(".")[0]
 
 
 @lru_cache(maxsize=1024)
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Whether a package was installed by pip: the effects of restoring its objects are not known."""
     return (getattr(sys.modules.get(package), "__file__", None) or "").startswith(_INSTALLED)

@@ -1,4 +1,4 @@
-"""The Python state that modules can reach, which a probe must restore.
+"""The Python state that modules or a loss can reach, which an extra call of them must not change.
 
     attributes, lists, dicts, sets and deques on them, objects of the user's classes, tensors that are no parameters
     functions: their closures, and the containers that they name among the globals of their module
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data.pytrees import same_values
+from pipeline.recompute.attributes import is_installed, package_of
 from pipeline.recompute.containers import CONTAINERS, length, reader_of, write
 from pipeline.recompute.randomness import GENERATORS, Generator, generators_among, generators_at
 
@@ -30,7 +31,6 @@ _LONGEST = 100_000  # entries of a container
 _LONG = 1_000  # so many are searched
 _LARGEST = 1_000_000  # entries of a tensor
 _NOT_OURS = {"torch", "numpy", "pipeline", "partition", "scheduler", *sys.stdlib_module_names}
-_NAMED = (*CONTAINERS, *GENERATORS)  # what counts among the globals that a function names
 _EMPTY = object()
 
 Undo = Callable[[], None]
@@ -51,16 +51,23 @@ class Generators:
 
 
 class ReachableState:
-    """The objects that some modules can reach, with their present state.
+    """The objects that some modules or functions can reach, with their present state.
+
+    Args:
+        roots: the modules or functions.
+        left_out: the objects with these ids are left out, with what only they reach.
+        of_loss: whether this is for a loss: all globals that it names count, and no objects of installed packages, as
+            threads of these (of a logger, say) may be changing them.
 
     Attributes:
         generators: those among them.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, roots: Iterable[Any], left_out: Iterable[int] = (), of_loss: bool = False) -> None:
         self._undo: list[Undo] = []
-        self._seen: dict[int, Any] = {}  # referenced, so that ids are not reused
-        under_way: list[tuple[Any, int]] = [(module, 0) for module in modules]
+        self._of_loss = of_loss
+        self._seen: dict[int, Any] = dict.fromkeys(left_out)  # referenced, so that ids are not reused
+        under_way: list[tuple[Any, int]] = [(root, 0) for root in roots]
         while under_way and len(self._seen) < _MOST:
             value, depth = under_way.pop()
             if type(value) in _PLAIN or id(value) in self._seen:
@@ -92,7 +99,8 @@ class ReachableState:
         if isinstance(value, tuple):
             return value if len(value) <= _LONG else ()
         if isinstance(value, types.FunctionType):
-            return self._note_function(value)
+            package = value.__module__.partition(".")[0]
+            return () if self._of_loss and self._is_foreign(package) else self._note_function(value)
         if isinstance(value, partial):
             return (value.func, value.args, value.keywords)
         if isinstance(value, types.MethodType):
@@ -107,17 +115,21 @@ class ReachableState:
             if type(value).__module__.partition(".")[0] not in _NOT_OURS:
                 class_attributes.append(forward)
             return (vars(value), *class_attributes)
-        if isinstance(value, type) or type(value).__module__.partition(".")[0] in _NOT_OURS:
+        if isinstance(value, type) or self._is_foreign(package_of(type(value))):
             return ()
         return (vars(value),) if hasattr(value, "__dict__") else ()
+
+    def _is_foreign(self, package: str) -> bool:
+        return package in _NOT_OURS or self._of_loss and is_installed(package)
 
     def _note_function(self, function: types.FunctionType) -> Iterable[Any]:
         cells = function.__closure__ or ()
         for cell in cells:
             self._undo.append(partial(_refill_cell, cell, _content(cell)))
         names = function.__globals__
-        named_globals = [names[name] for name in function.__code__.co_names if isinstance(names.get(name), _NAMED)]
-        return (*[_content(cell) for cell in cells], *named_globals, *(function.__defaults__ or ()))
+        counted = object if self._of_loss else (*CONTAINERS, *GENERATORS)
+        named = [value for name in function.__code__.co_names if isinstance(value := names.get(name), counted)]
+        return (*[_content(cell) for cell in cells], *named, *(function.__defaults__ or ()))
 
 
 def _is_small(tensor: Tensor) -> bool:

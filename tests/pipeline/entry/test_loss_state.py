@@ -1,0 +1,160 @@
+"""Law: what a loss counts and keeps is what it counts and keeps in a loop over the chunks, in every call."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import Pipe
+
+
+class Metric(nn.Module):
+    """Counts, in a buffer, in attributes and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.rows, self.calls, self.mean, self.by_size = 0, [], torch.zeros(2, dtype=torch.float64), {}
+
+    def update(self, output, target):
+        self.total += len(output)
+        self.rows += len(output)
+        self.calls.append(len(target))
+        self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)
+        self.by_size[len(output)] = self.by_size.get(len(output), 0) + 1
+
+    @property
+    def state(self):
+        return self.total.item(), self.rows, list(self.calls), self.mean.tolist(), dict(self.by_size)
+
+
+def mse(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+class LossModule(Metric):
+    def forward(self, output, target):
+        self.update(output, target)
+        return mse(output, target)
+
+
+class Trainer:
+    """Not a module: it has one, and the Pipe."""
+
+    def __init__(self, pipe) -> None:
+        self.pipe, self.metric, self.seen = pipe, Metric(), 0
+
+    def loss(self, output, target):
+        self.metric.update(output, target)
+        self.seen += len(output)
+        return mse(output, target)
+
+
+class CallableLoss(Metric):
+    __call__ = LossModule.forward
+
+
+METRIC = Metric()
+
+
+def with_global(output, target):
+    METRIC.update(output, target)
+    return mse(output, target)
+
+
+def in_closure(pipe):
+    metric, count = Metric(), 0
+
+    def loss_fn(output, target):
+        nonlocal count
+        metric.update(output, target)
+        count += len(output)
+        return mse(output, target)
+
+    return loss_fn, lambda: (metric.state, count)
+
+
+def of_partial(pipe):
+    metric = Metric()
+
+    def loss_fn(metric, output, target):
+        metric.update(output, target)
+        return mse(output, target), {"error": (output.detach().sum(), len(output))}
+
+    return partial(loss_fn, metric), lambda: metric.state
+
+
+def of_module(pipe):
+    loss = LossModule()
+    return loss, lambda: loss.state
+
+
+def of_callable(pipe):
+    loss = CallableLoss()
+    return loss, lambda: loss.state
+
+
+def of_trainer(pipe):
+    trainer = Trainer(pipe)
+    return trainer.loss, lambda: (trainer.metric.state, trainer.seen)
+
+
+def of_global(pipe):
+    METRIC.__init__()
+    return with_global, lambda: METRIC.state
+
+
+class Tracker:
+    """No module either."""
+
+    def __init__(self) -> None:
+        self.rows, self.log = 0, []
+
+    def update(self, rows):
+        self.rows += rows
+        self.log.append(rows)
+
+
+TRACKER, HISTORY = Tracker(), []
+
+
+def note(output):
+    TRACKER.update(len(output))
+    HISTORY.append(output.detach().sum().item())
+
+
+def with_helper(output, target):
+    note(output)
+    return mse(output, target)
+
+
+def of_helper(pipe):
+    TRACKER.__init__()
+    HISTORY.clear()
+    return with_helper, lambda: (TRACKER.rows, list(TRACKER.log), list(HISTORY))
+
+
+KINDS = (of_helper, in_closure, of_partial, of_module, of_callable, of_trainer, of_global)
+
+
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_counts_as_in_a_loop_over_the_chunks(kind, chunks, schedule, entry):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    pipe = Pipe(model, [2, 1], chunks=chunks, schedule=schedule)
+    loss_fn, state = kind(pipe)
+    x, y = torch.rand(6, 3, dtype=torch.float64), torch.rand(6, 2, dtype=torch.float64)
+    states = []
+    for _ in range(5):
+        getattr(pipe, entry)(x, y, loss_fn=loss_fn)
+        states.append(state())
+    loss_fn, state = kind(pipe)
+    for found in states:
+        for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+            loss_fn(model(part), target)
+        assert found == state()
