@@ -10,8 +10,7 @@ largest tensors. If the chunks' weights are right in each pair, they are right i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.common.graph import explore, gradients
 from pipeline.common.torch_modes import without_autocast, without_function_modes
-from pipeline.data.loss import Loss, LossFn
+from pipeline.data.loss import Loss
 from pipeline.data.loss_comparison import LossComparison, are_rounding
 from pipeline.data.microbatch import Batch, are_joinable, gather
 from pipeline.data.pytrees import Activations, Grads, Tree, detached
@@ -140,8 +139,11 @@ class ChunkLosses:
             trees = [Tree(end_leaves, end.output.tree.skeleton) for end_leaves, end in zip(leaves, ends, strict=True)]
             joined, _ = gather(trees, [self._target.rows[chunk] for chunk in chunks], self._target.batch_dim)
             target = self.beside(self._target.joined(chunks), joined)
-            with self._undone(loss.loss_fn):
+            state = self.state_of_loss()  # of which this call of loss_fn, beside those of the chunks, changes nothing
+            try:
                 whole = loss.whole(joined.build(joined.tensors), target)
+            finally:
+                state.put_back()
         differentiable = [leaf for end_leaves in leaves for leaf in end_leaves if leaf.requires_grad]
         if not differentiable or not whole.requires_grad:
             return whole, leaves, None
@@ -149,15 +151,9 @@ class ChunkLosses:
             grads = gradients([whole], differentiable, [torch.ones_like(whole).mul_(weight)], retain=True)
         return whole.detach(), leaves, [_or_zeros(grad, leaf) for grad, leaf in zip(grads, differentiable, strict=True)]
 
-    @contextmanager
-    def _undone(self, loss_fn: LossFn) -> Iterator[None]:
-        """Within: a call of loss_fn beside those of the chunks. What it counts and keeps is put back at the end."""
-        modules = [module for stage in self._execution.setup.stages for layer in stage for module in layer.modules()]
-        state = ReachableState([loss_fn], map(id, modules), of_loss=True)
-        try:
-            yield
-        finally:
-            state.put_back()
+    def state_of_loss(self) -> ReachableState:
+        """The state of loss_fn, as it is now: what it counts and keeps."""
+        return ReachableState.of_loss(self.loss.loss_fn, self._execution.setup.stages)
 
     def forget(self) -> None:
         """Forget what was compared: the chunks are computed anew."""

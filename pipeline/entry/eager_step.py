@@ -58,10 +58,11 @@ class EagerSink(Sink):
         check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
         norm: Tensor | None = None
         if update.needs_two_runs:
-            norms = update.run(only_norms=True)
+            norms, state = update.run(only_norms=True), run.state_of_loss()
             trial = EagerRun(update, norms, named).play(run)[0]
             norm = _norm(norms, trial, named)
             run.again(trial)
+            state.put_back()
         step = update.run(None if norm is None else factor_of(update, norm))
         with update.guarded(step, run.execution.communicator.is_alone):
             call, loss, external, metrics = EagerRun(update, step, named).play(run)

@@ -50,6 +50,7 @@ class LossEnd(ChunkLosses):
         self._writes_output = False  # loss_fn writes its output
         has_all = all([execution.communicator.topology.has(stage) for stage in range(len(execution.setup.stages))])
         self._buffers = {} if has_all else _buffers_of(loss.loss_fn)
+        self._state = self.state_of_loss() if execution.has_threads else None  # for a call that runs a second time
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
         is_apart = self._is_apart or not any([tensor.requires_grad for tensor in tree.tensors])
@@ -105,6 +106,8 @@ class LossEnd(ChunkLosses):
     def forget(self) -> None:
         super().forget()
         self.sums.clear()
+        if self._state is not None:
+            self._state.put_back()
 
     def check(self) -> None:
         """Check the losses of all chunks, once, in the process that has them."""

@@ -445,9 +445,9 @@ def _kind_of(kind: type) -> _ContainerKind | None:
     return _OBJECT if kind.__dictoffset__ else _SLOTTED if _slots(kind) else None
 
 
-def package_of(kind: type) -> str:
-    """The name of the package, or of the script, in which a class was made."""
-    return str(kind.__module__).partition(".")[0]
+def package_of(made: type | types.FunctionType) -> str:
+    """The name of the package, or of the script, in which a class or a function was made; of none "None"."""
+    return str(made.__module__).partition(".")[0]
 
 
 @lru_cache(maxsize=1024)

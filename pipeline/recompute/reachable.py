@@ -77,6 +77,12 @@ class ReachableState:
                 under_way += [(part, depth + 1) for part in self._note(value)]
         self.generators = Generators(generators_among(self._seen.values()).values())
 
+    @classmethod
+    def of_loss(cls, loss_fn: Any, stages: Iterable[Iterable[nn.Module]]) -> ReachableState:
+        """That of a loss, but for the modules of the stages."""
+        modules = [module for layers in stages for layer in layers for module in layer.modules()]
+        return cls([loss_fn], map(id, modules), of_loss=True)
+
     def put_back(self) -> None:
         """Restore everything."""
         with torch.no_grad():
@@ -99,8 +105,8 @@ class ReachableState:
         if isinstance(value, tuple):
             return value if len(value) <= _LONG else ()
         if isinstance(value, types.FunctionType):
-            package = value.__module__.partition(".")[0]
-            return () if self._of_loss and self._is_foreign(package) else self._note_function(value)
+            is_left_out = self._of_loss and self._is_foreign(package_of(value))
+            return () if is_left_out else self._note_function(value)
         if isinstance(value, partial):
             return (value.func, value.args, value.keywords)
         if isinstance(value, types.MethodType):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import Pipe
+from pipeline import EagerUpdate, Pipe
 
 
 class Metric(nn.Module):
@@ -137,24 +137,57 @@ def of_helper(pipe):
     return with_helper, lambda: (TRACKER.rows, list(TRACKER.log), list(HISTORY))
 
 
-KINDS = (of_helper, in_closure, of_partial, of_module, of_callable, of_trainer, of_global)
+def of_no_module(pipe):
+    """A function of a script that was executed as a text."""
+    made = {"mse": mse, "history": []}
+    exec("def loss_fn(output, target):\n    history.append(len(output))\n    return mse(output, target)", made)
+    made["loss_fn"].__module__ = None
+    return made["loss_fn"], lambda: list(made["history"])
 
 
-@pytest.mark.parametrize("entry", ["step", "evaluate"])
+KINDS = (of_no_module, of_helper, in_closure, of_partial, of_module, of_callable, of_trainer, of_global)
+
+
+class DrawsLate(nn.Module):
+    """Draws from the second call on. With threads, the call in which a stage draws for the first time runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + 0 * torch.rand((), dtype=x.dtype) if self.calls > 4 else x
+
+
+def piped(chunks, schedule, **settings):
+    model = nn.Sequential(nn.Linear(3, 3), DrawsLate(), nn.Linear(3, 2)).double()
+    return Pipe(model, [2, 1], chunks=chunks, schedule=schedule, **settings)
+
+
+def eager(pipe, *args, **settings):
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
+    pipe.step(*args, **settings, optimizer=EagerUpdate(optimizer, clip="two_pass", max_norm=1.0))
+
+
+ENTRIES = {"step": Pipe.step, "evaluate": Pipe.evaluate, "eager": eager}
+
+
+@pytest.mark.parametrize("workers", ["inline", "threads"])
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_counts_as_in_a_loop_over_the_chunks(kind, chunks, schedule, entry):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    pipe = Pipe(model, [2, 1], chunks=chunks, schedule=schedule)
+def test_a_loss_counts_as_in_a_loop_over_the_chunks(kind, chunks, schedule, entry, workers):
+    pipe = piped(chunks, schedule, workers=workers, devices=["cpu"] * 2)
     loss_fn, state = kind(pipe)
     x, y = torch.rand(6, 3, dtype=torch.float64), torch.rand(6, 2, dtype=torch.float64)
     states = []
     for _ in range(5):
-        getattr(pipe, entry)(x, y, loss_fn=loss_fn)
+        ENTRIES[entry](pipe, x, y, loss_fn=loss_fn)
         states.append(state())
     loss_fn, state = kind(pipe)
     for found in states:
         for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
-            loss_fn(model(part), target)
+            loss_fn(pipe.to_sequential()(part), target)
         assert found == state()
