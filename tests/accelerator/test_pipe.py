@@ -195,9 +195,11 @@ MISSING = {
     "no event is recorded": Missing(
         Local, "send", "last.record_event()", training, "named", instead="torch.Event(last.device)"
     ),
-    "one of two copies is not waited for": Missing(Local, "_last_of", "first.wait_stream(other)", several_places, HOST),
+    "one of two copies is not waited for": Missing(
+        Local, "_last_of", "first.wait_stream(stream)", several_places, HOST
+    ),
     "the copy to the host begins early": Missing(
-        Local, "_moved", "stream.wait_stream(torch.accelerator.current_stream(here))", training, HOST
+        Local, "_moved", "stream.wait_stream(torch.accelerator.current_stream(source_device))", training, HOST
     ),
     "the caller's batch is copied later": Missing(
         Local, "_moved", "torch.empty_like(tensor, pin_memory=True).copy_(tensor)", overwritten, ZIGZAG,
