@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from cover import either
 from crew import Crew
 from one_and_many import agree_all, agree_on
 from rank_transparency import LOOPS, TWO_A_LANE
@@ -50,7 +51,8 @@ def test_pipes_run_again_after_torch_distributed_was_shut_down_and_initialised(c
 def test_many_chunks_and_large_ones_pass_under_every_schedule(crew2: Crew, crew4: Crew) -> None:
     """More messages than any window holds; messages of half a megabyte."""
     agree_on((crew2, crew4), "rank_groups:many_chunks", lambda size: [
-        ((2 if name in (*LOOPS, *TWO_A_LANE) else 1) * size, name, 40, 1, 4) for name in names()
+        ((2 if name in (*LOOPS, *TWO_A_LANE) else 1) * size, name, 40, 1, 4)
+        for name in either(names()[::2], names())
     ])  # fmt: skip
     agree_all(crew2, "rank_groups:many_chunks", [(2, "1f1b", 4, 128, 512), (4, "zb-v", 4, 128, 512)])
 
