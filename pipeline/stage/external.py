@@ -74,9 +74,9 @@ class ExternalLeaves:
                 raise CheckpointError(
                     f"the recomputation of {self._stage}, chunk {chunk}, made a tensor that needs a gradient (shape "
                     f"{list(self.leaves[key].shape)}) anew, which its forward had made and something keeps: its "
-                    "gradient would be lost. If a layer makes parameters when it is first called, call it before: "
-                    "torch.no_grad() around pipe.to_sequential()(x). Keep what is of one forward alone in a local "
-                    "variable."
+                    "gradient would be lost. If a layer makes parameters when it is first called, call the model "
+                    "before the Pipe is built: with torch.no_grad(): model(x). Keep what is of one forward alone in a "
+                    "local variable."
                 )
 
     def check_versions(self, chunk: int) -> None:
