@@ -86,10 +86,16 @@ class Buffers:
         self._read = _Group.of(self._slots)  # those that no forward has written so far
         self._mutated: set[int] = set()  # owners of these
         self._before: dict[int, tuple[list[_BufferSlot], list[Tensor]]] = {}  # chunk -> the slots, and their values
+        self._empty = [
+            (table, name)
+            for table, buffers in self._tables if buffers
+            for name, tensor in buffers.items() if tensor is None
+        ]  # which a forward may fill
+        self._filled_before: dict[int, list[Tensor | None]] = {}  # chunk -> what was in these
         self._seen_first = False
 
     def __bool__(self) -> bool:
-        return bool(self._slots)
+        return bool(self._slots or self._empty)
 
     @property
     def ids(self) -> frozenset[int]:
@@ -103,6 +109,8 @@ class Buffers:
 
     def before_forward(self, chunk: int) -> None:
         """Clone the buffers that change, for a recomputation of this chunk."""
+        if self._empty:
+            self._filled_before[chunk] = [_copy_of(table.get(name)) for table, name in self._empty]
         if self._written:
             self._before[chunk] = self._written, copies(list(map(_present, self._written)))
 
@@ -166,6 +174,8 @@ class Buffers:
         if self._spare is None:  # a write past the counters must not reach `initial`
             self._spare = list(zip(self._read.slots, _copies(self._read.slots)))
         replacements = [*(copies(values) if again else values), *_copies(others)]
+        filled = [table.get(name) for table, name in self._empty]
+        self._fill(chunk)
         tensors = [slot.table.get(slot.name) for slot in self._slots]
         buffers = [tensor for tensor in tensors if tensor is not None]
         counts = versions(buffers)
@@ -176,6 +186,8 @@ class Buffers:
         finally:
             for slot, tensor in zip(self._slots, tensors):
                 slot.table[slot.name] = tensor
+            for (table, name), tensor in zip(self._empty, filled):
+                table[name] = tensor
         if versions(buffers) != counts:
             counters = dict(zip(map(id, buffers), zip(counts, versions(buffers))))
             slot = next(slot for slot, tensor in zip(self._slots, tensors) if len({*counters.get(id(tensor), ())}) > 1)
@@ -207,9 +219,17 @@ class Buffers:
     def forget(self, chunk: int) -> None:
         """Drop the values for this chunk, which is not recomputed any more."""
         self._before.pop(chunk, None)
+        self._filled_before.pop(chunk, None)
+
+    def _fill(self, chunk: int) -> None:
+        """Give the buffers that were None as the call began what they held before F of `chunk`."""
+        values = self._filled_before.get(chunk, [None] * len(self._empty))
+        for (table, name), value in zip(self._empty, values):
+            table[name] = _copy_of(value)
 
     def put_back(self, chunk: int) -> None:
         """Give the buffers that change the values that they had before F of `chunk`."""
+        self._fill(chunk)
         written, values = self._before.get(chunk, ([], []))
         for slot, copy in zip(written, copies(values), strict=True):
             if slot.table.get(slot.name) is not slot.tensor:  # replaced; a graph may have saved the old one
@@ -225,6 +245,10 @@ class Buffers:
         for slot in self._slots:
             if not same_values(slot.tensor, slot.initial):
                 _give(slot.tensor, slot.initial)
+
+
+def _copy_of(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
 
 
 def _give(tensor: Tensor, values: Tensor) -> None:
