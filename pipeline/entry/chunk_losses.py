@@ -130,20 +130,27 @@ class ChunkLosses:
     ) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor] | None]:
         """The loss of the joined outputs, leaves that are these, and the gradients there. None: there are none.
 
+        What loss_fn counts and keeps is put back: it is called beside the chunks. At the end, as its graph may have
+        saved that.
+
         Args:
             move: how far the outputs are moved, relative to them, in units of the last place.
         """
+        state = self.state_of_loss()
+        try:
+            return self._differentiated_whole(loss, weight, ends, move)
+        finally:
+            state.put_back()
+
+    def _differentiated_whole(
+        self, loss: Loss, weight: Tensor | float, ends: Sequence[_ChunkEnd], move: float
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor] | None]:
         chunks = [end.chunk for end in ends]
         leaves = [_leaves(end.output, move) for end in ends]
         with torch.set_grad_enabled(self._execution.setup.grad):
             trees = [Tree(end_leaves, end.output.tree.skeleton) for end_leaves, end in zip(leaves, ends, strict=True)]
             joined, _ = gather(trees, [self._target.rows[chunk] for chunk in chunks], self._target.batch_dim)
-            target = self.beside(self._target.joined(chunks), joined)
-            state = self.state_of_loss()  # of which this call of loss_fn, beside those of the chunks, changes nothing
-            try:
-                whole = loss.whole(joined.build(joined.tensors), target)
-            finally:
-                state.put_back()
+            whole = loss.whole(joined.build(joined.tensors), self.beside(self._target.joined(chunks), joined))
         differentiable = [leaf for end_leaves in leaves for leaf in end_leaves if leaf.requires_grad]
         if not differentiable or not whole.requires_grad:
             return whole, leaves, None

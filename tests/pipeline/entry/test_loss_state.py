@@ -191,3 +191,26 @@ def test_a_loss_counts_as_in_a_loop_over_the_chunks(kind, chunks, schedule, entr
         for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
             loss_fn(pipe.to_sequential()(part), target)
         assert found == state()
+
+
+class Weighted(nn.Module):
+    """A loss whose graph saves a buffer, or an attribute, that each call writes in place."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(2, dtype=torch.float64))
+        self.kept, self.attribute = kept, torch.ones(2, dtype=torch.float64)
+
+    def forward(self, output, target):
+        weight = self.weight if self.kept == "buffer" else self.attribute
+        weight.mul_(1.0)
+        return mse(output * weight, target)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("kept", ["buffer", "attribute"])
+def test_what_the_graph_of_a_loss_has_saved_is_put_back_when_it_is_differentiated(kept, entry):
+    pipe, loss_fn = piped(2, "1f1b"), Weighted(kept)
+    x, y = torch.rand(6, 3, dtype=torch.float64), torch.rand(6, 2, dtype=torch.float64)
+    for _ in range(3):
+        ENTRIES[entry](pipe, x, y, loss_fn=loss_fn)
