@@ -2,6 +2,9 @@
 
     python benchmarks/gpu.py                         all sections, on the GPU that is there
     python benchmarks/gpu.py --only blocks memory    some of them
+    python benchmarks/gpu.py --rounds 6              shorter: fewer rounds of each comparison than 15
+    python benchmarks/gpu.py --traces FOLDER         beside them one run of each contender in torch's profiler: kernels,
+                                                     how long they take, and a trace for Perfetto
     python benchmarks/gpu.py --tiny                  the same code with sizes for a try, also without a GPU: on the CPU
 
     overhead          a step of layers of one kind against the hand-written loop, large and small
@@ -66,6 +69,7 @@ class Sizes(NamedTuple):
 
 FULL = Sizes(4096, 2048, 4, 12, 768, 1024, 50257, 16, 15, 256)
 TINY = Sizes(64, 8, 2, 4, 32, 16, 101, 8, 3, 1)
+TRACES: list[Path] = []  # the folder of traces, if they are wanted
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -88,7 +92,22 @@ def measure(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
             run()
             wait()
             times[name].append(time.perf_counter() - start)
+    for name, run in runs.items() if TRACES else ():
+        trace(name, run, TRACES[0])
     return {name: statistics.median(each) for name, each in times.items()}
+
+
+def trace(name: str, run: Callable[[], object], folder: Path) -> None:
+    """One run in torch's profiler: a line about its kernels, and a file for Perfetto."""
+    wait()
+    with torch.profiler.profile() as profile:
+        run()
+        wait()
+    kernels = [event for event in profile.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sum(event.self_device_time_total for event in kernels) / 1e3
+    path = folder / f"{len(list(folder.glob('*.json.gz'))):03d} {name}.json.gz".replace(" ", "-").replace(",", "")
+    profile.export_chrome_trace(str(path))
+    print(f"{name}: {len(kernels)} kernels and copies, {busy:.1f} ms ({path})", flush=True)
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -354,7 +373,7 @@ def compiled(sizes: Sizes) -> None:
 def curvature(sizes: Sizes) -> None:
     """Products and estimates with GPT-2's Hessian, in processes of their own."""
     print("\ncurvature: the Hessian of a model of GPT-2's shape\n", flush=True)
-    beside("curvature_size.py", "--gpu", *(["--tiny"] if sizes is TINY else []))
+    beside("curvature_size.py", "--gpu", *(["--tiny"] if sizes.width == TINY.width else []))
 
 
 def beside(script: str, *arguments: str) -> None:
@@ -397,9 +416,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="sizes for a try")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="these sections")
+    parser.add_argument("--rounds", type=int, help=f"of each comparison (default: {FULL.rounds})")
+    parser.add_argument("--traces", type=Path, help="a folder for traces of torch's profiler")
     options = parser.parse_args()
+    if options.traces is not None:
+        options.traces.mkdir(parents=True, exist_ok=True)
+        TRACES.append(options.traces)
     sizes = TINY if options.tiny else FULL
-    if sizes is FULL and DEVICE.type != "cuda":
+    sizes = sizes._replace(rounds=options.rounds or sizes.rounds)
+    if not options.tiny and DEVICE.type != "cuda":
         parser.error("needs a GPU (with --tiny it runs without)")
     if DEVICE.type == "cpu":
         torch.set_num_threads(1)
