@@ -74,15 +74,31 @@ def equal(one: Any, other: Any) -> bool:
             return False
         if torch.equal(one, other) or other.device.type == "cpu" or not other.is_floating_point():
             return torch.equal(one, other)
-        differs = one != other  # beside what is equal, as a mask of the lowest number is, all else would be near
-        return near(one[differs], other[differs], float(other[differs].detach().abs().max()))
+        differs = one != other
+        return near(one[differs], other[differs], _largest(other.detach()))
     return type(one) is type(other) and (not isinstance(one, int | float | str) or one == other)
 
 
 def near(one: Tensor, other: Tensor, largest: float) -> bool:
     """But for the order of sums, where that is the largest number in them."""
-    tolerance = 1e3 * torch.finfo(other.dtype).eps * largest
-    return not other.numel() or float((one - other).detach().abs().max()) <= tolerance
+    return furthest(one, other) <= 1e3 * torch.finfo(other.dtype).eps * largest
+
+
+def furthest(one: Tensor, other: Tensor) -> float:
+    """The largest difference between two tensors of one shape."""
+    return float((one - other).detach().abs().max()) if other.numel() else 0.0
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest number in a tensor, by magnitude. Beside that of a mask all others would be near each other.
+
+    A mask is what is not finite, the highest or lowest number of a type, or one that stands there more than once.
+    """
+    numbers = tensor[tensor.abs() < torch.finfo(tensor.dtype).max / 2]
+    for bound in (Tensor.min, Tensor.max):
+        at_bound = numbers == bound(numbers) if numbers.numel() else numbers.bool()
+        numbers = numbers[~at_bound] if int(at_bound.sum()) > 1 else numbers
+    return float(numbers.abs().max()) if numbers.numel() else 0.0
 
 
 class ModuleCall(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from partition import PartitionError, to_sequential
+from partition.models.calls import equal
 
 WITH_LSTMS = {"lstm", "levels"}  # of which the simulated accelerator has no kernel
 
@@ -90,6 +92,77 @@ def test_last_bits_that_kernels_leave_to_chance_are_no_difference() -> None:
     for share, device in ((2.0**-50, "cpu"), (2.0**-30, "sim:0")):
         with pytest.raises(PartitionError, match="does not return"):
             to_sequential(*restless(share, device))
+
+
+class RestlessGradient(torch.autograd.Function):
+    """The identity. Its gradient is another in each backward, as kernels that add by atomics make that of what is near
+    zero: by a share, drawn from a generator that no one else has."""
+
+    draws = Random(0)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * (1 + RestlessGradient.draws.uniform(-1, 1) * ctx.share), None
+
+
+class RestlessBackward(nn.Linear):
+    share = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return RestlessGradient.apply(super().forward(x), self.share)
+
+
+class WrongBackward(Chain):
+    """A hook between two blocks, which no part has: their gradients are others, and by more than chance."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad * 1.05)
+        return x
+
+
+def restless_backward(kind: type[Chain], share: float, device: str) -> tuple[nn.Module, Tensor]:
+    model = kind()
+    model.blocks = nn.ModuleList(RestlessBackward(4, 4) for _ in range(3))
+    for block in model.blocks:
+        block.share = share
+    return model.to(device), ids(4).to(device)
+
+
+@pytest.mark.parametrize("share", [1e-3, 1e-2])
+def test_gradients_are_as_near_to_the_models_as_its_own_are_to_each_other(share: float) -> None:
+    assert len(to_sequential(*restless_backward(Chain, share, "sim:0"))) == 5
+    with pytest.raises(PartitionError, match="is not that of the model"):
+        to_sequential(*restless_backward(Chain, share, "cpu"))
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-5, 1e-4])
+def test_gradients_that_are_further_away_are_refused(share: float) -> None:
+    with pytest.raises(PartitionError, match="is not that of the model"):
+        to_sequential(*restless_backward(WrongBackward, share, "sim:0"))
+
+
+@pytest.mark.parametrize("mask", [None, torch.finfo(torch.float32).min, -1e4, -float("inf")])
+def test_a_number_near_zero_may_differ_alone(mask: float | None) -> None:
+    """By what is rounding beside the others that make it, and is much beside the number itself."""
+    numbers = torch.randn(8, 16)
+    if mask is not None:
+        numbers[:, :12] = mask
+    numbers[2, 14] = 1e-9
+    other = numbers.clone()
+    other[2, 14] = 1e-6
+    assert equal(other.to("sim:0"), numbers.to("sim:0"))
+    assert not equal(other, numbers)
+    other[2, 14] = 1e-2
+    assert not equal(other.to("sim:0"), numbers.to("sim:0"))
 
 
 class Covered(Chain):
