@@ -19,10 +19,9 @@ from __future__ import annotations
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, filterfalse
 from operator import call, eq, is_, itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -33,7 +32,6 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from partition.names import OF_EVERY_MODULE
-from pipeline.common.errors import CheckpointError
 from pipeline.recompute.containers import CONTAINERS, length, reader_of, shorten, write
 from pipeline.recompute.randomness import is_torchs_own
 
@@ -52,9 +50,14 @@ class Attributes:
     Args:
         modules: the modules. Those of torch's own classes without hooks keep no state.
         tables: of parameters, where none stand in for them: of a block, whose attributes may also be set before its
-            forward (a weight that a hook computes). Without, tensors in autograd's graph are not kept alive.
+            forward (a weight that a hook computes).
         buffers: the ids of tensors that are left out.
         copied: the ids of the tensors that forwards write, of which copies are kept. None: all.
+        weak: whether tensors in autograd's graph are not kept alive.
+
+    Attributes:
+        modules: the dicts of the modules, and what they hold.
+        containers: other containers that these reach.
     """
 
     def __init__(
@@ -63,15 +66,16 @@ class Attributes:
         tables: Iterable[dict[str, Any]] = (),
         buffers: frozenset[int] = frozenset(),
         copied: set[int] | None = None,
+        weak: bool = False,
     ) -> None:
-        self._modules: list[_ModuleEntries] = []
-        self._containers: list[_ContainerContents] = []
+        self.modules: list[ModuleEntries] = []
+        self.containers: list[ContainerContents] = []
         self._visited: set[int] = set()
         self._tensors: dict[int, _TensorContents] = {}
         self._buffers = buffers
         self._copied = copied
         tables = list(tables)
-        keep: ValueKeeper = list if tables else _with_weak_references
+        keep: ValueKeeper = _with_weak_references if weak else list
         for module in modules:
             if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
                 continue
@@ -79,16 +83,16 @@ class Attributes:
             names = list(filterfalse(OF_EVERY_MODULE.__contains__, table))
             get = itemgetter("_modules", *names) if names else _no_names
             values = get(table)
-            self._modules.append(_ModuleEntries(table, names, get, keep(values)))
+            self.modules.append(ModuleEntries(table, names, get, keep(values)))
             self._look(values[1:], 0, package_of(type(module)), keep)
             if table["_modules"]:
-                self._containers.append(_ContainerContents.of(_MAPPING, table["_modules"], keep))
+                self.containers.append(ContainerContents.of(_MAPPING, table["_modules"], keep))
         self._visited.clear()
         self._tables = [(table, table.copy()) for table in tables]
-        self._all = _FlatContents.of(self._modules, self._containers, tables)
+        self._all = _FlatContents.of(self.modules, self.containers, tables)
 
     def __bool__(self) -> bool:
-        return bool(self._modules or self._containers or self._tables)
+        return bool(self.modules or self.containers or self._tables)
 
     def _look(self, values: Iterable[Any], depth: int, package: str, keep: ValueKeeper) -> None:
         """Note the containers among `values` and their entries; of objects those of the module's own `package`,
@@ -108,7 +112,7 @@ class Attributes:
             if kind.long is not None and length(value) > _LONG:
                 kind = kind.long
             if kind is not _FIXED:
-                self._containers.append(_ContainerContents.of(kind, value, keep))
+                self.containers.append(ContainerContents.of(kind, value, keep))
             if kind.opens and depth < _DEPTH:
                 self._look([*kind.read(value), *([vars(value)] if kind.has_dict else ())], depth + 1, package, keep)
 
@@ -128,6 +132,11 @@ class Attributes:
         """The ids of the tensors that were written in place since the snapshot."""
         return {key for key, (tensor, version, _) in self._tensors.items() if tensor._version != version}
 
+    def copy_of(self, value: Any) -> Any:
+        """A copy with the earlier value of a tensor that was written in place since; or else the value itself."""
+        tensor, version, copy = self._tensors.get(id(value), _NO_TENSOR)
+        return value if copy is None or tensor._version == version else copy.clone()
+
     def put_back(self, copies: set[int], long: bool = True) -> None:
         """Restore the contents.
 
@@ -138,11 +147,11 @@ class Attributes:
         stand_ins = {
             key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
         }
-        for table, names, _, values in self._modules:
+        for table, names, _, values in self.modules:
             _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], OF_EVERY_MODULE)
         for holder, copy in self._tables:
             write(holder, [*copy, *copy.values()])
-        for kind, holder, content in self._containers:
+        for kind, holder, content in self.containers:
             if long or kind is not _COUNTED:
                 kind.write(holder, [stand_ins.get(id(value), value) for value in content])
 
@@ -157,88 +166,7 @@ class Attributes:
                     tensor.copy_(copy)
 
 
-class StageAttributes:
-    """The attributes of a stage's modules in one call: at its beginning, and before each chunk.
-
-    Args:
-        stage: how errors name the stage.
-        modules, tables, buffers: see `Attributes`.
-        copies: whether the values of all tensors are kept from the beginning. Else of those that forwards write, once
-            one has.
-    """
-
-    def __init__(
-        self,
-        stage: str,
-        modules: Sequence[nn.Module],
-        tables: Sequence[dict[str, Any]],
-        buffers: frozenset[int],
-        copies: bool,
-    ) -> None:
-        self._stage = stage
-        self._new = partial(Attributes, modules, tables, buffers)
-        self._written: set[int] = set()  # the ids of tensors that forwards write
-        self._current = self._first = self._new(None if copies else self._written)
-        self._before: dict[int, Attributes] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._current)
-
-    @property
-    def are_written(self) -> bool:
-        """Whether a forward has written a tensor among them in place."""
-        return bool(self._written or self._current.written)
-
-    def before_forward(self, chunk: int) -> None:
-        """Keep what F of `chunk` may change."""
-        self._before[chunk] = self._present()
-
-    def _present(self) -> Attributes:
-        if not self._current.is_current:
-            self._written |= self._current.written
-            self._current = self._new(self._written)
-        return self._current
-
-    @contextmanager
-    def as_before(self, chunk: int) -> Iterator[None]:
-        """Within: modules have the attributes that they had before F of `chunk`, or at the beginning of the call.
-
-        At the end: those from before.
-        """
-        before, present = self._before.get(chunk, self._first), self._present()
-        if before is not present or self._written:
-            before.put_back(self._written, long=False)
-        try:
-            yield
-        finally:
-            written = present.written
-            if not present.is_current:
-                present.put_back(set())
-        if written:
-            raise CheckpointError(
-                f"a recomputation of {self._stage} wrote a tensor in place that is an attribute of a module, as "
-                "its forward had done. Make it a buffer (register_buffer), or assign a new tensor to the attribute."
-            )
-
-    def put_back(self, chunk: int) -> None:
-        """Restore what was there before F of `chunk`."""
-        if chunk in self._before:
-            self._before[chunk].roll_back()
-
-    def roll_back(self) -> None:
-        """Restore what was there at the beginning of the call."""
-        self._first.roll_back()
-
-    def forget(self, chunk: int) -> None:
-        """Drop what is kept for a chunk."""
-        self._before.pop(chunk, None)
-
-    def clear(self) -> None:
-        """Drop what is kept for all chunks."""
-        self._before.clear()
-
-
-class _ModuleEntries(NamedTuple):
+class ModuleEntries(NamedTuple):
     table: dict[str, Any]
     names: list[str]
     get: Callable[[dict[str, Any]], tuple[Any, ...]]
@@ -251,7 +179,10 @@ class _TensorContents(NamedTuple):
     copy: Tensor | None
 
 
-class _ContainerKind(NamedTuple):
+_NO_TENSOR = _TensorContents(torch.empty(0, device="cpu"), 0, None)
+
+
+class ContainerKind(NamedTuple):
     """A kind of container, with functions that read and write it.
 
     Attributes:
@@ -265,22 +196,32 @@ class _ContainerKind(NamedTuple):
 
     read: Callable[[Any], Sequence[Any]]
     write: Callable[[Any, list[Any]], None]
-    long: _ContainerKind | None = None
+    long: ContainerKind | None = None
     opens: bool = True
     same: Callable[[Any, Any], bool] = is_
     has_dict: bool = False
 
 
-class _ContainerContents(NamedTuple):
+class ContainerContents(NamedTuple):
     """A container and its contents."""
 
-    kind: _ContainerKind
+    kind: ContainerKind
     holder: Any
     content: list[Any]
 
     @classmethod
-    def of(cls, kind: _ContainerKind, holder: Any, keep: ValueKeeper) -> _ContainerContents:
+    def of(cls, kind: ContainerKind, holder: Any, keep: ValueKeeper) -> ContainerContents:
         return cls(kind, holder, keep(kind.read(holder)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all entries are noted, not their number alone."""
+        return self.kind is not _COUNTED
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether the entries are names and, behind these, values."""
+        return isinstance(self.holder, dict) or self.kind is _OBJECT
 
 
 class _FlatContents(NamedTuple):
@@ -300,22 +241,22 @@ class _FlatContents(NamedTuple):
     dicts: Sequence[dict[Any, Any]]
     holders: Sequence[Any]
     reads: Sequence[Callable[[Any], Sequence[Any]]]
-    others: Sequence[_ContainerContents]
+    others: Sequence[ContainerContents]
     counts: tuple[list[int], list[int], list[int]]
     values: list[Any]
 
     @classmethod
     def of(
         cls,
-        modules: Sequence[_ModuleEntries],
-        containers: Sequence[_ContainerContents],
+        modules: Sequence[ModuleEntries],
+        containers: Sequence[ContainerContents],
         tables: Sequence[dict[str, Any]],
     ) -> _FlatContents:
         dicts: list[dict[Any, Any]] = []
         names: list[Any] = []
         values: list[Any] = []
-        by_identity: list[_ContainerContents] = []
-        by_value: list[_ContainerContents] = []
+        by_identity: list[ContainerContents] = []
+        by_value: list[ContainerContents] = []
         for container in containers:
             kind, holder, content = container
             if type(holder) is dict and kind is _MAPPING:
@@ -361,15 +302,15 @@ def _with_weak_references(values: Iterable[Any]) -> list[Any]:
     ]
 
 
-def _dereferenced(values: list[Any]) -> list[Any]:
-    """The values that were held; `_GONE` for those that are freed."""
+def values_alive(values: Sequence[Any]) -> list[Any]:
+    """The values that were held; a mark for those that are freed."""
     return [(_GONE if (tensor := value()) is None else tensor) if type(value) is TensorWeakRef else value
             for value in values]  # fmt: skip
 
 
 def _become(table: dict[str, Any], names: list[str], values: list[Any], others: Container[str]) -> None:
     """Give a module's dict these entries and no more, but for `others`. One whose value is freed stays as it is."""
-    pairs = zip(names, _dereferenced(values), strict=True)
+    pairs = zip(names, values_alive(values), strict=True)
     wanted = {name: table.get(name, _GONE) if value is _GONE else value for name, value in pairs}
     for name in [name for name in table if name not in others and wanted.get(name, _GONE) is _GONE]:
         del table[name]
@@ -380,7 +321,7 @@ def _become(table: dict[str, Any], names: list[str], values: list[Any], others: 
 
 def _write(holder: Any, content: list[Any]) -> None:
     """Give a container what it held, but for values that are freed: those of a dict stay as they are."""
-    entries = _dereferenced(content)
+    entries = values_alive(content)
     if isinstance(holder, dict):
         pairs = zip(entries, entries[len(entries) // 2 :])  # noqa: B905  # names and values, one behind the other
         wanted = {name: dict.get(holder, name, _GONE) if value is _GONE else value for name, value in pairs}
@@ -390,7 +331,7 @@ def _write(holder: Any, content: list[Any]) -> None:
 
 
 def _write_slots(holder: Any, content: list[Any]) -> None:
-    for name, value in zip(_slots(type(holder)), _dereferenced(content), strict=True):
+    for name, value in zip(_slots(type(holder)), values_alive(content), strict=True):
         if value is _NONE:
             if hasattr(holder, name):
                 object.__delattr__(holder, name)
@@ -412,28 +353,28 @@ def _no_names(table: dict[str, Any]) -> tuple[Any, ...]:
 
 
 _GONE, _NONE = object(), object()
-_FIXED = _ContainerKind(list, lambda holder, content: None)
-_COUNTED = _ContainerKind(
+_FIXED = ContainerKind(list, lambda holder, content: None)
+_COUNTED = ContainerKind(
     lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), opens=False, same=eq
 )
-_MAPPING = _ContainerKind(reader_of(dict), _write, _COUNTED)
-_OBJECT = _ContainerKind(
+_MAPPING = ContainerKind(reader_of(dict), _write, _COUNTED)
+_OBJECT = ContainerKind(
     lambda holder: _MAPPING.read(vars(holder)), lambda holder, content: _write(vars(holder), content)
 )
-_SLOTTED = _ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
-_ARRAY = _ContainerKind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
-_TENSOR = _ContainerKind(list, lambda holder, content: None)
+_SLOTTED = ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
+_ARRAY = ContainerKind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
+_TENSOR = ContainerKind(list, lambda holder, content: None)
 
 
 @lru_cache(maxsize=4096)
-def _kind_of(kind: type) -> _ContainerKind | None:
+def _kind_of(kind: type) -> ContainerKind | None:
     """The kind of a class of objects. None: they are not covered."""
     if issubclass(kind, Tensor):
         return _TENSOR
     if issubclass(kind, CONTAINERS):
         if kind is dict:
             return _MAPPING
-        return _ContainerKind(
+        return ContainerKind(
             reader_of(kind), _write, _COUNTED, has_dict=kind not in CONTAINERS and bool(kind.__dictoffset__)
         )
     if issubclass(kind, (tuple, frozenset)):

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import training_flags
 from pipeline.common.torch_modes import Ambient
-from pipeline.recompute.attributes import StageAttributes
 from pipeline.recompute.buffers import Buffers
 from pipeline.recompute.fingerprints import Fingerprints
 from pipeline.recompute.policy import Recomputing
 from pipeline.recompute.randomness import PrivateGenerators
+from pipeline.recompute.stage_attributes import StageAttributes
 
 SharedObjects: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
 """A stage's name, and the objects that it may share with others: see `ForwardSnapshot.shareable`."""
@@ -87,13 +87,15 @@ class ForwardSnapshot:
 
     # ------------------------------------------------------------------------------------------------ at the forward
 
-    def before_forward(self, chunk: int) -> None:
-        """Keep the state that F of `chunk`, which may be recomputed, will change."""
+    def before_forward(self, chunk: int, keep: bool) -> None:
+        """Look at the state that F of `chunk` will change. `keep`: a recomputation may need it."""
+        if self._attributes:
+            self._attributes.before_forward(chunk, keep)
+        if not keep:
+            return
         self._keeps = True
         if self.buffers:
             self.buffers.before_forward(chunk)
-        if self._attributes:
-            self._attributes.before_forward(chunk)
         if self._generators:
             self._generators.before_forward(chunk)
 
@@ -103,6 +105,15 @@ class ForwardSnapshot:
             self.buffers.after_forward()
         if keep:
             self._fingerprints.take(chunk, outputs)
+
+    def note_left(self, chunk: int, is_kept: bool) -> None:
+        """Note the attributes that F of `chunk` left. `is_kept`: its own graph goes backward."""
+        if self._attributes:
+            self._attributes.after_forward(chunk, is_kept)
+
+    def as_left(self, chunk: int) -> AbstractContextManager[None]:
+        """Within, where a chunk goes backward: attributes of modules are as its forward left them."""
+        return self._attributes.as_left(chunk)
 
     def note(self) -> None:
         """Record the observed traits, after all forwards have succeeded."""
@@ -151,19 +162,22 @@ class ForwardSnapshot:
         if flags != tuple([module.training for module in self._modules]):
             self._differing.append(partial(training_flags, self._modules, flags))
 
-    def as_at_forward(self, chunk: int, again: bool = True) -> AbstractContextManager[None]:
+    def as_at_forward(
+        self, chunk: int, again: bool = True, goes_backward: bool = False
+    ) -> AbstractContextManager[None]:
         """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`.
 
         Args:
             again: whether another recomputation of the chunk may come.
+            goes_backward: whether `as_left` will ask for the attributes that are left within.
         """
         if self._differing or self._attributes or self.buffers or self._generators:
-            return self._put_back(chunk, again)
+            return self._put_back(chunk, again, goes_backward)
         return Recomputing()
 
     @contextmanager
-    def _put_back(self, chunk: int, again: bool) -> Iterator[None]:
-        attributes = self._attributes.as_before(chunk) if self._attributes else _NOTHING
+    def _put_back(self, chunk: int, again: bool, goes_backward: bool) -> Iterator[None]:
+        attributes = self._attributes.as_before(chunk, goes_backward) if self._attributes else _NOTHING
         buffers = self.buffers.as_before(chunk, again) if self.buffers else _NOTHING
         generators = self._generators.as_before(chunk) if self._generators else _NOTHING
         with Recomputing(), _all_of(self._differing) if self._differing else _NOTHING, attributes, buffers, generators:
@@ -181,9 +195,10 @@ class ForwardSnapshot:
 
     def forget(self, chunk: int) -> None:
         """Drop the state for this chunk, which is not recomputed any more."""
+        self._attributes.forget(chunk)
         if not self._keeps:
             return
-        for state in (self.buffers, self._attributes, self._generators, self._fingerprints):
+        for state in (self.buffers, self._generators, self._fingerprints):
             state.forget(chunk)
 
     def release(self) -> None:

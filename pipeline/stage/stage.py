@@ -153,8 +153,9 @@ class StageRun:
         versions_before = versions(read.tensors)
         self._cut.begin(read)
         self.layers.outputs.begin()
-        if keep:
-            self.snapshot.before_forward(chunk)
+        grad = self._settings.grad
+        if grad or keep:
+            self.snapshot.before_forward(chunk, keep)
         try:
             inputs, layer_inputs, outputs = self._run(chunk, read, needs_grad, self._around_forward(chunk, recompute))
         except DroppedError:
@@ -170,8 +171,9 @@ class StageRun:
         self.layers.outputs.hand_over(chunk, (*outputs.tensors, *tensors))
         if keep or buffers:
             self.snapshot.after_forward(chunk, keep, tensors)
-        grad = self._settings.grad
         need = tuple([grad and tensor.requires_grad for tensor in outputs.tensors])
+        if grad:
+            self.snapshot.note_left(chunk, is_kept=True in need and not recompute)
         if True in need:
             self._records[chunk] = self._record(
                 chunk, read, needs_grad, versions_before, inputs, layer_inputs, outputs, recompute
@@ -287,7 +289,8 @@ class StageRun:
         if roots.tensors:
             self._seed_backward(chunk)
             self.aliases.begin_sums()
-            with self._cut.guard, self._differentiating(), self._modes_of_backward():
+            left = self.snapshot.as_left(chunk)
+            with left, self._cut.guard, self._differentiating(), self._modes_of_backward():
                 if chunk in self._split:
                     self._differentiate_first(chunk, roots, inputs, sites, retain)
                 else:
@@ -349,7 +352,7 @@ class StageRun:
         """R: the forward of a chunk once more, with its graph kept. `again`: another R of this chunk may come."""
         self.check_unchanged(chunk)
         self._check_input(chunk, record)
-        context = self._around_recomputation(chunk, again)
+        context = self._around_recomputation(chunk, again, goes_backward=True)
         with named(Action(self.layers.index, Kind.R, chunk)):
             inputs, _, outputs = run_in(
                 self._settings.context, self._run, chunk, record.read, record.needs_grad, context
@@ -361,8 +364,10 @@ class StageRun:
         self.external.check_reached(chunk, outputs.tensors)
         return ChunkGraph(inputs, OutputEdges.of(outputs, whole=True), nodes_of(roots) if chunk in self._split else ())
 
-    def _around_recomputation(self, chunk: int, again: bool = True) -> AbstractContextManager[None]:
-        as_before = self.snapshot.as_at_forward(chunk, again)
+    def _around_recomputation(
+        self, chunk: int, again: bool = True, goes_backward: bool = False
+    ) -> AbstractContextManager[None]:
+        as_before = self.snapshot.as_at_forward(chunk, again, goes_backward)
         return as_before if self._deferred is None else _both(as_before, self._deferred.within(None))
 
     def _check_path(self, chunk: int, roots: Sequence[Tensor], then: Path) -> None:

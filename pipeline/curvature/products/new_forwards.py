@@ -64,7 +64,7 @@ class NewForwards(Forwards):
         return outputs
 
     def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
-        self.snapshot.before_forward(chunk)
+        self.snapshot.before_forward(chunk, keep=True)
         refuses_batch_norm = chunk == 0 and self._is_cut and not self._layers.is_quiet
         with BatchNormGuard(self._layers.name) if refuses_batch_norm else nullcontext():
             graph = compute()

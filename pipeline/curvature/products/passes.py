@@ -252,7 +252,8 @@ class Passes:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(in_mode(modules, self.training))
-            stack.callback(_put_back, Attributes(modules))  # within: what `train` does to them is undone by `train`
+            # Within: what `train` does to them is undone by `train`.
+            stack.callback(_put_back, Attributes(modules, weak=True))
             stack.callback(Buffers(loss_modules).roll_back)
             stack.enter_context(twice_differentiable(modules))
             stack.enter_context(generators_at([(generator, generator.get_state()) for generator in generators]))

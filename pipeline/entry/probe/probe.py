@@ -102,7 +102,7 @@ class Probe:
             unwritten(parameters) as contents, _on_copies_of_buffers(self._modules),
         ):  # fmt: skip
             reachable = ReachableState(self._modules)
-            attributes = Attributes(self._modules)  # arrays, objects of any class
+            attributes = Attributes(self._modules, weak=True)  # arrays, objects of any class
             self._generators = reachable.generators
             self._undo = [reachable.put_back, attributes.roll_back, contents.put_back]
             if self._shares_process:

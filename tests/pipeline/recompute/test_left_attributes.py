@@ -1,0 +1,213 @@
+"""Law: a hook of the backward, or an autograd.Function, finds in its module what the forward of its chunk left."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import Pipe
+
+CHUNKS = 3
+
+
+class Keeps(nn.Module):
+    """A layer whose backward multiplies by what its forward kept of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.backwards, self.log = 0, []
+        self.kept = {"seen": None}
+
+    def keep(self, seen: torch.Tensor) -> None:
+        self.seen = seen
+
+    def read(self) -> torch.Tensor:
+        return self.seen
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        self.backwards += 1
+        self.log.append(len(grad))
+        return grad * (1 + self.read().detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keep(x.mean(1, keepdim=True) * 2)  # in autograd's graph, which does not save it
+        y = self.inner(x).tanh()
+        if y.requires_grad:
+            y.register_hook(self.back)
+        return y
+
+
+class KeepsInADict(Keeps):
+    def keep(self, seen: torch.Tensor) -> None:
+        self.kept["seen"] = seen
+
+    def read(self) -> torch.Tensor:
+        return self.kept["seen"]
+
+
+class KeepsInAList(Keeps):
+    def keep(self, seen: torch.Tensor) -> None:
+        self.log.append(seen)
+
+    def read(self) -> torch.Tensor:
+        return [entry for entry in self.log if isinstance(entry, torch.Tensor)][-1]
+
+
+class KeepsInPlace(Keeps):
+    """A tensor that every forward writes."""
+
+    def keep(self, seen: torch.Tensor) -> None:
+        if not hasattr(self, "seen"):
+            self.seen = torch.zeros_like(seen.detach())
+        self.seen.copy_(seen.detach())
+
+
+class KeepsByHooks(nn.Module):
+    """Hooks of modules, as libraries for gradients of single samples set them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.inner.register_forward_hook(lambda module, inputs, _: setattr(module, "seen", inputs[0].detach()))
+        self.inner.register_full_backward_hook(
+            lambda module, grads, _: (grads[0] * (1 + module.seen.square().mean(1, keepdim=True)),)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).tanh()
+
+
+class ByModule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 + ctx.module.seen), None
+
+
+class KeepsForAFunction(Keeps):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keep(x.detach().mean(1, keepdim=True))
+        return ByModule.apply(self.inner(x).tanh(), self)
+
+
+class RemovesItsHook(Keeps):
+    """A hook that removes itself, by an attribute that the next forward overwrites (deep equilibrium models)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).tanh()
+        if y.requires_grad:
+            self.hook = y.register_hook(self.back)
+        return y
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        return grad * 2
+
+
+LAYERS = (
+    Keeps, KeepsInADict, KeepsInAList, KeepsInPlace, KeepsByHooks, KeepsForAFunction, RemovesItsHook,
+)  # fmt: skip
+
+
+def model_of(layer: type[nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), layer(), nn.Tanh(), layer(), nn.Linear(4, 2)).double()
+
+
+def by_hand(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    for rows, target in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
+        (nn.functional.mse_loss(model(rows), target) / CHUNKS).backward()
+
+
+@pytest.mark.parametrize("workers", ["inline", "threads"])
+@pytest.mark.parametrize("how", ["step", "forward"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_backward_finds_what_its_forward_left(layer, checkpoint, schedule, how, workers):
+    if how == "forward" and schedule == "zb-h1":
+        pytest.skip("for step alone")
+    if layer is KeepsInPlace and checkpoint != "never":
+        pytest.skip("a recomputation that writes an attribute in place is refused")
+    plain = model_of(layer)
+    model = copy.deepcopy(plain) if layer is not KeepsByHooks else model_of(layer)
+    pipe = Pipe(model, [2, 3], CHUNKS, checkpoint=checkpoint, schedule=schedule, workers=workers)
+    for turn in range(5):
+        torch.manual_seed(turn)
+        x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+        for each in (plain, pipe):
+            each.zero_grad()
+        by_hand(plain, x, y)
+        if how == "step":
+            pipe.step(x, y, loss_fn=nn.functional.mse_loss)
+        else:
+            nn.functional.mse_loss(pipe(x), y).backward()
+        for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-14)
+        for mine, other in zip(model.modules(), plain.modules(), strict=True):
+            if type(mine) in (Keeps, KeepsInADict, KeepsInPlace):  # what backwards change stays
+                assert mine.backwards == other.backwards == (turn + 1) * CHUNKS
+                assert mine.log == other.log
+                torch.testing.assert_close(mine.read(), other.read())
+            if type(mine) is RemovesItsHook:
+                assert mine.hook is other.hook is None
+
+
+class Stack(Keeps):
+    kind = list
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = self.kind()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).tanh()
+        if y.requires_grad:
+            self.stack.append(x.detach().mean(1, keepdim=True))
+            y.register_hook(lambda grad: grad * self.stack.pop())
+        return y
+
+
+class Queue(Stack):
+    kind = deque
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("layer", [Stack, Queue])
+def test_a_stack_of_several_chunks_is_refused(layer, checkpoint):
+    pipe = Pipe(model_of(layer), [2, 3], CHUNKS, checkpoint=checkpoint, schedule="gpipe")
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="took something out of a list, a set or a deque of a module to which forw"):
+        pipe.step(x, y, loss_fn=nn.functional.mse_loss)
+
+
+def test_what_a_caller_sets_between_forward_and_backward_counts():
+    class Scaled(Keeps):
+        factor = 1.0
+
+        def back(self, grad):
+            return super().back(grad) * self.factor
+
+    plain = model_of(Scaled)
+    pipe = Pipe(copy.deepcopy(plain), [2, 3], CHUNKS, checkpoint="never")
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    outputs = pipe(x)
+    for each in (plain, pipe):
+        for module in each.modules():
+            if isinstance(module, Scaled):
+                module.factor = 0.25
+    by_hand(plain, x, y)
+    nn.functional.mse_loss(outputs, y).backward()
+    for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-14)
