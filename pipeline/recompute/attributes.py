@@ -101,7 +101,7 @@ class Attributes:
             kind = _kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
             if kind is None or id(value) in self._visited or len(self._visited) >= _MOST:
                 continue
-            if kind in (_OBJECT, _SLOTTED) and is_installed(owner := package_of(type(value))) and owner != package:
+            if kind in (_OBJECT, SLOTTED) and is_installed(owner := package_of(type(value))) and owner != package:
                 continue
             self._visited.add(id(value))
             if kind is _TENSOR:
@@ -361,7 +361,7 @@ _MAPPING = ContainerKind(reader_of(dict), _write, _COUNTED)
 _OBJECT = ContainerKind(
     lambda holder: _MAPPING.read(vars(holder)), lambda holder, content: _write(vars(holder), content)
 )
-_SLOTTED = ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
+SLOTTED = ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
 _ARRAY = ContainerKind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
 _TENSOR = ContainerKind(list, lambda holder, content: None)
 
@@ -383,7 +383,7 @@ def _kind_of(kind: type) -> ContainerKind | None:
         return _ARRAY
     if issubclass(kind, _OTHERS) or package_of(kind) in _OTHER_PACKAGES and kind is not types.SimpleNamespace:
         return None
-    return _OBJECT if kind.__dictoffset__ else _SLOTTED if _slots(kind) else None
+    return _OBJECT if kind.__dictoffset__ else SLOTTED if _slots(kind) else None
 
 
 def package_of(made: type | types.FunctionType) -> str:

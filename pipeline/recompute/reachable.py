@@ -1,7 +1,8 @@
 """The Python state that modules or a loss can reach, which an extra call of them must not change.
 
-    attributes, lists, dicts, sets and deques on them, objects of the user's classes, tensors that are no parameters
-    functions: their closures, and the containers that they name among the globals of their module
+    attributes, lists, dicts, sets, deques and arrays on them, tensors that are no parameters
+    objects of the user's classes, and the numbers and words of these classes
+    functions: their closures, and the containers, numbers and words that they name among the globals of their module
     generators of torch, numpy and Python's random
 
 Only objects a few steps away, and no large tensor: this covers counters, caches and logs, not data sets.
@@ -16,11 +17,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from pipeline.data.pytrees import same_values
-from pipeline.recompute.attributes import is_installed, package_of
+from pipeline.recompute.attributes import SLOTTED, is_installed, package_of
 from pipeline.recompute.containers import CONTAINERS, length, reader_of, write
 from pipeline.recompute.randomness import GENERATORS, Generator, generators_among, generators_at
 
@@ -102,6 +104,10 @@ class ReachableState:
             self._undo.append(partial(write, value, entries))
             attributes = [] if type(value) in CONTAINERS or not hasattr(value, "__dict__") else [vars(value)]
             return (*(entries if length(value) <= _LONG else ()), *attributes)
+        if isinstance(value, numpy.ndarray):
+            if value.size <= _LARGEST and not value.dtype.hasobject and value.flags.writeable:
+                self._undo.append(partial(numpy.copyto, value, value.copy()))
+            return ()
         if isinstance(value, tuple):
             return value if len(value) <= _LONG else ()
         if isinstance(value, types.FunctionType):
@@ -120,10 +126,23 @@ class ReachableState:
             forward = getattr(type(value), "forward", None)
             if type(value).__module__.partition(".")[0] not in _NOT_OURS:
                 class_attributes.append(forward)
+            self._note_classes(type(value))
             return (vars(value), *class_attributes)
         if isinstance(value, type) or self._is_foreign(package_of(type(value))):
             return ()
-        return (vars(value),) if hasattr(value, "__dict__") else ()
+        self._note_classes(type(value))
+        slots = list(SLOTTED.read(value))
+        if slots:
+            self._undo.append(partial(SLOTTED.write, value, slots))
+        return (*slots, *([vars(value)] if hasattr(value, "__dict__") else ()))
+
+    def _note_classes(self, kind: type) -> None:
+        """Keep the numbers and words of a class, and of those that it is derived from."""
+        for base in kind.__mro__:
+            if id(base) not in self._seen and not self._is_foreign(package_of(base)):
+                self._seen[id(base)] = base
+                plain = {name: value for name, value in vars(base).items() if type(value) in _PLAIN}
+                self._undo.append(partial(_reset, base, plain))
 
     def _is_foreign(self, package: str) -> bool:
         return package in _NOT_OURS or self._of_loss and is_installed(package)
@@ -135,6 +154,9 @@ class ReachableState:
         names = function.__globals__
         counted = object if self._of_loss else (*CONTAINERS, *GENERATORS)
         named = [value for name in function.__code__.co_names if isinstance(value := names.get(name), counted)]
+        plain = {name: names[name] for name in function.__code__.co_names if type(names.get(name, names)) in _PLAIN}
+        if plain:
+            self._undo.append(partial(names.update, plain))
         return (*[_content(cell) for cell in cells], *named, *(function.__defaults__ or ()))
 
 
@@ -145,6 +167,12 @@ def _is_small(tensor: Tensor) -> bool:
 def _refill_tensor(tensor: Tensor, version: int, values: Tensor) -> None:
     if tensor._version != version or tensor.device.type == "cpu" and not same_values(tensor, values):
         (tensor if tensor.shape == values.shape else tensor.resize_(values.shape)).copy_(values)
+
+
+def _reset(kind: type, plain: dict[str, Any]) -> None:
+    for name, value in plain.items():
+        if vars(kind).get(name, _EMPTY) is not value:
+            setattr(kind, name, value)
 
 
 def _content(cell: types.CellType) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -145,7 +147,63 @@ def of_no_module(pipe):
     return made["loss_fn"], lambda: list(made["history"])
 
 
-KINDS = (of_no_module, of_helper, in_closure, of_partial, of_module, of_callable, of_trainer, of_global)
+class Confusion:
+    """Counts in an array of numpy, and in a number of its class."""
+
+    rows = 0
+
+    def __init__(self) -> None:
+        self.counts = np.zeros((2, 2), dtype=np.int64)
+        Confusion.rows = 0
+
+    def __call__(self, output, target):
+        np.add.at(self.counts, (output.argmax(1).numpy(), target.argmax(1).numpy()), 1)
+        Confusion.rows += len(output)
+        return mse(output, target)
+
+
+def of_array(pipe):
+    loss = Confusion()
+    return loss, lambda: (loss.counts.tolist(), Confusion.rows)
+
+
+@dataclass(slots=True)
+class Slots:
+    """Attributes without a dict."""
+
+    rows: int = 0
+    log: list[int] = field(default_factory=list)
+
+    def __call__(self, output, target):
+        self.rows += len(output)
+        self.log.append(len(output))
+        return mse(output, target)
+
+
+def of_slots(pipe):
+    loss = Slots()
+    return loss, lambda: (loss.rows, list(loss.log))
+
+
+STEPS = 0
+
+
+def with_number(output, target):
+    global STEPS
+    STEPS += 1
+    return mse(output, target)
+
+
+def of_number(pipe):
+    global STEPS
+    STEPS = 0
+    return with_number, lambda: STEPS
+
+
+KINDS = (
+    of_no_module, of_helper, in_closure, of_partial, of_module, of_callable, of_trainer, of_global, of_array, of_slots,
+    of_number,
+)  # fmt: skip
 
 
 class DrawsLate(nn.Module):
