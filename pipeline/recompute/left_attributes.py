@@ -107,9 +107,9 @@ class LeftAttributes:
         if taken:
             raise RuntimeError(
                 f"a backward of {self._stage} took something out of a list, a set or a deque of a module to which "
-                "forwards add. Other chunks have gone forward meanwhile, so what it holds depends on their order. Let "
-                "a hook hold what its forward keeps (in a local variable that it closes over), or an "
-                "autograd.Function in its ctx."
+                "forwards add. Other chunks have gone forward meanwhile, or the chunk was recomputed, so what it holds "
+                "depends on their order. Let a hook hold what its forward keeps (in a local variable that it closes "
+                "over), or an autograd.Function in its ctx."
             )
 
     def forget(self, chunk: int) -> None:
@@ -136,7 +136,7 @@ class EntrySwap:
         _set(self._table, self._name, self._within)
 
     def end(self) -> bool:
-        """Set what stood there, unless it was set to something else within. True."""
+        """Set what stood there, unless it was set to something else within. Returns True, as nothing is lost."""
         if self._table.get(self._name, _GONE) is self._within:
             _set(self._table, self._name, self._present)
         return True
