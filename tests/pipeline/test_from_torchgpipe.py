@@ -498,7 +498,7 @@ def test_an_inplace_layer_at_a_boundary_is_plain(balance: list[int], checkpoint:
             y = Pipe(model, balance, 3, checkpoint=checkpoint)(x)
             assert torch.equal(x, before)  # torchgpipe writes the caller's input
             if not y.requires_grad:
-                assert torch.equal(y, plain(before.clone()))
+                torch.testing.assert_close(y, plain(before.clone()), rtol=1e-13, atol=1e-15)  # Softplus on few rows
                 continue
             y.square().sum().backward()
             other = before.clone().requires_grad_(needs_grad)
