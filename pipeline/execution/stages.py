@@ -17,7 +17,7 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     settings = StageSettings(
         grad=setup.grad, ambient=execution.ambient, context=copy_context(), traits=setup.traits,
         compares=setup.compares, defer=setup.defer, threads=execution.has_threads, external=threading.Lock(),
-        keep=setup.keep, samples=samples, seed=setup.seed, generators=execution.generators,
+        keep=setup.keep, samples=samples, seed=setup.seed, generators=execution.generators, owners={},
     )
     split: dict[int, set[int]] = {index: set() for index in execution.layers}
     for index, chunk in setup.plan.schedule.split:

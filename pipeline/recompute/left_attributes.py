@@ -6,7 +6,8 @@ A hook of the backward, or an autograd.Function, may read from a module what the
 chunks run in between, and a recomputation puts back what it found. So within B(i) stands what F(i), or its
 recomputation, left; of all else, what stands there. What B(i) itself changes stays, but for entries that it takes out
 of a list, a set or a deque to which forwards of other chunks have added: a stack pairs forwards and backwards by their
-order. That is refused.
+order. That is refused. Modules, and lists and dicts, that several stages reach (a log) stay as they are: other stages
+may be writing them.
 
 Buffers are not put back: their kernels compare versions, and a hook that reads one finds its last values.
 """
@@ -14,7 +15,7 @@ Buffers are not put back: their kernels compare versions, and a hook that reads 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -60,11 +61,13 @@ class LeftAttributes:
     Args:
         stage: how errors name the stage.
         new: makes a snapshot, which keeps all values alive.
+        owners: the stages that reach a module's dict or a container, by id; complete when a call has all its stages.
     """
 
-    def __init__(self, stage: str, new: Callable[[], Attributes]) -> None:
+    def __init__(self, stage: str, new: Callable[[], Attributes], owners: Mapping[int, Collection[int]]) -> None:
         self._stage = stage
         self._new = new
+        self._owners = owners
         self._changes: list[Changes] = []  # by forwards of this call, one after the other
         # By chunk: what it left; the number of changes until then; those of its recomputation.
         self._left: dict[int, tuple[Attributes | None, int, list[Changes]]] = {}
@@ -95,9 +98,7 @@ class LeftAttributes:
 
     @contextmanager
     def _swapped(self, snapshot: Attributes, changes: list[Changes]) -> Iterator[None]:
-        swaps: list[EntrySwap | ContainerSwap] = [
-            *_entry_swaps(snapshot, changes), *_container_swaps(snapshot, changes)
-        ]  # fmt: skip
+        swaps = [*self._entry_swaps(snapshot, changes), *self._container_swaps(snapshot, changes)]
         for swap in swaps:
             swap.begin()
         try:
@@ -111,6 +112,29 @@ class LeftAttributes:
                 "depends on their order. Let a hook hold what its forward keeps (in a local variable that it closes "
                 "over), or an autograd.Function in its ctx."
             )
+
+    def _entry_swaps(self, snapshot: Attributes, changes: list[Changes]) -> Iterator[EntrySwap | ContainerSwap]:
+        changed = {key: pair for change in changes for key, pair in change.entries.items()}
+        written = {key for change in changes for key in change.tensors}
+        left = entries_of(snapshot)
+        if written:  # in place, so that the attribute is the same
+            changed.update({
+                (key, name): (table, name) for key, (table, entries) in left.items() for name, value in entries.items()
+                if id(value) in written
+            })  # fmt: skip
+        for (key, name), (table, _) in changed.items():
+            _, entries = left.get(key, (table, {}))
+            if not self._is_shared(key):
+                yield EntrySwap(table, name, snapshot.copy_of(entries.get(name, _GONE)))
+
+    def _container_swaps(self, snapshot: Attributes, changes: list[Changes]) -> Iterator[EntrySwap | ContainerSwap]:
+        contents = contents_of(snapshot)
+        for key in {key: None for change in changes for key in change.containers}:
+            if key in contents and not self._is_shared(key):
+                yield ContainerSwap(contents[key])
+
+    def _is_shared(self, key: int) -> bool:
+        return len(self._owners.get(key, ())) > 1
 
     def forget(self, chunk: int) -> None:
         """Drop what is kept for a chunk."""
@@ -167,7 +191,8 @@ class ContainerSwap:
             kind.write(holder, _merged(_as_dict(self._within), _as_dict(now), _as_dict(self._present)))
         elif isinstance(holder, (list, set, deque)):
             ids = set(map(id, self._within))
-            is_whole = ids <= set(map(id, now))
+            is_bounded = isinstance(holder, deque) and holder.maxlen is not None  # it drops its oldest by itself
+            is_whole = is_bounded or ids <= set(map(id, now))
             kind.write(holder, [*self._present, *[entry for entry in now if id(entry) not in ids]])
         return is_whole
 
@@ -183,27 +208,6 @@ def entries_of(attributes: Attributes) -> dict[int, tuple[dict[str, Any], dict[s
 def contents_of(attributes: Attributes) -> dict[int, ContainerContents]:
     """The containers whose entries are noted, by id."""
     return {id(container.holder): container for container in attributes.containers if container.is_whole}
-
-
-def _entry_swaps(snapshot: Attributes, changes: list[Changes]) -> Iterator[EntrySwap]:
-    changed = {key: pair for change in changes for key, pair in change.entries.items()}
-    written = {key for change in changes for key in change.tensors}
-    left = entries_of(snapshot)
-    if written:  # in place, so that the attribute is the same
-        changed.update({
-            (key, name): (table, name) for key, (table, entries) in left.items() for name, value in entries.items()
-            if id(value) in written
-        })  # fmt: skip
-    for (key, name), (table, _) in changed.items():
-        _, entries = left.get(key, (table, {}))
-        yield EntrySwap(table, name, snapshot.copy_of(entries.get(name, _GONE)))
-
-
-def _container_swaps(snapshot: Attributes, changes: list[Changes]) -> Iterator[ContainerSwap]:
-    contents = contents_of(snapshot)
-    for key in {key: None for change in changes for key in change.containers}:
-        if key in contents:
-            yield ContainerSwap(contents[key])
 
 
 def _set(table: dict[str, Any], name: str, value: Any) -> None:

@@ -59,6 +59,7 @@ class ForwardSnapshot:
         compares: whether to observe those anew, and to compare whole outputs, not just some entries.
         samples: whether to compare some entries of each output, in every call.
         tables: parameters that are restored beside attributes, where no aliases stand in for them.
+        owners: the stages that reach a module's dict or a container, by id: each adds itself.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class ForwardSnapshot:
         compares: bool,
         samples: bool = True,
         tables: Sequence[dict[str, Any]] = (),
+        owners: dict[int, set[int]] | None = None,
     ) -> None:
         self.key = index, tuple([module.training for module in modules])
         self.buffers = Buffers(modules, None if compares else traits.writes_buffers.get(self.key))
         copies = compares or index in traits.writes_attributes
-        self._attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies)
+        owners = {} if owners is None else owners
+        self._attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies, owners, index)
         self._generators = PrivateGenerators(modules)
         self._fingerprints = Fingerprints(samples, sums=compares)
         self._modules = modules

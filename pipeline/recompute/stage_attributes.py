@@ -27,6 +27,8 @@ class StageAttributes:
         modules, tables, buffers: see `Attributes`.
         copies: whether the values of all tensors are kept from the beginning. Else of those that forwards write, once
             one has.
+        owners: gets the number of the stage, by the ids of what it reaches: see `LeftAttributes`.
+        index: its number.
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class StageAttributes:
         tables: Sequence[dict[str, Any]],
         buffers: frozenset[int],
         copies: bool,
+        owners: dict[int, set[int]],
+        index: int,
     ) -> None:
         self._stage = stage
         make = partial(Attributes, modules, tables, buffers)
@@ -44,7 +48,9 @@ class StageAttributes:
         self._current = self._first = self._new(None if copies else self._written)
         self._before: dict[int, Attributes] = {}
         self._found = self._first  # by the last forward
-        self._left = LeftAttributes(stage, partial(make, None if copies else self._written))
+        self._left = LeftAttributes(stage, partial(make, None if copies else self._written), owners)
+        for holder in [part.table for part in self._first.modules] + [part.holder for part in self._first.containers]:
+            owners.setdefault(id(holder), set()).add(index)
 
     def __bool__(self) -> bool:
         return bool(self._current)

@@ -72,6 +72,7 @@ class StageSettings(NamedTuple):
         samples: whether to compare some entries of every recomputed output.
         seed: of the call.
         generators: puts the default generators back when a phase is over.
+        owners: the stages that reach a module's dict or a container, by id.
     """
 
     grad: bool
@@ -86,6 +87,7 @@ class StageSettings(NamedTuple):
     samples: bool
     seed: int
     generators: GeneratorGuard
+    owners: dict[int, set[int]]
 
 
 class StageRun:
@@ -115,7 +117,9 @@ class StageRun:
         self.ends_in_loss = ends_in_loss
         self._settings = settings
         self._deferred = DeferredBatchNorms([layer for _, layer in layers.numbered]) if settings.defer else None
-        self.snapshot = ForwardSnapshot(modules, settings.ambient, name, layers.index, traits, compares, samples)
+        self.snapshot = ForwardSnapshot(
+            modules, settings.ambient, name, layers.index, traits, compares, samples, owners=settings.owners
+        )
         # Without gradients no check finds a later chunk written through `.data`, which is the caller's own tensor.
         is_of_caller = layers.index == 0 and not grad
         self._cut = InputCut(name, self.snapshot.key, traits, compares or not grad, is_of_caller)

@@ -211,3 +211,54 @@ def test_what_a_caller_sets_between_forward_and_backward_counts():
     nn.functional.mse_loss(outputs, y).backward()
     for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("workers", ["inline", "threads"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_a_log_of_several_stages_keeps_what_they_add_and_take(checkpoint, workers):
+    class Logs(nn.Module):
+        def __init__(self, log, waiting):
+            super().__init__()
+            self.log, self.waiting = log, waiting
+
+        def forward(self, x):
+            self.log.append("F")
+            self.waiting.append(len(x))
+            return ByLog.apply(x, self)
+
+    class ByLog(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            ctx.module = module
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.module.log.append("B")
+            assert ctx.module.waiting.pop() == len(grad)
+            return grad, None
+
+    log, waiting = [], []
+    layers = [layer for _ in range(2) for layer in (nn.Linear(4, 4), Logs(log, waiting))]
+    pipe = Pipe(nn.Sequential(*layers), [2, 2], CHUNKS, checkpoint=checkpoint, schedule="gpipe", workers=workers)
+    for turn in range(1, 5):
+        pipe.step(torch.ones(6, 4), loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
+        assert log.count("B") == 2 * CHUNKS * turn
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_bounded_log_keeps_the_newest(checkpoint):
+    class Bounded(Keeps):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = deque(maxlen=2)
+
+        def keep(self, seen):
+            self.log.append("F")
+            super().keep(seen)
+
+    pipe = Pipe(model_of(Bounded), [2, 3], CHUNKS, checkpoint=checkpoint, schedule="gpipe")
+    for _ in range(4):
+        x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+        pipe.step(x, y, loss_fn=nn.functional.mse_loss)
+    assert [len(module.log) for module in pipe.modules() if isinstance(module, Bounded)] == [2, 2]
