@@ -6,7 +6,7 @@ import threading
 from contextvars import copy_context
 
 from pipeline.execution.execution import Execution
-from pipeline.stage.stage import StageRun, StageSettings
+from pipeline.stage.stage import SharedState, StageRun, StageSettings
 
 
 def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
@@ -16,8 +16,9 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     samples = setup.keep or setup.compares or not all([layers.is_quiet for layers in execution.layers.values()])
     settings = StageSettings(
         grad=setup.grad, ambient=execution.ambient, context=copy_context(), traits=setup.traits,
-        compares=setup.compares, defer=setup.defer, threads=execution.has_threads, external=threading.Lock(),
-        keep=setup.keep, samples=samples, seed=setup.seed, generators=execution.generators, owners={},
+        compares=setup.compares, defer=setup.defer, threads=execution.has_threads,
+        shared=SharedState(threading.Lock(), {}), keep=setup.keep, samples=samples, seed=setup.seed,
+        generators=execution.generators,
     )
     split: dict[int, set[int]] = {index: set() for index in execution.layers}
     for index, chunk in setup.plan.schedule.split:

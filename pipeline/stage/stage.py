@@ -55,6 +55,18 @@ _NOTHING = nullcontext()
 BACKWARD = 0xFFFF  # draws in a backward (a noisy hook) have the seed of layer BACKWARD - last layer
 
 
+class SharedState(NamedTuple):
+    """The state that the stages of a call in one process share.
+
+    Attributes:
+        external: a lock, held while the hooks of leaves that several stages may have captured are disabled.
+        owners: the stages that reach a module's dict or a container, by id.
+    """
+
+    external: threading.Lock
+    owners: dict[int, set[int]]
+
+
 class StageSettings(NamedTuple):
     """The settings that all stages of a call share.
 
@@ -66,13 +78,12 @@ class StageSettings(NamedTuple):
         compares: whether whole recomputations are compared with their forwards.
         defer: whether batch norms update their running statistics once, at the end.
         threads: whether other stages may compute at the same time.
-        external: a lock, held while the hooks of leaves that several stages may have captured are disabled.
+        shared: what the stages share.
         keep: whether every chunk may have to be recomputed after the caller's own code has run (second order of
             `pipe(x)`).
         samples: whether to compare some entries of every recomputed output.
         seed: of the call.
         generators: puts the default generators back when a phase is over.
-        owners: the stages that reach a module's dict or a container, by id.
     """
 
     grad: bool
@@ -82,12 +93,11 @@ class StageSettings(NamedTuple):
     compares: bool
     defer: bool
     threads: bool
-    external: threading.Lock
+    shared: SharedState
     keep: bool
     samples: bool
     seed: int
     generators: GeneratorGuard
-    owners: dict[int, set[int]]
 
 
 class StageRun:
@@ -118,13 +128,13 @@ class StageRun:
         self._settings = settings
         self._deferred = DeferredBatchNorms([layer for _, layer in layers.numbered]) if settings.defer else None
         self.snapshot = ForwardSnapshot(
-            modules, settings.ambient, name, layers.index, traits, compares, samples, owners=settings.owners
+            modules, settings.ambient, name, layers.index, traits, compares, samples, owners=settings.shared.owners
         )
         # Without gradients no check finds a later chunk written through `.data`, which is the caller's own tensor.
         is_of_caller = layers.index == 0 and not grad
         self._cut = InputCut(name, self.snapshot.key, traits, compares or not grad, is_of_caller)
         self.aliases = Aliases(modules, layers.numbered, name, self._cut.guard, compares and grad, bring, grad)
-        self.external = ExternalLeaves(name, settings.external)
+        self.external = ExternalLeaves(name, settings.shared.external)
         learns = settings.threads and (compares or self.snapshot.key not in traits.draws_nothing)
         kind = LearningSeeder if learns else AcceleratorSeeder if settings.threads else Seeder
         self.seeder: Seeder = kind(settings.seed, [device], settings.generators)
