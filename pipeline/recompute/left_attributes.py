@@ -14,7 +14,7 @@ Buffers are not put back: their kernels compare versions, and a hook that reads 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -190,10 +190,9 @@ class ContainerSwap:
         elif self._container.is_mapping:
             kind.write(holder, _merged(_as_dict(self._within), _as_dict(now), _as_dict(self._present)))
         elif isinstance(holder, (list, set, deque)):
-            ids = set(map(id, self._within))
             is_bounded = isinstance(holder, deque) and holder.maxlen is not None  # it drops its oldest by itself
-            is_whole = is_bounded or ids <= set(map(id, now))
-            kind.write(holder, [*self._present, *[entry for entry in now if id(entry) not in ids]])
+            is_whole = is_bounded or not _beyond(self._within, now)
+            kind.write(holder, [*self._present, *_beyond(now, self._within)])
         return is_whole
 
 
@@ -219,6 +218,17 @@ def _set(table: dict[str, Any], name: str, value: Any) -> None:
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all([a is b or type(a) is bytes and a == b for a, b in zip(one, other)])
+
+
+def _beyond(one: list[Any], other: list[Any]) -> list[Any]:
+    """The entries of `one` that `other` has not, or has not as often."""
+    counts = Counter(map(id, other))
+    beyond = []
+    for entry in one:
+        counts[id(entry)] -= 1
+        if counts[id(entry)] < 0:
+            beyond.append(entry)
+    return beyond
 
 
 def _as_dict(content: list[Any]) -> dict[Any, Any]:

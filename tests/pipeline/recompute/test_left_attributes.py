@@ -262,3 +262,29 @@ def test_a_bounded_log_keeps_the_newest(checkpoint):
         x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
         pipe.step(x, y, loss_fn=nn.functional.mse_loss)
     assert [len(module.log) for module in pipe.modules() if isinstance(module, Bounded)] == [2, 2]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("chunks", [2, 6])
+def test_a_log_of_forwards_and_backwards_has_all_entries(chunks, schedule):
+    """Words and small numbers, each one object wherever it stands."""
+
+    class Logs(Keeps):
+        def keep(self, seen):
+            self.log.append("F")
+            super().keep(seen)
+
+    class Takes(Logs):
+        def back(self, grad):
+            self.log.remove("F")
+            return grad
+
+    x, y = torch.randn(12, 4, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+    pipe = Pipe(model_of(Logs), [2, 3], chunks, checkpoint="never", schedule=schedule)
+    for turn in range(1, 5):
+        pipe.step(x, y, loss_fn=nn.functional.mse_loss)
+        for log in [module.log for module in pipe.modules() if isinstance(module, Logs)]:
+            assert (log.count("F"), log.count(12 // chunks)) == (turn * chunks, turn * chunks)
+    pipe = Pipe(model_of(Takes), [2, 3], chunks, checkpoint="never", schedule=schedule)
+    with pytest.raises(RuntimeError, match="took something out of a list"):
+        pipe.step(x, y, loss_fn=nn.functional.mse_loss)
