@@ -304,17 +304,17 @@ def _with_weak_references(values: Iterable[Any]) -> list[Any]:
 
 def values_alive(values: Sequence[Any]) -> list[Any]:
     """The values that were held; a mark for those that are freed."""
-    return [(_GONE if (tensor := value()) is None else tensor) if type(value) is TensorWeakRef else value
+    return [(FREED if (tensor := value()) is None else tensor) if type(value) is TensorWeakRef else value
             for value in values]  # fmt: skip
 
 
 def _become(table: dict[str, Any], names: list[str], values: list[Any], others: Container[str]) -> None:
     """Give a module's dict these entries and no more, but for `others`. One whose value is freed stays as it is."""
     pairs = zip(names, values_alive(values), strict=True)
-    wanted = {name: table.get(name, _GONE) if value is _GONE else value for name, value in pairs}
-    for name in [name for name in table if name not in others and wanted.get(name, _GONE) is _GONE]:
+    wanted = {name: table.get(name, FREED) if value is FREED else value for name, value in pairs}
+    for name in [name for name in table if name not in others and wanted.get(name, FREED) is FREED]:
         del table[name]
-    changed = {name: value for name, value in wanted.items() if value is not table.get(name, _GONE)}
+    changed = {name: value for name, value in wanted.items() if value is not table.get(name, FREED)}
     if changed:
         table.update(changed)
 
@@ -324,10 +324,10 @@ def _write(holder: Any, content: list[Any]) -> None:
     entries = values_alive(content)
     if isinstance(holder, dict):
         pairs = zip(entries, entries[len(entries) // 2 :])  # noqa: B905  # names and values, one behind the other
-        wanted = {name: dict.get(holder, name, _GONE) if value is _GONE else value for name, value in pairs}
-        alive = {name: value for name, value in wanted.items() if value is not _GONE}
+        wanted = {name: dict.get(holder, name, FREED) if value is FREED else value for name, value in pairs}
+        alive = {name: value for name, value in wanted.items() if value is not FREED}
         entries = [*alive, *alive.values()]
-    write(holder, [value for value in entries if value is not _GONE])
+    write(holder, [value for value in entries if value is not FREED])
 
 
 def _write_slots(holder: Any, content: list[Any]) -> None:
@@ -335,7 +335,7 @@ def _write_slots(holder: Any, content: list[Any]) -> None:
         if value is _NONE:
             if hasattr(holder, name):
                 object.__delattr__(holder, name)
-        elif value is not _GONE:
+        elif value is not FREED:
             object.__setattr__(holder, name, value)
 
 
@@ -352,7 +352,7 @@ def _no_names(table: dict[str, Any]) -> tuple[Any, ...]:
     return (table["_modules"],)
 
 
-_GONE, _NONE = object(), object()
+FREED, _NONE = object(), object()
 _FIXED = ContainerKind(list, lambda holder, content: None)
 _COUNTED = ContainerKind(
     lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), opens=False, same=eq

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-from pipeline.recompute.attributes import Attributes, ContainerContents, values_alive
+from pipeline.recompute.attributes import FREED, Attributes, ContainerContents, values_alive
 
 _GONE = object()
 _NOTHING = nullcontext()
@@ -74,9 +74,9 @@ class LeftAttributes:
 
     def after_forward(self, chunk: int, before: Attributes, is_kept: bool) -> None:
         """Note what F of `chunk` left. `before`: what it found; `is_kept`: a backward will ask."""
-        snapshot = before
-        if not before.is_current:
-            snapshot = self._new()
+        is_changed = not before.is_current
+        snapshot = self._new() if is_changed or self._changes else before
+        if is_changed:
             self._changes.append(Changes.between(before, snapshot))
         self._left[chunk] = snapshot if is_kept else None, len(self._changes), []
 
@@ -124,8 +124,9 @@ class LeftAttributes:
             })  # fmt: skip
         for (key, name), (table, _) in changed.items():
             _, entries = left.get(key, (table, {}))
-            if not self._is_shared(key):
-                yield EntrySwap(table, name, snapshot.copy_of(entries.get(name, _GONE)))
+            value = entries.get(name, _GONE)
+            if value is not FREED and not self._is_shared(key):
+                yield EntrySwap(table, name, snapshot.copy_of(value))
 
     def _container_swaps(self, snapshot: Attributes, changes: list[Changes]) -> Iterator[EntrySwap | ContainerSwap]:
         contents = contents_of(snapshot)
