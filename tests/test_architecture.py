@@ -247,7 +247,9 @@ def test_curvature_touches_no_private_name_of_a_pipe() -> None:
 
 # -------------------------------------------------------------------------------------- one path for all accelerators
 
-CUDAS_OWN = {"pipeline/transports/nccl.py", "pipeline/common/torch_modes.py"}  # NCCL; switches of CUDA's kernels
+CUDAS_OWN = {  # NCCL; switches of CUDA's kernels
+    "pipeline/transports/nccl.py", "pipeline/common/torch_modes.py", "partition/precision.py",
+}  # fmt: skip
 NVIDIAS_OWN = ROOT / "partition" / "hardware"  # NVML, which knows no other devices
 
 

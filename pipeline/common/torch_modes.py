@@ -12,13 +12,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from partition.precision import OPERATIONS, float32_in_full, precision_switch
 
 _CHECKPOINTS = ("torch.utils.checkpoint", "pipeline.recompute.saved_tensors")
 
@@ -112,18 +113,9 @@ def without_autocast() -> AbstractContextManager[None]:
 
 @contextmanager
 def in_full_precision() -> Iterator[None]:
-    """Within: float32 matrices are multiplied in float32: no autocast, and no lower precision that the user allows."""
-    lower = [(read(), read, write) for read, write in _MATMULS if read() not in ("none", "ieee")]
-    with without_autocast():
-        try:
-            for _, _, write in lower:
-                write("ieee")
-            yield
-        finally:
-            for precision, read, write in lower:
-                write("none")  # as a rule it comes from the backend's, or from that of all
-                if read() != precision:
-                    write(precision)
+    """Within: float32 is multiplied in float32: no autocast, and no lower precision that the user allows."""
+    with without_autocast(), float32_in_full():
+        yield
 
 
 def without_function_modes() -> AbstractContextManager[None]:
@@ -149,15 +141,6 @@ def within_checkpoint() -> bool:
     """Whether a checkpoint, ours of a block or torch's, counts what is saved in this thread, in the order of saving."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", None) in _CHECKPOINTS
-
-
-def _precision(backend: str, operation: str) -> tuple[Callable[[], str], Callable[[str], object]]:
-    """The switch `torch.backends.<backend>.<operation>.fp32_precision`."""
-    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    return partial(read, backend, operation), partial(write, backend, operation)
-
-
-_MATMULS = tuple([_precision(backend, "matmul") for backend in ("cuda", "mkldnn")])
 
 
 def _matmul_precision() -> str | None:
@@ -190,9 +173,9 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    *[_precision(*names) for names in (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))],
+    *[precision_switch(backend, "all") for backend in ("generic", "cuda", "mkldnn")],
     (_matmul_precision, _set_matmul_precision),
-    *[_precision(backend, name) for backend in ("cuda", "mkldnn") for name in ("matmul", "conv", "rnn")],
+    *OPERATIONS,
 )
 
 _GETTERS = tuple([get for get, _ in _SWITCHES])
