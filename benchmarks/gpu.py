@@ -103,7 +103,10 @@ def trace(name: str, run: Callable[[], object], folder: Path) -> None:
     with torch.profiler.profile() as profile:
         run()
         wait()
-    kernels = [event for event in profile.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        event for event in profile.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]  # fmt: skip
     busy = sum(event.self_device_time_total for event in kernels) / 1e3
     path = folder / f"{len(list(folder.glob('*.json.gz'))):03d} {name}.json.gz".replace(" ", "-").replace(",", "")
     profile.export_chrome_trace(str(path))
