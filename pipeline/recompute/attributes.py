@@ -35,6 +35,8 @@ from partition.names import OF_EVERY_MODULE
 from pipeline.recompute.containers import CONTAINERS, length, reader_of, shorten, write
 from pipeline.recompute.randomness import is_torchs_own
 
+# Not kept here: the tables of parameters and buffers, and what stands in an RNN where aliases stand in (parameters.py).
+_ELSEWHERE = OF_EVERY_MODULE | {"flatten_parameters"}
 _DEPTH = 4
 _LONG = 1000  # entries
 _MOST = 1000  # containers of one stage
@@ -80,7 +82,7 @@ class Attributes:
             if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
                 continue
             table = vars(module)
-            names = list(filterfalse(OF_EVERY_MODULE.__contains__, table))
+            names = list(filterfalse(_ELSEWHERE.__contains__, table))
             get = itemgetter("_modules", *names) if names else _no_names
             values = get(table)
             self.modules.append(ModuleEntries(table, names, get, keep(values)))
@@ -148,7 +150,7 @@ class Attributes:
             key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
         }
         for table, names, _, values in self.modules:
-            _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], OF_EVERY_MODULE)
+            _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], _ELSEWHERE)
         for holder, copy in self._tables:
             write(holder, [*copy, *copy.values()])
         for kind, holder, content in self.containers:

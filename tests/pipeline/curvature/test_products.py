@@ -3,6 +3,7 @@
 The reference is curvature_reference.py: whole-graph double backward of the plain module, chunk by chunk.
 """
 
+import copy
 import itertools
 import random
 import weakref
@@ -1284,6 +1285,32 @@ def test_products_in_low_precision_are_float32_and_near_those_of_float64(matrix,
     found = op @ vectors.float()
     assert found.dtype == torch.float32
     close(found.double(), wanted.products[matrix], rtol)
+
+
+class Recurrent(nn.Module):
+    """A residual block around one of torch's RNNs."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn = kind(4, 4, batch_first=True)
+
+    def forward(self, x):
+        return x + self.rnn(x)[0]
+
+
+@every_matrix
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_rnns_without_forward_derivatives_are_differentiated_backwards(kind, matrix):
+    """In float32 the LSTM of CPUs has none: the first product of a Pipe begins by forward mode, and turns back."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 4), Recurrent(kind), nn.Tanh(), Recurrent(kind))
+    x, y = torch.randn(6, 5, 4), torch.randn(6, 5, 4)
+    vector = columns(entries(model), 1)
+    wanted = truth(copy.deepcopy(model).double(), [(x.double(), y.double())], MSE, vector, chunks=3)
+    op = MATRICES[matrix](piped(model), (x, y), MSE.whole)
+    for _ in range(2):
+        close((op @ vector[:, 0].float()).double(), wanted.products[matrix][:, 0], rtol=1e-5)
+    assert not any("flatten_parameters" in vars(module) for module in model.modules())
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
