@@ -187,12 +187,17 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
             snapshot.contents.keep(tensor)
             storages.add(storage_of(tensor))
 
-        for _ in range(2):
+        for mode in ("train", "eval"):
             calls: list[ModuleCall] = []
             flow = Flow(chain(model.parameters(), model.buffers(), tensors), before_write)
             draw_times: list[int] = []
             with _calling(named_modules, calls, flow, draw_times) as tick, flow.watching(), _setting() as values:
-                leaves = tree_leaves(make(run_model(model, sample, always)))
+                try:
+                    leaves = tree_leaves(make(run_model(model, sample, always)))
+                except Exception as error:
+                    kind = type(model).__name__
+                    error.add_note(f"to_sequential called {kind} with the sample in {mode} mode: it must run in both.")
+                    raise
                 tick()
             flags = {key for key, value in values.items() if value is True} - attribute_keys | flags - values.keys()
             attribute_keys |= values.keys()

@@ -419,6 +419,22 @@ def test_lazy_modules_are_refused_until_they_have_shapes():
     assert torch.equal(to_sequential(model, ids(4))(x), expected)
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_error_of_a_model_says_in_which_mode_it_was_called(mode):
+    class InOneMode(Chain):
+        def forward(self, ids):
+            if self.training == (mode == "train"):
+                raise ValueError("targets should not be None")
+            return super().forward(ids)
+
+    model = InOneMode().train(mode == "eval")
+    with pytest.raises(ValueError, match="targets should not be None") as raised:
+        to_sequential(model, ids(4))
+    words = f"to_sequential called InOneMode with the sample in {mode} mode: it must run in both."
+    assert raised.value.__notes__ == [words]
+    assert model.training is (mode == "eval")
+
+
 @pytest.mark.parametrize("length, words", [
     (5, r"block 'blocks\.2' was called where 'blocks\.1' was on the sample by which the model was cut\. .*layerdrop=0"),
     (6, "block 'blocks.0' was called where 'none' was on the sample"),
