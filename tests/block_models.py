@@ -40,6 +40,37 @@ class DiffusionTransformer(nn.Module):
         return self.final(x * (1 + self.scale(condition))[:, None])
 
 
+class JointBlock(nn.Module):
+    """Two streams, of words and of an image, which see each other; the last block returns the image's alone."""
+
+    def __init__(self, width: int, is_last: bool) -> None:
+        super().__init__()
+        self.words, self.image, self.modulation = (nn.Linear(width, width) for _ in range(3))
+        self.is_last = is_last
+
+    def forward(self, words: Tensor, image: Tensor, condition: Tensor) -> tuple[Tensor | None, Tensor]:
+        shift = self.modulation(F.silu(condition))[:, None]
+        seen = words.mean(1, keepdim=True)
+        changed = None if self.is_last else words + self.words(words * image.mean(1, keepdim=True)).tanh()
+        return changed, image + self.image(image + seen + shift).tanh()
+
+
+class JointTransformer(nn.Module):
+    """As Stable Diffusion 3 is: a hidden state of two tensors, of which the last block returns one and None."""
+
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
+        super().__init__()
+        self.patch, self.word, self.time = nn.Conv2d(3, width, 4, 4), nn.Embedding(11, width), nn.Linear(1, width)
+        self.blocks = nn.ModuleList(JointBlock(width, number == depth - 1) for number in range(depth))
+        self.scale, self.final = nn.Linear(width, width), nn.Linear(width, 48)
+
+    def forward(self, x: Tensor, words: Tensor, time: Tensor) -> Tensor:
+        image, stream, condition = self.patch(x).flatten(2).transpose(1, 2), self.word(words), self.time(time[:, None])
+        for block in self.blocks:
+            stream, image = block(stream, image, condition)
+        return self.final(image * (1 + self.scale(F.silu(condition)))[:, None])
+
+
 class Residual(nn.Module):
     def __init__(self, given: int, made: int, stride: int = 1) -> None:
         super().__init__()
@@ -772,6 +803,7 @@ MODELS = {
     "diffusion": (
         DiffusionTransformer, lambda rows: (torch.randn(rows, 3, 8, 8), torch.rand(rows), torch.randint(0, 10, (rows,)))
     ),
+    "joint": (JointTransformer, lambda rows: (torch.randn(rows, 3, 8, 8), ids(rows), torch.rand(rows))),
     "resnet": (ResNet, lambda rows: torch.randn(rows, 3, 8, 8)),
     "gpt": (Gpt, padded),
     "gpt without a mask": (Gpt, ids),

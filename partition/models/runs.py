@@ -204,8 +204,10 @@ class OutlineRun:
         self._chains = chains
         self._end = end
         self._outputs = outputs
-        ids = {id(leaf) for leaves in (*outputs.values(), *returns.values()) for leaf in leaves.values()}
-        self._before = _TensorsBefore(ids, set())
+        self._before = _TensorsBefore({
+            id(leaf) for leaves in (*outputs.values(), *returns.values()) for leaf in leaves.values()
+            if isinstance(leaf, Tensor)
+        }, set())  # fmt: skip
         self._arguments = arguments
         self._resume = resume
         self._rewind = rewind
