@@ -381,6 +381,27 @@ class Streams(Chain):
         return x[:, 0] + first.mean(1)
 
 
+class Modulated(nn.Linear):
+    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        return super().forward(x) * (1 + modulation)
+
+
+class Slices(Chain):
+    """Each block, and the end, has a slice of its own of what a module has computed (as Chroma's transformer has)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Modulated(4, 4) for _ in range(3))
+        self.modulation = nn.Linear(4, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        modulation = self.modulation(x.mean(1, keepdim=True)).unflatten(-1, (4, 4))
+        for number, block in enumerate(self.blocks):
+            x = block(x, modulation[:, :, number])
+        return x * (1 + modulation[:, :, -1])
+
+
 class Turned(nn.Linear):
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         return super().forward((x * rotation).tanh())
@@ -818,6 +839,7 @@ MODELS = {
     "between": (Between, ids),
     "biased": (Biased, ids),
     "streams": (Streams, ids),
+    "slices": (Slices, ids),
     "adds in place": (AddsInPlace, ids),
     "borrows": (Borrows, ids),
     "sees": (Sees, lambda rows: pictured(rows)[::-1]),

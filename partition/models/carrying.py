@@ -169,7 +169,10 @@ def _read(
     """
     blocks, last_chain = sources.blocks, earlier_chains[-1]
     first_block = blocks[last_chain.first]
-    arrivals = {first_block.nodes[key]: first_block.begin for key in last_chain.kept if key in first_block.nodes}
+    arrivals = {
+        first_block.nodes[key]: first_block.begin for key in last_chain.kept
+        if key in first_block.nodes and _is_whole(first_block.arguments[key])
+    }  # fmt: skip
     offers: dict[int, list[tuple[int, ValueSlot]]] = {}
     for number in [chain.first for chain in earlier_chains]:
         for key, node in blocks[number].nodes.items():

@@ -204,10 +204,11 @@ class OutlineRun:
         self._chains = chains
         self._end = end
         self._outputs = outputs
-        self._before = _TensorsBefore({
-            id(leaf) for leaves in (*outputs.values(), *returns.values()) for leaf in leaves.values()
+        arrived = [
+            leaf for leaves in (*outputs.values(), *returns.values()) for leaf in leaves.values()
             if isinstance(leaf, Tensor)
-        }, set())  # fmt: skip
+        ]  # fmt: skip
+        self._before = _TensorsBefore(set(map(id, arrived)), set(map(storage_of, arrived)))
         self._arguments = arguments
         self._resume = resume
         self._rewind = rewind
@@ -266,8 +267,7 @@ class OutlineRun:
             argument = call[key]
             # None where it was decided otherwise
             are_tensors = isinstance(argument, Tensor) and isinstance(tensor, Tensor)
-            is_known = not are_tensors or not self._before.ids.isdisjoint((id(argument), id(argument._base)))
-            if not (is_known or is_without_memory(argument) or storage_of(argument) in self._before.storages):
+            if are_tensors and not is_without_memory(argument) and storage_of(argument) not in self._before.storages:
                 _overwrite(argument, tensor)
         if number == self._resume:
             self._rewind()
