@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -93,10 +93,12 @@ class ModelInputs(NamedTuple):
             x = {name: x[name] for name in self.names}
         leaves, tree = tree_flatten(x)
         if tree != self.tree:
+            names = tuple(x) if isinstance(x, Mapping) else None
+            differing = list(_differing(self.tree, tree, names or ())) if names == self.names else []
             raise PartitionError(
                 f"the model was cut for inputs like {_in_words(self.tree, self.names)}; it is called with "
-                f"{_in_words(tree, tuple(x) if isinstance(x, Mapping) else None)}. Call it as with the sample, or cut "
-                "it with another sample."
+                f"{_in_words(tree, names)}{_listed(differing)}. Call it as with the sample, or cut it with another "
+                "sample. Rows are those of tensors: a list with an entry for each row cannot be cut into chunks."
             )
         return leaves
 
@@ -142,7 +144,20 @@ def _shape_and_dtype(leaf: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")
 
 
-def _in_words(tree: TreeSpec, names: tuple[str, ...] | None) -> str:
+def _differing(tree: TreeSpec, other: TreeSpec, names: Sequence[str]) -> Iterator[str]:
+    """The arguments that differ, in words: what each was, and is."""
+    if tree.num_children == other.num_children:
+        for number, (one, another) in enumerate(zip(tree.children(), other.children(), strict=True)):
+            if one != another:
+                name = names[number] if names else f"number {number}"
+                yield f"{name} was {_in_words(one, None, 'one value')}, and is {_in_words(another, None, 'one value')}"
+
+
+def _listed(differing: Sequence[str]) -> str:
+    return f" ({'; '.join(differing[:3])})" if differing else ""
+
+
+def _in_words(tree: TreeSpec, names: tuple[str, ...] | None, leaf: str = "one tensor") -> str:
     if names is not None:
         return "a dict of " + (", ".join(map(str, names)) or "nothing")
-    return f"a {tree.type.__name__} of {tree.num_leaves}" if tree.num_children else "one tensor"
+    return f"a {tree.type.__name__} of {tree.num_leaves}" if tree.num_children else leaf

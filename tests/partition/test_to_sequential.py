@@ -495,6 +495,9 @@ def test_a_call_that_is_not_like_the_sample_is_refused():
         layers(ids(2))
     with pytest.raises(PartitionError, match="it is called with a dict of ids"):
         layers({"ids": ids(2)})
+    words = r"a dict of ids, padding \(padding was one value, and is a list of 3\)\. .* cannot be cut into chunks\."
+    with pytest.raises(PartitionError, match=words):
+        layers({"ids": ids(2), "padding": [1, 2, 3]})
     with pytest.raises(PartitionError, match="the hidden state is torch.float64, and was torch.float32 when the model"):
         layers.double()(padded(2))
 
