@@ -242,6 +242,9 @@ def diffusers() -> Iterator[Candidate]:
         "hidden_states": torch.randn(rows, 4, 8, 8, dtype=torch.float64), "timestep": torch.arange(rows),
         "encoder_hidden_states": hidden(6, 16, rows),
         "pooled_projections": torch.randn(rows, 16, dtype=torch.float64)})  # fmt: skip
+    for name, (sizes, inputs) in _transformers().items():
+        build = partial(getattr(library, f"{name}Transformer{'3D' if name in _OF_VIDEOS else '2D'}Model"), **sizes)
+        yield Candidate(name, build, inputs)
     vae = {"block_out_channels": (16, 32), "norm_num_groups": 8, "latent_channels": 4,
            "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}  # fmt: skip
     yield Candidate("AutoencoderKL", partial(library.AutoencoderKL, **vae), partial(images, 16))
@@ -254,6 +257,79 @@ def diffusers() -> Iterator[Candidate]:
             "hidden_states": torch.randn(rows, 16, dtype=torch.float64), "timestep": torch.arange(rows),
             "proj_embedding": torch.randn(rows, 16, dtype=torch.float64),
             "encoder_hidden_states": hidden(6, 16, rows)})  # fmt: skip
+
+
+_OF_VIDEOS = ("Allegro", "CogVideoX", "HunyuanVideo", "LTXVideo", "Mochi", "Wan")
+
+
+def _transformers() -> dict[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]]:
+    """Denoisers of images and videos of diffusers: sizes, and inputs."""
+
+    def randn(*sizes: int) -> Tensor:
+        return torch.randn(sizes, dtype=torch.float64)
+
+    def timed(rows: int, *sizes: int, words: tuple[int, int], **others: Tensor) -> dict[str, Any]:
+        times = torch.linspace(0, 1, rows, dtype=torch.float64)
+        return {"hidden_states": randn(rows, *sizes), "encoder_hidden_states": randn(rows, *words), "timestep": times,
+                **others}  # fmt: skip
+
+    def places(rows: int, axes: int) -> dict[str, Tensor]:
+        """Ids of a sequence's places, the same in each row."""
+        ids = {"img_ids": 16, "txt_ids": 6}
+        return {name: torch.arange(length * axes).view(1, length, axes).expand(rows, -1, -1).double()
+                for name, length in ids.items()}  # fmt: skip
+
+    def masked(rows: int, *sizes: int) -> dict[str, Tensor]:
+        return {"encoder_attention_mask": torch.ones(rows, *sizes, dtype=torch.bool)}
+
+    heads = {"num_attention_heads": 2, "attention_head_dim": 16}
+    small = {"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 3}
+    mixed = {"patch_size": 1, "in_channels": 4, "num_layers": 2, "num_single_layers": 2, **heads,
+             "joint_attention_dim": 32}  # fmt: skip
+    return {
+        "Flux": ({**mixed, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}, lambda rows: timed(
+            rows, 16, 4, words=(6, 32), pooled_projections=randn(rows, 32), **places(rows, 3))),
+        "Flux2": ({**mixed, "axes_dims_rope": (4, 4, 4, 4)}, lambda rows: timed(
+            rows, 16, 4, words=(6, 32), guidance=torch.ones(rows).double(), **places(rows, 4))),
+        "Chroma": ({**mixed, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 8,
+                    "approximator_hidden_dim": 16, "approximator_layers": 1}, lambda rows: timed(
+            rows, 16, 4, words=(6, 32), **places(rows, 3))),
+        "AuraFlow": ({"sample_size": 8, "num_mmdit_layers": 2, "num_single_dit_layers": 3, "attention_head_dim": 8,
+                      "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 32,
+                      "pos_embed_max_size": 64}, lambda rows: timed(rows, 4, 8, 8, words=(6, 32))),
+        "Sana": ({**small, "patch_size": 1, "num_attention_heads": 2, "attention_head_dim": 4, "sample_size": 8,
+                  "num_cross_attention_heads": 2, "cross_attention_head_dim": 4, "cross_attention_dim": 8,
+                  "caption_channels": 8}, lambda rows: timed(rows, 4, 8, 8, words=(6, 8))),
+        "Lumina2": ({"sample_size": 8, "in_channels": 4, "hidden_size": 24, "num_layers": 2, "num_refiner_layers": 1,
+                     "num_attention_heads": 3, "num_kv_heads": 1, "multiple_of": 2, "axes_dim_rope": (4, 2, 2),
+                     "axes_lens": (128,) * 3, "cap_feat_dim": 8}, lambda rows: timed(
+            rows, 4, 8, 8, words=(6, 8), **masked(rows, 6))),
+        "CogView4": ({**small, "num_attention_heads": 4, "attention_head_dim": 4, "text_embed_dim": 8,
+                      "time_embed_dim": 8, "condition_dim": 4}, lambda rows: timed(
+            rows, 4, 8, 8, words=(8, 8), original_size=torch.full((rows, 2), 20.0).double(),
+            target_size=torch.full((rows, 2), 20.0).double(), crop_coords=torch.zeros(rows, 2).double())),
+        "CogVideoX": ({**small, **heads, "time_embed_dim": 2, "text_embed_dim": 8, "sample_width": 8,
+                       "sample_height": 8, "sample_frames": 8, "max_text_seq_length": 8}, lambda rows: timed(
+            rows, 2, 4, 8, 8, words=(8, 8))),
+        "LTXVideo": ({**heads, "in_channels": 8, "out_channels": 8, "cross_attention_dim": 32, "num_layers": 3,
+                      "caption_channels": 16}, lambda rows: {
+            **timed(rows, 32, 8, words=(6, 16), **masked(rows, 6)), "num_frames": 2, "height": 4, "width": 4}),
+        "Wan": ({"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+                 "text_dim": 16, "ffn_dim": 32, "num_layers": 3, "rope_max_seq_len": 32}, lambda rows: timed(
+            rows, 4, 2, 8, 8, words=(6, 16))),
+        "HunyuanVideo": ({**small, "patch_size": 1, "num_attention_heads": 2, "attention_head_dim": 10,
+                          "num_layers": 2, "num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 16,
+                          "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 4)}, lambda rows: timed(
+            rows, 4, 1, 4, 4, words=(6, 16), encoder_attention_mask=torch.ones(rows, 6).double(),
+            pooled_projections=randn(rows, 8), guidance=torch.ones(rows).double())),
+        "Mochi": ({"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "pooled_projection_dim": 16,
+                   "in_channels": 4, "text_embed_dim": 16, "time_embed_dim": 4, "max_sequence_length": 16},
+                  lambda rows: timed(rows, 4, 2, 8, 8, words=(6, 16), **masked(rows, 6))),
+        "Allegro": ({"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "cross_attention_dim": 24,
+                     "sample_width": 8, "sample_height": 8, "sample_frames": 8, "caption_channels": 24},
+                    lambda rows: timed(rows, 4, 2, 8, 8, words=(6, 24),
+                                       encoder_attention_mask=torch.ones(rows, 1, 6).double())),
+    }  # fmt: skip
 
 
 def monai() -> Iterator[Candidate]:
