@@ -402,6 +402,21 @@ class Slices(Chain):
         return x * (1 + modulation[:, :, -1])
 
 
+class Expanded(Slices):
+    """Each block, and the end, has what the beginning looks up in a table, expanded to all places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation = nn.Parameter(torch.randn(11, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        modulation = self.modulation[ids[:, 0]][:, None].expand_as(x)
+        for block in self.blocks:
+            x = block(x, modulation)
+        return x * (1 + modulation)
+
+
 class Turned(nn.Linear):
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         return super().forward((x * rotation).tanh())
@@ -840,6 +855,7 @@ MODELS = {
     "biased": (Biased, ids),
     "streams": (Streams, ids),
     "slices": (Slices, ids),
+    "expanded": (Expanded, ids),
     "adds in place": (AddsInPlace, ids),
     "borrows": (Borrows, ids),
     "sees": (Sees, lambda rows: pictured(rows)[::-1]),

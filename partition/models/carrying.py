@@ -10,6 +10,7 @@ Both follow from the flow of values through the model: from which values each wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -89,10 +90,11 @@ def _is_computed(sources: Sources, number: int, key: ArgumentKey, leaf: Any) -> 
 
 
 def _is_whole(leaf: Any) -> bool:
-    """Whether no other numbers lie in the storage of a tensor."""
+    """Whether no other numbers lie in the storage of a tensor. An expanded one has each once."""
     if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
         return False
-    return leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
+    count = math.prod([size for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if stride])
+    return leaf.untyped_storage().nbytes() == count * leaf.element_size()
 
 
 def _is_plain(leaf: Any) -> bool:
