@@ -130,6 +130,24 @@ def by_hand(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         (nn.functional.mse_loss(model(rows), target) / CHUNKS).backward()
 
 
+def assert_same_gradients(
+    pipe: Pipe, plain: nn.Module, how: str, turn: int, rtol: float = 1e-12, atol: float = 1e-14
+) -> None:
+    """Those of a mini-batch through a Pipe and of the loop by hand."""
+    torch.manual_seed(turn)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    for each in (plain, pipe):
+        each.zero_grad()
+    by_hand(plain, x, y)
+    if how == "step":
+        pipe.step(x, y, loss_fn=nn.functional.mse_loss)
+    else:
+        outputs = pipe(x)
+        nn.functional.mse_loss(outputs, y.to(outputs.device)).backward()
+    for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("workers", ["inline", "threads"])
 @pytest.mark.parametrize("how", ["step", "forward"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
@@ -144,17 +162,7 @@ def test_a_backward_finds_what_its_forward_left(layer, checkpoint, schedule, how
     model = copy.deepcopy(plain) if layer is not KeepsByHooks else model_of(layer)
     pipe = Pipe(model, [2, 3], CHUNKS, checkpoint=checkpoint, schedule=schedule, workers=workers)
     for turn in range(5):
-        torch.manual_seed(turn)
-        x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-        for each in (plain, pipe):
-            each.zero_grad()
-        by_hand(plain, x, y)
-        if how == "step":
-            pipe.step(x, y, loss_fn=nn.functional.mse_loss)
-        else:
-            nn.functional.mse_loss(pipe(x), y).backward()
-        for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-14)
+        assert_same_gradients(pipe, plain, how, turn)
         for mine, other in zip(model.modules(), plain.modules(), strict=True):
             if type(mine) in (Keeps, KeepsInADict, KeepsInPlace):  # what backwards change stays
                 assert mine.backwards == other.backwards == (turn + 1) * CHUNKS

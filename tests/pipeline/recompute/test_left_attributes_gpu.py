@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_left_attributes import CHUNKS, LAYERS, KeepsByHooks, KeepsInPlace, by_hand, model_of
+from test_left_attributes import CHUNKS, LAYERS, KeepsByHooks, KeepsInPlace, assert_same_gradients, model_of
 from torch import nn
 
 from pipeline import Pipe
@@ -40,14 +40,4 @@ def test_a_backward_finds_what_its_forward_left_on_a_gpu(
     model = copy.deepcopy(plain) if layer is not KeepsByHooks else model_of(layer)
     pipe = Pipe(model, [2, 3], CHUNKS, devices=PLACES[place], checkpoint=checkpoint, workers=workers)
     for turn in range(5):
-        torch.manual_seed(turn)
-        x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-        for each in (plain, pipe):
-            each.zero_grad()
-        by_hand(plain, x, y)
-        if how == "step":
-            pipe.step(x, y, loss_fn=nn.functional.mse_loss)
-        else:
-            nn.functional.mse_loss(pipe(x), y.to(GPU)).backward()
-        for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-10, atol=1e-12)
+        assert_same_gradients(pipe, plain, how, turn, rtol=1e-10, atol=1e-12)
