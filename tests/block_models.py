@@ -533,6 +533,31 @@ class Borrows(Chain):
         return self.head(first.inner["norm"](x) * first.condition(ids) + last.condition(ids))
 
 
+class Positioned(nn.Module):
+    """A block with a module of another."""
+
+    def __init__(self, position: nn.Module) -> None:
+        super().__init__()
+        self.position, self.linear = position, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.position(x).tanh())
+
+
+class Positions(nn.Module):
+    """The blocks, and the model between them, call one module, as CoaT of timm does; a value passes them by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.position = nn.Embedding(11, 4), nn.Linear(4, 5), nn.Linear(4, 4)
+        self.lower, self.upper = Positioned(self.position), Positioned(self.position)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        words = self.embed(ids)
+        x = self.upper(self.position(self.lower(words)))
+        return self.head(x * words)
+
+
 def squashing(count: int) -> nn.ModuleList:
     return nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count))
 
@@ -858,6 +883,7 @@ MODELS = {
     "expanded": (Expanded, ids),
     "adds in place": (AddsInPlace, ids),
     "borrows": (Borrows, ids),
+    "positions": (Positions, ids),
     "sees": (Sees, lambda rows: pictured(rows)[::-1]),
     "towers": (Towers, pictured),
     "towers of modules": (TowersOfModules, pictured),

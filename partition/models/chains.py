@@ -49,7 +49,7 @@ def found_blocks(model: nn.Module, calls: Sequence[ModuleCall]) -> list[list[Mod
     ways = [sorted([call for run in separate for call in run], key=_begin), *separate] if separate[1:] else separate
     for candidates in (sorted(single_calls.values(), key=_begin), calls):
         names = set(_units(model, "", {call.name for call in candidates}))
-        units = _outermost([call for call in candidates if call.name in names and _has_hidden(call)])
+        units = outermost_calls(filter(_has_hidden, candidates), names)
         if len(units) > 1 and 2 * _size(model, units) > _all_size(model):
             ways += [way for way in (units, _with_parameters(model, units)) if way not in ways]
     if not ways:
@@ -89,11 +89,20 @@ def broken_links(blocks: Sequence[ModuleCall], in_train_mode: Sequence[ModuleCal
     return {number for number, (earlier, later) in enumerate(zip(calls, calls[1:]), 1) if not _shared(earlier, later)}
 
 
-def called_again(calls: Sequence[ModuleCall], blocks: Sequence[ModuleCall]) -> list[ModuleCall]:
+def called_again(calls: Iterable[ModuleCall], blocks: Sequence[ModuleCall]) -> list[ModuleCall]:
     """The calls of blocks in another run; none where they are not called there as often, and in this order."""
     names = [block.name for block in blocks]
-    block_calls = [call for call in calls if call.name in names]
+    block_calls = outermost_calls(calls, names)
     return block_calls if [call.name for call in block_calls] == names else []
+
+
+def outermost_calls(calls: Iterable[ModuleCall], names: Container[str]) -> list[ModuleCall]:
+    """The calls of modules of these names, in order, that lie within no other: a block may use another."""
+    outermost: list[ModuleCall] = []
+    for call in calls:
+        if call.name in names and (not outermost or call.begin > outermost[-1].end):
+            outermost.append(call)
+    return outermost
 
 
 def chains_of(
@@ -176,15 +185,6 @@ def _units(model: nn.Module, name: str, called_names: Container[str]) -> Iterato
             yield path
         else:
             yield from _units(model, path, called_names)
-
-
-def _outermost(calls: Iterable[ModuleCall]) -> list[ModuleCall]:
-    """The calls, in order, that lie within no other: a module may have another name outside of what calls it."""
-    outermost: list[ModuleCall] = []
-    for call in calls:
-        if not outermost or call.begin > outermost[-1].end:
-            outermost.append(call)
-    return outermost
 
 
 def _single_calls(calls: Sequence[ModuleCall]) -> dict[str, ModuleCall]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from partition.contents import storage_of
 from partition.errors import PartitionError
 from partition.models.calls import ModelRun
+from partition.models.chains import outermost_calls
 from partition.models.runs import BlockChain, names_of, numbers_of
 from partition.models.shapes import MadeUpBuffer
 from partition.models.stand_ins import VolatileAttributes
@@ -30,15 +31,20 @@ class Phases(NamedTuple):
 
 
 def phases_of(model: nn.Module, runs: Iterable[ModelRun], chains: Sequence[BlockChain]) -> Phases:
-    """The phases in which a model used things, in some runs."""
+    """The phases in which a model used things, in some runs; but for calls within a block of what that contains."""
     phases = Phases(defaultdict(set), defaultdict(set))
     names = names_of(model)
-    blocks = {name for chain in chains for name in chain.blocks}
+    contents = {block: set(model.get_submodule(block).modules()) for chain in chains for block in chain.blocks}
     for calls, flow, *_ in runs:
-        block_calls = [call for call in calls if call.name in blocks]
+        block_calls = outermost_calls(calls, contents)
         ends = [time for chain in chains for time in (block_calls[chain.first].begin, block_calls[chain.last].end)]
+        begins = [block.begin for block in block_calls]
         for call in calls:
-            for name in names[id(model.get_submodule(call.name))]:
+            module, number = model.get_submodule(call.name), bisect_right(begins, call.begin) - 1
+            is_in_block = number >= 0 and call.begin < block_calls[number].end
+            if is_in_block and module in contents[block_calls[number].name]:
+                continue
+            for name in names[id(module)]:
                 phases.called[name].add(bisect_right(ends, call.begin))
         for time, nodes in [*[(node.time, node.parents) for node in flow.nodes], *flow.host_reads]:
             for node in nodes:
