@@ -402,6 +402,21 @@ class Slices(Chain):
         return x * (1 + modulation[:, :, -1])
 
 
+class Shifts(Chain):
+    """Each block has one half of what is computed from a module's output, the end has both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.scales = nn.ModuleList(Modulated(4, 4) for _ in range(3)), nn.Linear(4, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        shift, scale = F.silu(self.scales(x.mean(1, keepdim=True))).chunk(2, -1)
+        for block in self.blocks:
+            x = block(x, shift)
+        return x * scale + shift
+
+
 class Expanded(Slices):
     """Each block, and the end, has what the beginning looks up in a table, expanded to all places."""
 
@@ -880,6 +895,7 @@ MODELS = {
     "biased": (Biased, ids),
     "streams": (Streams, ids),
     "slices": (Slices, ids),
+    "shifts": (Shifts, ids),
     "expanded": (Expanded, ids),
     "adds in place": (AddsInPlace, ids),
     "borrows": (Borrows, ids),

@@ -68,7 +68,9 @@ def carrying(chain: BlockChain, runs: Sequence[Sources]) -> BlockChain:
                     raise NotCarriedError(number, block.name, key[0])
                 places[key] = kept.setdefault(matches[0], len(kept))
         carried.append(tuple(places.items()))
-    return chain._replace(kept=tuple(kept), carried=tuple(carried))
+    arguments = [sources.blocks[chain.first].arguments for sources in runs]
+    whole = frozenset([key for key in kept if all(_is_whole(each[key]) for each in arguments)])
+    return chain._replace(kept=tuple(kept), whole=whole, carried=tuple(carried))
 
 
 def _is_computed(sources: Sources, number: int, key: ArgumentKey, leaf: Any) -> bool:
@@ -172,9 +174,8 @@ def _read(
     blocks, last_chain = sources.blocks, earlier_chains[-1]
     first_block = blocks[last_chain.first]
     arrivals = {
-        first_block.nodes[key]: first_block.begin for key in last_chain.kept
-        if key in first_block.nodes and _is_whole(first_block.arguments[key])
-    }  # fmt: skip
+        first_block.nodes[key]: first_block.begin for key in last_chain.whole if key in first_block.nodes
+    }
     offers: dict[int, list[tuple[int, ValueSlot]]] = {}
     for number in [chain.first for chain in earlier_chains]:
         for key, node in blocks[number].nodes.items():

@@ -243,7 +243,8 @@ def _resumed_run(
     device = next(leaf.device for leaf in hidden if leaf is not None)
     outputs = outline.passing.outputs(passing, chain.last, dict(zip(chain.exits, hidden, strict=True)))
     arguments = outline.passing.arguments(passing)
-    arguments.setdefault(chain.first, {}).update(zip(chain.kept, kept, strict=True))
+    arrived = {key: leaf for key, leaf in zip(chain.kept, kept, strict=True) if key in chain.whole}
+    arguments.setdefault(chain.first, {}).update(arrived)
     rewind = _generator_rewind(device) if any(modes.values()) else int
     returns, wanted = outline.passing.returns(passing), {} if end is None else outline.passing.wanted(end)
     run = OutlineRun(outline.chains, end, outputs, arguments, chain.last, rewind, returns, wanted)
