@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 
@@ -124,6 +124,27 @@ def _written(func: Any) -> list[tuple[int, str]]:
         (place, argument.name) for place, argument in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]  # fmt: skip
+
+
+def unwrapped(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor; of one that wraps others, as quantised weights do, these.
+
+    Example:
+        >>> weight = torch.zeros(2)
+        >>> [tensor is weight for tensor in unwrapped(weight)]
+        [True]
+    """
+    if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from unwrapped(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """The bytes of a tensor's numbers; of one that wraps others, of theirs."""
+    return sum(inner.nbytes for inner in unwrapped(tensor))
 
 
 def storage_of(tensor: Tensor) -> int:

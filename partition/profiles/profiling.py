@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from partition.contiguous import whole
+from partition.contents import nbytes_of
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, MedianSpread
 from partition.profiles.measuring import VisitedLoss, each_layer
@@ -183,7 +184,7 @@ def _states(
     state_of = dict(zip(trained, state_bytes(optimizer, [tensor_of[owner] for owner in trained])))
     states = []
     for ids in map(dict.fromkeys, owners):
-        sizes = [(owner, tensor_of[owner].nbytes) for owner in ids]
+        sizes = [(owner, nbytes_of(tensor_of[owner])) for owner in ids]
         grads = [(owner, size) for owner, size in sizes if owner in trained]
         optimizer_sizes = [(owner, state_of[owner]) for owner, _ in grads]
         states.append((_bytes(sizes, tied), _bytes(grads, tied), _bytes(optimizer_sizes, tied)))

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from partition.contents import storage_of
+from partition.contents import nbytes_of, storage_of
 from partition.halves import held_by
 from partition.profiles.amounts import Bytes
 from partition.profiles.backwards import first_half
@@ -59,7 +59,7 @@ class SavedBytes(NamedTuple):
     @property
     def held(self) -> int:
         """Bytes of its parameters, each once."""
-        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self.parameters}.values())
+        return sum(map(nbytes_of, {id(tensor): tensor for tensor in self.parameters}.values()))
 
 
 class Storages:
@@ -102,8 +102,8 @@ class Storages:
         result = SavedBytes(
             saved, sum(run.saved[key] for key in constants), _message(y),
             SkipTraffic(tuple([self._skips[key] for key in visited.stashes]), popped),
-            [torch.empty_like(parameter, device="meta") for _, parameter in parameters],
-            sum(buffer.nbytes for buffer in layer.buffers()), self._leaves(x, y),
+            [parameter.detach().to("meta") for _, parameter in parameters],
+            sum(map(nbytes_of, layer.buffers())), self._leaves(x, y),
             SplitBackwardBytes(inputs, gradients, run.rise(excluded | self._numbers.keys() | waits.keys())),
         )  # fmt: skip
         self._forget(y)

@@ -10,13 +10,14 @@ works the same in both.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from partition.contents import unwrapped
 from pipeline.common.torch_modes import without_function_modes
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
@@ -263,10 +264,10 @@ def computable(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Sequence[Tensor]) -> Checksums:
-    """Of each tensor its sum and the sum of its magnitudes, in float64."""
+    """Of each tensor its sum and the sum of its magnitudes, in float64; of one that wraps others those of these."""
     sums = []
     with torch.no_grad():
-        for tensor in tensors:
+        for tensor in chain.from_iterable(map(unwrapped, tensors)):
             values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             values = values.to_dense() if values.layout is not torch.strided else values
             values = computable(values) if values.is_floating_point() else values.to(torch.float64)

@@ -436,15 +436,16 @@ def _alias(real: Tensor, local: Tensor, trains: bool, description: str) -> Tenso
         description: what it stands for.
     """
     alias: Tensor
-    if trains and type(real) is nn.Parameter:  # nn.Parameter(local.detach()), in half the time
-        alias = torch.Tensor._make_subclass(nn.Parameter, local, True)
+    kind = type(real)
+    if kind is nn.Parameter or issubclass(kind, nn.Parameter):  # nn.Parameter(local.detach(), trains), in half the time
+        alias = torch.Tensor._make_subclass(kind, local, trains)
     else:
         alias = local.detach().requires_grad_(trains)
     if trains and real.dtype in HALF:
         alias.grad_dtype = torch.float32  # so the sum over chunks is rounded once, at the end
     attributes = vars(real)
-    if attributes:
-        vars(alias).update(attributes)  # attributes that layers have set on their parameter
+    if attributes:  # that layers have set on their parameter; what an alias wraps is its own
+        vars(alias).update({name: value for name, value in attributes.items() if name not in vars(alias)})
     return mark(alias, description)
 
 

@@ -136,7 +136,8 @@ def _unsendable(tensor: Tensor) -> str | None:
         kind = type(tensor)
         return (
             f"a {kind.__module__}.{kind.__qualname__}, and only plain tensors are sent to another rank: a subclass "
-            "would arrive without what it adds. Return its parts as plain tensors."
+            "would arrive without what it adds. Return its parts as plain tensors; of a state save the part of each "
+            "rank, pipe.state_dict()."
         )
     if tensor.is_quantized:
         return f"a quantized tensor ({tensor.dtype}), which is not sent to another rank. Return tensor.dequantize()."

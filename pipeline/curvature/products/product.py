@@ -138,7 +138,9 @@ def _shifted_values(
     device: torch.device,
     owners: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The values of parameters somewhere else, in memory of their own."""
+    """The values of parameters somewhere else, in memory of their own; those that stay are themselves."""
     with torch.inference_mode(False), torch.no_grad():
-        pairs = zip(owners, bring(owners), strict=True)
-        return [value.detach() + task.moved(owner, device).to(value.dtype) for owner, value in pairs]
+        return [
+            value if (shift := task.moved(owner, device)) is None else value.detach() + shift.to(value.dtype)
+            for owner, value in zip(owners, bring(owners), strict=True)
+        ]

@@ -60,9 +60,7 @@ class ProductTask(NamedTuple):
         slot = self.slots[id(owner)]
         return [slot.view(vec).to(device) for vec in self.vectors]
 
-    def moved(self, owner: Tensor, device: torch.device) -> Tensor:
-        """A parameter's part of the shift, on a device; zero for one that has none."""
+    def moved(self, owner: Tensor, device: torch.device) -> Tensor | None:
+        """A parameter's part of the shift, on a device; None for one that stays."""
         slot = self.slots.get(id(owner))
-        if slot is None or self.shift is None:
-            return torch.zeros((), device=device)
-        return slot.view(self.shift).to(device)
+        return None if slot is None or self.shift is None else slot.view(self.shift).to(device)

@@ -1,0 +1,207 @@
+"""Parameters of types of their own: tensors that wrap others, as quantised weights of libraries do, and subclasses of
+nn.Parameter. In the layers they are what they are in the plain module."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from partition import plan, profile, to_sequential
+from pipeline import CheckpointError, EagerUpdate, Pipe
+from pipeline.curvature import Hessian
+
+CHUNKS = (0, 3), (3, 5)
+Linear = partial(nn.Linear, dtype=torch.float64)
+COMPUTES = (F.linear,)
+DISPATCHES = ("detach", "clone", "_to_copy", "alias")
+
+
+class Quantised(Tensor):
+    """Whole numbers and a scale for each row. It is multiplied, copied and moved: all else raises."""
+
+    @staticmethod
+    def __new__(cls, numbers, scale):
+        return Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype, device=numbers.device)
+
+    def __init__(self, numbers, scale):
+        self.numbers, self.scale = numbers, scale
+
+    @classmethod
+    def of(cls, weight):
+        scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        return cls((weight.detach() / scale).round().to(torch.int8), scale)
+
+    def __repr__(self):
+        return f"Quantised({list(self.shape)})"
+
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Quantised(inner["numbers"], inner["scale"])
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in COMPUTES:
+            x, weight, *bias = args
+            return F.linear(x, weight.numbers * weight.scale, *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in DISPATCHES:
+            raise NotImplementedError(name)
+        self, settings = args[0], kwargs or {}
+        settings = {key: value for key, value in settings.items() if key != "dtype"}
+        return cls(func(self.numbers, *args[1:], **settings), func(self.scale, *args[1:], **settings))
+
+
+class Tagged(nn.Parameter):
+    """A subclass that a library knows by its type."""
+
+    def __new__(cls, data, requires_grad=True, tag=None):
+        self = Tensor._make_subclass(cls, data, requires_grad)
+        self.tag = tag
+        return self
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), Tagged(self.data.clone(), self.requires_grad, self.tag))
+
+
+class Adapted(nn.Module):
+    """A quantised layer with an adapter, whose forward asks for types."""
+
+    def __init__(self, width, factory):
+        super().__init__()
+        self.base = Linear(width, width)
+        self.base.weight = factory(self.base.weight)
+        self.base.bias.requires_grad_(False)
+        self.kinds = type(self.base.weight), type(self.base.bias)
+        self.down, self.up = Linear(width, 2, bias=False), Linear(2, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        assert (type(self.base.weight), type(self.base.bias)) == self.kinds
+        assert isinstance(self.base.weight, nn.Parameter) and not self.base.weight.requires_grad
+        if isinstance(self.base.weight, Tagged):
+            assert self.base.weight.tag == "int4"
+        return x + (self.base(x) + self.up(self.down(self.drop(x)))).tanh()
+
+
+KINDS = {
+    "wraps": lambda weight: nn.Parameter(Quantised.of(weight), requires_grad=False),
+    "subclass": lambda weight: Tagged(weight.detach(), False, "int4"),
+    "plain": lambda weight: weight.requires_grad_(False),
+}
+
+
+def adapted(kind):
+    torch.manual_seed(1)
+    return nn.Sequential(*[Adapted(6, KINDS[kind]) for _ in range(4)], Linear(6, 3))
+
+
+def rows():
+    return torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+
+
+def looped(model, x, y):
+    """The gradients of a loop over the chunks, in eval mode."""
+    for first, last in CHUNKS:
+        (F.mse_loss(model(x[first:last]), y[first:last]) * (last - first) / len(x)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def same(grads, expected):
+    assert [grad is None for grad in grads] == [grad is None for grad in expected]
+    for grad, other in zip(grads, expected):
+        if grad is not None:
+            torch.testing.assert_close(grad, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_parameters_of_other_types_have_the_gradients_of_a_loop(kind, checkpoint, schedule):
+    model, (x, y) = adapted(kind).eval(), rows()
+    pipe = Pipe(model, [2, 3], 2, checkpoint=checkpoint, schedule=schedule)
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(x, y, loss_fn=F.mse_loss)
+        same([parameter.grad for parameter in model.parameters()], looped(adapted(kind).eval(), x, y))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_train_with_dropout_and_are_copied_and_loaded(kind):
+    x, y = rows()
+    steps = []
+    for checkpoint in ("always", "never"):
+        pipe = Pipe(adapted(kind), [2, 3], 2, checkpoint=checkpoint)
+        optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad])
+        for _ in range(2):
+            pipe.step(x, y, loss_fn=F.mse_loss, optimizer=optimizer)
+        steps.append([parameter.grad for parameter in pipe.parameters()])
+    same(*steps)
+    other = copy.deepcopy(pipe)
+    assert torch.equal(pipe.eval()(x), other.eval()(x))
+    assert [type(parameter) for parameter in other.parameters()] == [type(parameter) for parameter in pipe.parameters()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_updates_leave_them_alone(kind):
+    x, y = rows()
+    pipe, model = Pipe(adapted(kind).eval(), [2, 3], 2), adapted(kind).eval()
+    update = EagerUpdate(torch.optim.SGD([p for p in pipe.parameters() if p.requires_grad], lr=0.1))
+    pipe.step(x, y, loss_fn=F.mse_loss, optimizer=update)
+    looped(model, x, y)
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    torch.testing.assert_close(pipe(x), model(x), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hessian_of_adapters_is_that_of_dequantised_weights(kind):
+    model, (x, y) = adapted(kind).eval(), rows()
+    hessian = Hessian(Pipe(model, [2, 3], 2), (x, y), F.mse_loss)
+    assert hessian.check().ok
+    vector = torch.ones(hessian.shape[0], dtype=torch.float64)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(F.mse_loss(model(x), y), trained, create_graph=True)
+    expected = torch.autograd.grad(sum(grad.sum() for grad in grads), trained)
+    torch.testing.assert_close(hessian @ vector, torch.cat([product.flatten() for product in expected]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_with_them_are_cut_and_planned(kind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.blocks = Linear(6, 6), adapted(kind)[:4]
+
+        def forward(self, x):
+            return self.blocks(self.first(x)).sin()
+
+    torch.manual_seed(2)
+    model, x = Model(), rows()[0]
+    layers = to_sequential(model, x)
+    assert len(layers) == 6 and torch.equal(layers.eval()(x), model.eval()(x))
+    measured = profile(layers, x)
+    size = {"wraps": 6 * 6 + 6 * 8}.get(kind, 6 * 6 * 8) + 6 * 8 + 8 * (2 * 6 + 6 * 2 + 6)  # base, its bias, adapter
+    assert [layer.parameters.own for layer in measured.layers[1:5]] == [size] * 4
+    assert plan(layers, x, devices=2, loss_fn=F.mse_loss, target=x).balance
+
+
+def test_a_forward_that_writes_what_a_parameter_wraps_is_refused():
+    class Writes(Adapted):
+        def forward(self, x):
+            with torch.no_grad():
+                self.base.weight.scale.mul_(1.5)
+            return super().forward(x)
+
+    pipe, (x, y) = Pipe(nn.Sequential(Writes(6, KINDS["wraps"]), Linear(6, 3)), [1, 1], 2), rows()
+    with pytest.raises(CheckpointError, match="the recomputation of stage 0 .* gave other values than its forward"):
+        pipe.step(x, y, loss_fn=F.mse_loss)
