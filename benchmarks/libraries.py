@@ -379,9 +379,8 @@ def judged(candidate: Candidate, seconds: int) -> tuple[str, str]:
     torch.manual_seed(0)
     try:
         with within(seconds):
-            model = candidate.build().double().eval()
-            with torch.no_grad():
-                called(model, candidate.inputs(2))
+            model, x, made = candidate.build().double().eval(), candidate.inputs(5), candidate.output or dict_of
+            expected = plain_grads(model, x, made)
     except TooLongError:
         return "not run", "too slow"
     except Exception as error:  # whatever a model does in float64, or without its author's settings
@@ -389,10 +388,8 @@ def judged(candidate: Candidate, seconds: int) -> tuple[str, str]:
     try:
         with within(8 * seconds):
             layers = to_sequential(model, candidate.inputs(4), output=candidate.output).eval()
-            x, made = candidate.inputs(5), candidate.output or dict_of
             with torch.no_grad():
                 outputs = apart(tensors(Pipe(layers, halves(layers), 1)(x)), tensors(made(called(model, x))))
-            expected = plain_grads(model, x, made)
             grads = max(
                 apart(stepped(model, layers, x, *how), expected) for how in (("always", "1f1b"), ("never", "zb-h1"))
             )

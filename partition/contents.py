@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -126,7 +126,7 @@ def _written(func: Any) -> list[tuple[int, str]]:
     ]  # fmt: skip
 
 
-def unwrapped(tensor: Tensor) -> Iterator[Tensor]:
+def unwrapped(tensor: Any) -> Iterator[Tensor]:
     """A tensor; of one that wraps others, as quantised weights do, these.
 
     Example:
@@ -134,12 +134,24 @@ def unwrapped(tensor: Tensor) -> Iterator[Tensor]:
         >>> [tensor is weight for tensor in unwrapped(weight)]
         [True]
     """
-    if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
+    if wraps(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
             yield from unwrapped(getattr(tensor, name))
     else:
         yield tensor
+
+
+def wraps(tensor: Any) -> bool:
+    """Whether a tensor wraps others, and tells torch which."""
+    return type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor)
+
+
+def rewrapped(tensor: Any, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor that wraps others, with what `change` makes of each of these."""
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: change(getattr(tensor, name)) for name in names}
+    other: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return other
 
 
 def nbytes_of(tensor: Tensor) -> int:

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
+from partition.contents import unwrapped
+
 # The number of a process on its host, as torchrun, Open MPI, MPICH and Intel MPI, MVAPICH, and srun set it. Slurm's
 # comes last: within an allocation the processes of mpirun inherit that of the shell.
 LOCAL_RANKS = (
@@ -122,7 +124,7 @@ def use_here(tensors: Iterable[Tensor | None]) -> None:
     """Tell the allocator that the current streams use tensors that were made on others."""
     for tensor in tensors:
         if tensor is not None and is_accelerator(tensor.device) and not is_legacy_batchedtensor(tensor):
-            for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+            for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else unwrapped(tensor):
                 part.record_stream(torch.accelerator.current_stream(tensor.device))
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from partition.contents import rewrapped, unwrapped, wraps
 from pipeline.common.accelerators import entered_streams, is_accelerator
 from pipeline.common.places import Place
 from pipeline.data.pytrees import line_offset, resolved, span_of, unrolled
@@ -69,7 +70,8 @@ class Local:
                 if tensor is not None and is_accelerator(tensor.device):
                     reader = torch.accelerator.current_stream(tensor.device)
                     reader.wait_event(parcel.arrival)
-                    tensor.record_stream(reader)
+                    for part in unwrapped(tensor):
+                        part.record_stream(reader)
                 elif tensor is not None:
                     parcel.arrival.synchronize()  # the host itself reads it
         return parcel.tensors
@@ -85,6 +87,8 @@ class Local:
     ) -> Tensor:
         if _is_there(tensor, source, target):
             return tensor
+        if wraps(tensor):
+            return rewrapped(tensor, lambda inner: self._moved(inner, source, target, streams))
         tensor = resolved(tensor)  # of a conjugate torch would make a copy at each use, record_stream too
         if _lies_otherwise(tensor):
             moved = self._moved(unrolled(tensor), source, target, streams)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import law_check
+import parameter_kinds
 import pytest
 import torch
 from cover import pairwise
@@ -395,3 +396,21 @@ def test_a_parameter_that_a_forward_writes_is_written_once_for_each_chunk(place:
         expected = torch.cat([plain(rows) for rows in x.chunk(2)])
         assert torch.equal(pipe(x).cpu(), expected)
         assert all(torch.equal(one.cpu(), other) for one, other in zip(pipe.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("place", ["one", "two", "named on two", "host between"])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_quantised_weights_are_where_they_are_used(place: str, workers: str | None, is_tied: bool) -> None:
+    """What a parameter wraps is moved, and waited for, as a tensor is."""
+    models = [parameter_kinds.adapted("wraps").eval() for _ in range(2)]
+    for model in models if is_tied else ():
+        model[3].base.weight = model[0].base.weight
+    model, plain = models
+    pipe = Pipe(model, [1, 2, 2], 2, devices=PLACEMENTS[place](3), workers=workers)
+    x, y = parameter_kinds.rows()
+    for _ in range(3):
+        pipe.zero_grad()
+        pipe.step(x, y, loss_fn=mse_loss)
+    grads = [None if grad is None else grad.cpu() for grad in (parameter.grad for parameter in model.parameters())]
+    parameter_kinds.same(grads, parameter_kinds.looped(plain, x, y))
