@@ -14,8 +14,8 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from partition.contiguous import whole
 from partition.contents import nbytes_of
+from partition.contiguous import whole
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, MedianSpread
 from partition.profiles.measuring import VisitedLoss, each_layer
