@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from partition.names import OF_EVERY_MODULE
+from pipeline.common.containers import reader_of
 from pipeline.distributed.agreement import digest, values_in_words
 
 _DEPTH = 4
@@ -50,9 +51,9 @@ def identity(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, partial):
         return f"partial({', '.join(_identities((value.func, value.args, value.keywords), depth))})"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_identities(value, depth))}]"
+        return f"[{', '.join(_identities(reader_of(type(value))(value), depth))}]"
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(_identities(value, depth)))}}}"
+        return f"{{{', '.join(sorted(_identities(reader_of(type(value))(value), depth)))}}}"
     if isinstance(value, Mapping):
         return f"{{{', '.join([f'{name}: {identity(item, depth - 1)}' for name, item in value.items()])}}}"
     if isinstance(value, types.MethodType):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipeline.common.containers import length, reader_of
 from pipeline.data.loss_means import Proof
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
@@ -100,10 +101,8 @@ def _key(value: Any, depth: int) -> Hashable:
         names = [name for name in value.__code__.co_names if name in namespace and type(namespace[name]) in _VALUES]
         read = tuple([(name, _key(namespace[name], depth)) for name in names])
         return FunctionType, value.__code__, value.__module__, _key(captured, depth + 1), read
-    if isinstance(value, (tuple, set, frozenset)) and len(value) < 32:
-        return type(value), tuple([_key(item, depth + 1) for item in value])
-    if isinstance(value, dict) and len(value) < 32:
-        return type(value), tuple([(_key(name, depth + 1), _key(item, depth + 1)) for name, item in value.items()])
+    if isinstance(value, (tuple, set, frozenset, dict)) and length(value) < 32:
+        return type(value), tuple([_key(item, depth + 1) for item in reader_of(type(value))(value)])
     return _object(value)
 
 

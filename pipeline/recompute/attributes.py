@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from partition.names import OF_EVERY_MODULE
-from pipeline.recompute.containers import CONTAINERS, length, reader_of, shorten, write
+from pipeline.common.containers import CONTAINERS, FIXED, length, reader_of, shorten, write
 from pipeline.recompute.randomness import is_torchs_own
 
 # Not kept here: the tables of parameters and buffers, and what stands in an RNN where aliases stand in (parameters.py).
@@ -113,7 +113,7 @@ class Attributes:
                 continue
             if kind.long is not None and length(value) > _LONG:
                 kind = kind.long
-            if kind is not _FIXED:
+            if kind.write is not _write_nothing:
                 self.containers.append(ContainerContents.of(kind, value, keep))
             if kind.opens and depth < _DEPTH:
                 self._look([*kind.read(value), *([vars(value)] if kind.has_dict else ())], depth + 1, package, keep)
@@ -341,6 +341,10 @@ def _write_slots(holder: Any, content: list[Any]) -> None:
             object.__setattr__(holder, name, value)
 
 
+def _write_nothing(holder: Any, content: list[Any]) -> None:
+    """Its entries are always the same."""
+
+
 def _write_array(holder: Any, content: list[bytes]) -> None:
     holder[...] = numpy.frombuffer(content[0], holder.dtype).reshape(holder.shape)
 
@@ -355,7 +359,6 @@ def _no_names(table: dict[str, Any]) -> tuple[Any, ...]:
 
 
 FREED, _NONE = object(), object()
-_FIXED = ContainerKind(list, lambda holder, content: None)
 _COUNTED = ContainerKind(
     lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), opens=False, same=eq
 )
@@ -365,7 +368,7 @@ _OBJECT = ContainerKind(
 )
 SLOTTED = ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
 _ARRAY = ContainerKind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
-_TENSOR = ContainerKind(list, lambda holder, content: None)
+_TENSOR = ContainerKind(list, _write_nothing)
 
 
 @lru_cache(maxsize=4096)
@@ -379,8 +382,8 @@ def _kind_of(kind: type) -> ContainerKind | None:
         return ContainerKind(
             reader_of(kind), _write, _COUNTED, has_dict=kind not in CONTAINERS and bool(kind.__dictoffset__)
         )
-    if issubclass(kind, (tuple, frozenset)):
-        return _FIXED
+    if issubclass(kind, FIXED):
+        return ContainerKind(reader_of(kind), _write_nothing)
     if issubclass(kind, numpy.ndarray):
         return _ARRAY
     if issubclass(kind, _OTHERS) or package_of(kind) in _OTHER_PACKAGES and kind is not types.SimpleNamespace:

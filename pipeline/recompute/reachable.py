@@ -21,9 +21,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from pipeline.common.containers import CONTAINERS, length, reader_of, write
 from pipeline.data.pytrees import same_values
 from pipeline.recompute.attributes import SLOTTED, is_installed, package_of
-from pipeline.recompute.containers import CONTAINERS, length, reader_of, write
 from pipeline.recompute.randomness import GENERATORS, Generator, generators_among, generators_at
 
 _DEPTH = 9
@@ -109,7 +109,7 @@ class ReachableState:
                 self._undo.append(partial(numpy.copyto, value, value.copy()))
             return ()
         if isinstance(value, tuple):
-            return value if len(value) <= _LONG else ()
+            return reader_of(type(value))(value) if length(value) <= _LONG else ()
         if isinstance(value, types.FunctionType):
             is_left_out = self._of_loss and self._is_foreign(package_of(value))
             return () if is_left_out else self._note_function(value)

@@ -2,6 +2,7 @@
 
     class Table(OrderedDict): `[]` builds an object    ─► a copy by its own methods would hold other entries
     class Config(dict):       `update` merges, refuses ─► nor would it get back what it held
+    class Irreps(tuple):      `len` raises             ─► it could not be looked into
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from operator import is_
 from typing import Any
 
 CONTAINERS = (OrderedDict, dict, list, set, deque, bytearray)
+FIXED = (tuple, frozenset)  # they are read alone
 
 
 def base_of(kind: type) -> Any:
@@ -19,10 +21,10 @@ def base_of(kind: type) -> Any:
 
     Example:
         >>> from collections import Counter
-        >>> base_of(Counter), base_of(tuple)
+        >>> base_of(Counter), base_of(int)
         (<class 'dict'>, None)
     """
-    return next((base for base in CONTAINERS if issubclass(kind, base)), None)
+    return next((base for base in (*CONTAINERS, *FIXED) if issubclass(kind, base)), None)
 
 
 def length(holder: Any) -> int:
@@ -43,7 +45,7 @@ def reader_of(kind: type) -> Callable[[Any], list[Any]]:
         ['a', 'b', 1, 2]
     """
     base = base_of(kind)
-    if kind is list:
+    if kind in (list, tuple):
         return list
     entries, values = base.__iter__, getattr(base, "values", None)
     return (lambda holder: [*entries(holder)]) if values is None else lambda holder: [*entries(holder), *values(holder)]

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from pipeline.recompute.containers import CONTAINERS, base_of, length, reader_of, shorten, write
+from pipeline import Pipe
+from pipeline.common.containers import CONTAINERS, FIXED, base_of, length, reader_of, shorten, write
+from pipeline.curvature import Hessian
 
 
 def hostile(base: type) -> type:
@@ -24,7 +28,7 @@ def hostile(base: type) -> type:
     return type(f"Hostile{base.__name__}", (base,), dict.fromkeys(own, refuse))
 
 
-HOSTILE = {base: hostile(base) for base in CONTAINERS}
+HOSTILE = {base: hostile(base) for base in (*CONTAINERS, *FIXED)}
 entries = st.lists(st.integers(0, 255), max_size=6)
 
 
@@ -97,3 +101,37 @@ def test_nothing_is_written_where_nothing_has_changed() -> None:
     walked = {1, 2, 3}
     found = [write(walked, [*walked]) for _ in walked]
     assert found == [None] * 3
+
+
+@given(entries, st.sampled_from(FIXED))
+def test_what_is_fixed_is_read_alone(values: list[int], base: Any) -> None:
+    holder = base.__new__(HOSTILE[base], values)
+    assert (reader_of(HOSTILE[base])(holder), length(holder)) == (list(base(values)), len(base(values)))
+
+
+class Irreps(nn.Module):
+    """A layer that keeps what says of itself that it has no length, as those of e3nn do."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(3, 3), {"irreps": [base.__new__(HOSTILE[base], [1, 2])]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("base", FIXED)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_layers_and_losses_may_have_what_cannot_be_iterated(base: Any, checkpoint: str) -> None:
+    model, irreps = nn.Sequential(*[Irreps(base) for _ in range(3)]).double(), base.__new__(HOSTILE[base], [3])
+    pipe, x = Pipe(model, [1, 2], 2, checkpoint=checkpoint), torch.randn(4, 3, dtype=torch.float64)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean() + 0 * id(irreps)
+
+    for _ in range(3):
+        pipe.zero_grad()
+        pipe.step(x, x, loss_fn=loss_fn)
+    expected = torch.autograd.grad(loss_fn(model(x), x), list(model.parameters()))
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(expected))
+    assert Hessian(pipe, (x, x), loss_fn).check().ok
