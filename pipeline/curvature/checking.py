@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.curvature.products.finite_differences import least, limit
+from pipeline.curvature.products.finite_differences import Precision, least
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
 
 if TYPE_CHECKING:
     from pipeline.curvature.operators import Operator
 
-EXACT = {torch.float64: 1e-10}  # of what differs by rounding only
-NEARLY = 1e-3
+_IN_HALF = 0.5  # of finite differences: rounding alone makes a third
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,30 +81,35 @@ def check(op: Operator, seed: int = 0) -> Report:
         True
     """
     space = op.space
-    exact = EXACT.get(space.dtype, NEARLY)
     u, v = _unit(space, seed, 0), _unit(space, seed, 1)
     rows: list[tuple[str, float, float]] = []
+    notes: list[str] = []
     Hu, Hv = op.products([u])[0], op.products([v])[0]
+    differences = _stages(op, v)
+    precision = max([Precision.of([space.dtype]), *[row[2] for row in differences]])
     rows.append(("the same product again", _distance(space, op.products([v])[0], Hv), 0.0))
-    (combined_product,) = op.products([combined([u, v], [2.0, -3.0])])
-    rows.append(("linear: H (2 u - 3 v)", _distance(space, combined_product, combined([Hu, Hv], [2.0, -3.0])), exact))
+    (mixed,) = op.products([combined([u, v], [2.0, -3.0])])
+    rows.append(("linear: H (2 u - 3 v)", _distance(space, mixed, combined([Hu, Hv], [2.0, -3.0])), precision.exact))
     dots = space.dots([u, v, Hu, Hv], [Hu, Hv])
     u_Hv, v_Hu = float(dots[0, 1]), float(dots[1, 0])
     norm_Hu, norm_Hv = float(dots[2, 0]) ** 0.5, float(dots[3, 1]) ** 0.5
-    rows.append(("symmetric: u . H v = v . H u", abs(u_Hv - v_Hu) / max(norm_Hu, norm_Hv, 1e-300), exact))
-    rows.extend(_stages(op, v))
-    notes: list[str] = []
+    rows.append(("symmetric: u . H v = v . H u", abs(u_Hv - v_Hu) / max(norm_Hu, norm_Hv, 1e-300), precision.exact))
     if op.has_gradient and op.captures:
         notes.append("finite differences of the gradient: not done, a layer has a parameter in a list or a closure")
     elif op.has_gradient:
-        rows.append(("finite differences of the gradient", _differences(op, v, Hv), limit(space.dtype)))
+        differences.append(("the gradient", _differences(op, v, Hv, precision), precision))
     else:
         notes.append("finite differences of the gradient: not of this matrix, which is no derivative of it")
+    for name, error, its_precision in differences:
+        rows.append((f"finite differences of {name}", error, _IN_HALF if its_precision.is_half else its_precision.limit))
     twin = op.in_one_stage()
     if twin is None:
         notes.append("double backward through the whole model: not done, it is on several devices or ranks")
     else:
-        rows.append(("double backward through the whole model", _distance(space, twin.products([v])[0], Hv), exact))
+        distance = _distance(space, twin.products([v])[0], Hv)
+        rows.append(("double backward through the whole model", distance, precision.exact))
+    if precision.is_half:
+        notes.append("computed in half precision: for a sharper answer check it in float32, without autocast")
     notes.extend(f"worked round: {workaround}" for workaround in op.workarounds)
     return Report(op.name, [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], notes)
 
@@ -121,32 +125,31 @@ def _distance(space: Space, vec: Vec, reference: Vec) -> float:
     return distance / max(space.norm(reference), 1e-300) if distance else 0.0
 
 
-def _stages(op: Operator, v: Vec) -> list[tuple[str, float, float]]:
+def _stages(op: Operator, v: Vec) -> list[tuple[str, float, Precision]]:
     """The rule of each stage, of all ranks, against finite differences of that stage; behind them the loss's."""
-    table = torch.zeros(op.stages + 1, 3, **HOST)  # by stage, the last for the loss: is it there, error, limit
+    # By stage, the last for the loss: is it there, error, precision.
+    table = torch.zeros(op.stages + 1, 2 + len(Precision._fields), **HOST)
 
-    def note(index: int, error: float, bound: float) -> None:
-        table[index] = torch.maximum(table[index], torch.tensor([1.0, error, bound], **HOST))  # nan, where one is
+    def note(index: int, error: float, precision: Precision) -> None:
+        table[index] = torch.maximum(table[index], torch.tensor([1.0, error, *precision], **HOST))  # nan, where one is
 
     op.compare_stages([v], note)
-    rows = op.space.sum_over(table).tolist()
     return [
-        (f"finite differences of {op.stage_name(index) if index < op.stages else 'loss_fn'}", error, bound)
-        for index, (is_there, error, bound) in enumerate(rows)
+        (op.stage_name(index) if index < op.stages else "loss_fn", error, Precision(*precision))
+        for index, (is_there, error, *precision) in enumerate(op.space.sum_over(table).tolist())
         if is_there
     ]
 
 
-def _differences(op: Operator, v: Vec, Hv: Vec) -> float:
+def _differences(op: Operator, v: Vec, Hv: Vec, precision: Precision) -> float:
     """H v against central differences of the gradient, along v."""
     space = op.space
-    precision = torch.finfo(space.dtype).eps
 
     def error_at(step: float) -> tuple[float, float]:
         plus, minus = (op.gradient_at(scale_(copy(v), sign * step)) for sign in (1.0, -1.0))
         expected = scale_(add_(copy(plus), minus, -1.0), 1 / (2 * step))
-        rounding = 3 * precision * space.norm(plus) / step
+        rounding = 3 * precision.eps * space.norm(plus) / step
         size = max(space.norm(Hv), space.norm(expected), rounding, 1e-300)
         return space.norm(add_(expected, Hv, -1.0)) / size, rounding / size
 
-    return least(error_at, precision ** (1 / 3) * max(space.norm(op.point()), 1e-3), limit(space.dtype))
+    return least(error_at, precision.step(space.norm(op.point()), 1.0), precision.limit)

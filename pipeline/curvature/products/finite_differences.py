@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LIMITS = {torch.float64: 1e-4}
-LOOSE = 2e-2  # float32 and less: what is wrong is wrong by more
+from pipeline.common.graph import nodes_of
 
 
-def limit(dtype: torch.dtype) -> float:
-    """The largest relative error that rounding and the step leave."""
-    return LIMITS.get(dtype, LOOSE)
+class Precision(NamedTuple):
+    """The precision of numbers, and what it leaves of laws.
+
+    Attributes:
+        eps: the distance of 1 from the next number.
+        exact: the largest relative error of what differs by rounding only.
+        limit: that of finite differences, of which the step is a part.
+    """
+
+    eps: float
+    exact: float
+    limit: float
+
+    @classmethod
+    def of(cls, dtypes: Iterable[torch.dtype]) -> Precision:
+        """That of the least precise of some floating types.
+
+        Example:
+            >>> Precision.of([torch.float64, torch.float32]).limit
+            0.02
+        """
+        eps = max([torch.finfo(dtype).eps for dtype in dtypes])
+        return next(cls(eps, exact, limit) for least, exact, limit in _LIMITS if eps >= least)
+
+    @classmethod
+    def within(cls, roots: Sequence[Tensor]) -> Precision:
+        """That of the least precise type in which what some tensors depend on is computed: under autocast, say."""
+        metadata = [entry for node in nodes_of(roots) for entry in node._input_metadata]
+        return cls.of([root.dtype for root in roots] + [entry.dtype for entry in metadata])
+
+    @property
+    def is_half(self) -> bool:
+        """Whether numbers have three digits: finite differences of them may be anything."""
+        return self.eps > _HALF
+
+    def step(self, size: float, along: float) -> float:
+        """The longest step along a direction of this length, from a point of this size."""
+        return float(self.eps ** (1 / 3) * max(size, 1e-3) / along)
+
+
+_HALF = 1e-4
+_LIMITS = (_HALF, 0.05, 2e-2), (1e-8, 1e-3, 2e-2), (0.0, 1e-10, 1e-4)  # in float32 what is wrong is wrong by more
 
 
 def least(error_at: Callable[[float], tuple[float, float]], step: float, enough: float) -> float:
@@ -38,7 +77,11 @@ def least(error_at: Callable[[float], tuple[float, float]], step: float, enough:
 
 
 def compared(
-    plus: Sequence[Tensor | None], minus: Sequence[Tensor | None], derivative: Sequence[Tensor | None], step: float
+    plus: Sequence[Tensor | None],
+    minus: Sequence[Tensor | None],
+    derivative: Sequence[Tensor | None],
+    step: float,
+    eps: float,
 ) -> tuple[float, float]:
     """The error of a derivative, relative to it, and the part of that which rounding alone could make.
 
@@ -46,20 +89,19 @@ def compared(
         plus, minus: the function's values at `step` and at `-step` along a direction.
         derivative: along it; None: zero.
         step: the distance.
+        eps: of the precision in which the values are computed.
     """
-    precision = 0.0
     difference, computed_sum, expected_sum, values = 0.0, 0.0, 0.0, 0.0
     for plus_part, minus_part, derivative_part in zip(plus, minus, derivative, strict=True):
         if plus_part is None or minus_part is None:
             continue
         expected = (plus_part.double() - minus_part.double()) / (2 * step)
         computed = torch.zeros_like(expected) if derivative_part is None else derivative_part.double()
-        precision = max(precision, torch.finfo(plus_part.dtype).eps)
         difference += float((expected - computed).square().sum())
         computed_sum += float(computed.square().sum())
         expected_sum += float(expected.square().sum())
         values += float(plus_part.double().square().sum())
-    rounding = 3 * precision * values**0.5 / step
+    rounding = 3 * eps * values**0.5 / step
     size = max(computed_sum**0.5, expected_sum**0.5, rounding, 1e-300)
     return float(difference**0.5 / size), float(rounding / size)
 

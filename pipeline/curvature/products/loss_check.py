@@ -13,15 +13,15 @@ from torch import Tensor
 
 from pipeline.common.torch_modes import without_autocast
 from pipeline.common.twice import refuse_once_differentiable
-from pipeline.curvature.products.finite_differences import compared, least, limit, norm
+from pipeline.curvature.products.finite_differences import Precision, compared, least, norm
 from pipeline.data.pytrees import Grads
 
 GradientAt: TypeAlias = Callable[[Sequence[Tensor], bool], Grads]  # (output's tensors, create_graph)
 LOSS = -1  # its index, where stages have theirs
 
 
-def loss_error(output: Sequence[Tensor], gradient_at: GradientAt) -> tuple[float, float]:
-    """The relative error of the loss's second derivative along a random direction, and its limit.
+def loss_error(output: Sequence[Tensor], gradient_at: GradientAt) -> tuple[float, Precision]:
+    """The relative error of the loss's second derivative along a random direction, and its precision.
 
     Args:
         output: the tensors that it is computed on.
@@ -37,6 +37,7 @@ def loss_error(output: Sequence[Tensor], gradient_at: GradientAt) -> tuple[float
     grads = gradient_at(leaves, True)
     refuse_once_differentiable("loss_fn", grads)
     derivative = hessian_times(grads, live, along)
+    precision = Precision.of([leaf.dtype for leaf in live])
 
     def values_at(step: float) -> list[Tensor | None]:
         directions = iter(along)
@@ -45,11 +46,9 @@ def loss_error(output: Sequence[Tensor], gradient_at: GradientAt) -> tuple[float
         return [None if grad is None else grad.detach() for grad in gradient_at(points, False)]
 
     def error_at(step: float) -> tuple[float, float]:
-        return compared(values_at(step), values_at(-step), derivative, step)
+        return compared(values_at(step), values_at(-step), derivative, step, precision.eps)
 
-    bound = limit(live[0].dtype)
-    step = torch.finfo(live[0].dtype).eps ** (1 / 3) * max(norm(live), 1e-3) / norm(along)
-    return least(error_at, step, bound), bound
+    return least(error_at, precision.step(norm(live), norm(along)), precision.limit), precision
 
 
 def hessian_times(grads: Grads, leaves: Sequence[Tensor], tangents: Sequence[Tensor]) -> Grads:

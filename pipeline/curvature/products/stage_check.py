@@ -3,8 +3,8 @@
     along (h', v, l'):   [G(h + e h', w + e v, l + e l') - G(h - e h', w - e v, l - e l')] / 2e   against the rule's
     J^T A J:             [y(h + e h', w + e v) - y(h - e h', w - e v)] / 2e                       against y'
 
-G is the stage's plain first-order backward. Central differences, the longest step the cube root of the dtype's
-precision, relative to the sizes of point and direction.
+G is the stage's plain first-order backward. Central differences, the longest step the cube root of the
+precision in which the stage computes, relative to the sizes of point and direction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.known_bad import refuse_nodes
-from pipeline.curvature.products.finite_differences import compared, least, limit, norm
+from pipeline.curvature.products.finite_differences import Precision, compared, least, norm
 from pipeline.curvature.products.loss_check import LOSS, GradientAt, loss_error
 from pipeline.curvature.products.task import ProductTask
 from pipeline.data.pytrees import Bundle, Grads, Tree
@@ -71,8 +71,8 @@ class RuleCheck:
         """Compare a derivative with finite differences if `is_asked`. The arguments are those of `error_along`."""
         if not self.is_asked(stage.layers.index, chunk) or not derivative:  # nothing depends on a parameter
             return
-        error, bound = error_along(stage, chunk, inbox, function_at, derivative)
-        self._judge(stage.layers.index, stage.layers.name, error, bound)
+        error, precision = error_along(stage, chunk, inbox, function_at, derivative)
+        self._judge(stage.layers.index, stage.layers.name, error, precision)
 
     def check_loss(
         self, chunk: int, loss: Tensor, ends: Sequence[Tensor], output: Sequence[Tensor], gradient_at: GradientAt
@@ -91,17 +91,18 @@ class RuleCheck:
         if is_asked and self._task.number and (self._task.checks.verify or self._task.on_result is not None):
             self._judge(LOSS, "loss_fn", *loss_error(output, gradient_at))
 
-    def _judge(self, index: int, name: str, error: float, bound: float) -> None:
+    def _judge(self, index: int, name: str, error: float, precision: Precision) -> None:
         """Report the error of a stage's derivative, or of the loss's; raise ValueError if it is wrong."""
         if self._task.on_result is not None:
-            self._task.on_result(index, error, bound)
-        elif not error <= bound:
+            self._task.on_result(index, error, precision)
+        elif not error <= precision.limit:
+            hint = " In half precision rounding may look like that: try it in float32, without autocast, first."
             raise ValueError(
-                f"{name} has an autograd.Function of its own, and its second derivative differs from "
-                f"finite differences by {error:.1e} of its size (at most {bound:.0e} is rounding). Its backward "
+                f"{name} has an autograd.Function of its own, and its second derivative differs from finite "
+                f"differences by {error:.1e} of its size (at most {precision.limit:.0e} is rounding). Its backward "
                 "forgets what it depends on (a tensor kept on ctx instead of save_for_backward), or is not the "
                 "derivative of its forward (a straight-through estimator). Write it with differentiable operations; "
-                "verify=False takes what autograd says."
+                f"verify=False takes what autograd says.{hint if precision.is_half else ''}"
             )
         else:
             self._task.checks.confirmed.add(index)
@@ -109,7 +110,7 @@ class RuleCheck:
 
 def error_along(
     stage: StageRule, chunk: int, inbox: Inbox, function_at: FunctionAt, derivative: Sequence[Tensor | None]
-) -> tuple[float, float]:
+) -> tuple[float, Precision]:
     """The distance of a derivative along direction 0 from finite differences.
 
     Args:
@@ -120,7 +121,7 @@ def error_along(
         derivative: along the direction.
 
     Returns:
-        The relative error, less what rounding explains; and its limit.
+        The relative error, less what rounding explains; and the precision in which the stage computes.
     """
     tangents = inbox.tangents[0] if inbox.tangents else []
     aliases, parts = stage.parameters.aliases, stage.parameters.parts
@@ -129,22 +130,25 @@ def error_along(
     live = [tensor for tensor, needs in zip(inbox.values.tensors, inbox.needs, strict=True) if needs]
     size = norm([*live, *[alias for _, alias, _ in owners]])
     along = norm([*tangents, *[part for _, _, part in owners]])
-    dtype = owners[0][1].dtype if owners else live[0].dtype if live else torch.float64
+    precision = Precision.of([tensor.dtype for tensor in [alias for _, alias, _ in owners] or live] or [torch.float64])
     if along == 0.0 or stage.parameters.captured:  # a captured parameter cannot be moved
-        return 0.0, limit(dtype)
+        return 0.0, precision
 
     def values_at(step: float) -> list[Tensor | None]:
+        nonlocal precision
         views = {id(owner): (alias + step * part).detach().requires_grad_() for owner, alias, part in owners}
         moved = _moved(inbox, tangents, step)
         with stage.forwards.as_at_forward(chunk), aliases.stand_back(views):
             graph = stage.computed(chunk, moved)
+            precision = max(precision, Precision.within(graph.roots))
             values = function_at(graph, [*graph.leaves, *views.values()], step)
         return [None if value is None else value.detach() for value in values]
 
     def error_at(step: float) -> tuple[float, float]:
-        return compared(values_at(step), values_at(-step), derivative, step)
+        return compared(values_at(step), values_at(-step), derivative, step, precision.eps)
 
-    return least(error_at, torch.finfo(dtype).eps ** (1 / 3) * max(size, 1e-3) / along, limit(dtype)), limit(dtype)
+    values_at(0.0)  # in which precision
+    return least(error_at, precision.step(size, along), precision.limit), precision
 
 
 def _moved(inbox: Inbox, tangents: Sequence[Tensor], step: float) -> Inbox:

@@ -8,10 +8,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from pipeline.curvature.products.finite_differences import Precision
 from pipeline.curvature.products.sharded import VectorSlice
 from pipeline.curvature.space import Vec
 
-OnResult: TypeAlias = Callable[[int, float, float], None]  # (index of a stage, relative error, limit)
+OnResult: TypeAlias = Callable[[int, float, Precision], None]  # (index of a stage, relative error, its precision)
 
 
 class StageChecks(NamedTuple):

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from pipeline import Pipe
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian, Report
+from pipeline.curvature.products.finite_differences import Precision
 
 MATRICES = (Hessian, GaussNewton, EmpiricalFisher)
 
@@ -75,6 +76,66 @@ def test_dropout_and_kinks_are_no_fault(training: bool) -> None:
     model = network(at=1, layer=nn.ReLU())
     model[4] = nn.Dropout(0.3)
     assert operator(model=model, training=training).check().ok
+
+
+class Norm(nn.Module):
+    """A norm that computes in another type, as those of language models do."""
+
+    def __init__(self, inner: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(self.inner)
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+class Remembers(torch.autograd.Function):
+    """A Swish whose second derivative is right."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x.sigmoid() + x * x.sigmoid() * (1 - x.sigmoid()))
+
+
+@pytest.mark.parametrize("inner", [torch.float64, torch.float32])
+@pytest.mark.parametrize("matrix", [Hessian, GaussNewton])
+def test_limits_go_by_the_least_precise_type_of_a_stage(matrix, inner) -> None:
+    model = network(at=2, layer=Norm(inner))
+    model[4] = Layer(Remembers.apply)
+    op = operator(matrix, model)
+    op @ torch.ones(op.shape[0], dtype=torch.float64)  # the Function is compared, and confirmed
+    report = op.check()
+    assert report.ok, report
+    limits = dict(zip(report.what, report.limits, strict=True))
+    assert limits["finite differences of stage 0 (layers 0..1)"] == 1e-4
+    assert limits["finite differences of stage 1 (layers 2..3)"] == (1e-4 if inner is torch.float64 else 2e-2)
+    assert limits["symmetric: u . H v = v . H u"] == (1e-10 if inner is torch.float64 else 1e-3)
+
+
+@pytest.mark.parametrize("inner", [torch.float64, torch.float32])
+def test_a_wrong_derivative_is_found_beside_a_norm_of_less_precision(inner) -> None:
+    model = network(at=2, layer=nn.Sequential(Norm(inner), Layer(Forgetful.apply)))
+    assert "finite differences of stage 1 (layers 2..3)" in wrong(operator(model=model, verify=False).check())
+    op = operator(model=model)
+    with pytest.raises(ValueError, match=r"stage 1 \(layers 2..3\) has an autograd.Function of its own, and its second"):
+        op @ torch.ones(op.shape[0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_in_half_precision_gross_errors_show(is_wrong: bool) -> None:
+    layer = nn.Sequential(nn.Linear(6, 6), Layer(lambda x: x.detach() * x if is_wrong else x * x))
+    op = operator(model=network(at=3, layer=layer).float(), dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = op.check()
+    assert report.ok is not is_wrong, report
+    assert "computed in half precision: for a sharper answer check it in float32, without autocast" in report.notes
 
 
 @pytest.mark.parametrize(("at", "stage"), [(1, "stage 0 (layers 0..1)"), (4, "stage 2 (layers 4..5)")])
@@ -185,7 +246,7 @@ def test_what_is_worked_round_is_said() -> None:
 def test_an_error_that_is_no_number_is_not_lost_behind_another(monkeypatch) -> None:
     def compare(self, vectors, on_result) -> None:
         for error in (float("nan"), 0.0):
-            on_result(0, error, 1.0)
+            on_result(0, error, Precision.of([torch.float64]))
 
     op = operator()
     assert op.check().ok
