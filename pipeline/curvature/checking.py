@@ -101,7 +101,8 @@ def check(op: Operator, seed: int = 0) -> Report:
     else:
         notes.append("finite differences of the gradient: not of this matrix, which is no derivative of it")
     for name, error, its_precision in differences:
-        rows.append((f"finite differences of {name}", error, _IN_HALF if its_precision.is_half else its_precision.limit))
+        bound = _IN_HALF if its_precision.is_half else its_precision.limit
+        rows.append((f"finite differences of {name}", error, bound))
     twin = op.in_one_stage()
     if twin is None:
         notes.append("double backward through the whole model: not done, it is on several devices or ranks")
