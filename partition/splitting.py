@@ -45,6 +45,13 @@ def split(module: nn.Sequential, balance: Iterable[int]) -> list[nn.Sequential]:
     return [_stage(module, islice(layers, length)) for length in check_balance(balance, len(module))]
 
 
+def runs_in_order(module: object) -> bool:
+    """Whether a module is an nn.Sequential whose forward is its layers one after the other."""
+    return isinstance(module, nn.Sequential) and (
+        type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+    )
+
+
 def check_module(module: object) -> nn.Sequential:
     """`module` itself, if its forward is its layers one after the other; TypeError or PartitionError where not."""
     kind = type(module).__name__
@@ -54,10 +61,11 @@ def check_module(module: object) -> nn.Sequential:
             f"Write the model as nn.Sequential(layer, layer, ...); or, if it has blocks that follow each other, "
             f"partition.to_sequential(model, x), where x is what it is called with."
         )
-    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
+    if not runs_in_order(module):
         raise PartitionError(
             f"{kind} is an nn.Sequential with a forward of its own, which no stage would run. Move what it does into "
-            f"layers; if it only runs them in order, pass nn.Sequential(*module)."
+            "layers, or cut it as other models are, Pipe(module, sample=...); if it only runs them in order, pass "
+            "nn.Sequential(*module)."
         )
     if not len(module):
         raise PartitionError(f"module has no layers ({kind}()), and a stage needs one. Give it one layer or more.")

@@ -22,7 +22,7 @@ from partition import Plan, split
 from partition.hardware.sampling import DeviceSampling
 from partition.models.sequential import to_sequential
 from partition.names import sequential
-from partition.splitting import check_module
+from partition.splitting import check_module, runs_in_order
 from pipeline.common.arguments import check_flags
 from pipeline.common.places import Place, places_of
 from pipeline.common.torch_modes import eagerly
@@ -77,8 +77,8 @@ class Pipe(FixedModule, StateDictMixin):
         module: the model, an nn.Sequential; or, with `sample`, any that `partition.to_sequential` can cut.
         balance: layers per stage. None: cut so that parameter bytes are even over the devices or ranks.
         chunks: the largest number of micro-batches that a mini-batch is cut into; min(chunks, rows) run.
-        sample: what a module that is no nn.Sequential is called with, as the Pipe will be (with `NoChunk(...)`, too):
-            the model is `to_sequential(module, sample)`.
+        sample: what a module that is no nn.Sequential, or one with a forward of its own, is called with, as the Pipe
+            will be (with `NoChunk(...)`, too): the model is `to_sequential(module, sample)`.
             One on the meta device is built under `pipeline.meta_parameters()`, and gets its values by `materialize`.
         batch_dim: the dim that counts the rows of the mini-batch, of inputs, targets and outputs alike: 0, or 1 for
             time-first data [time, rows, ...]. Tensors with fewer dims (lengths, class labels) are cut along dim 0.
@@ -145,7 +145,7 @@ class Pipe(FixedModule, StateDictMixin):
     ) -> None:
         super().__init__()
         check_flags(mixes_rows=mixes_rows)
-        if sample is not None and isinstance(module, nn.Module) and not isinstance(module, nn.Sequential):
+        if sample is not None and isinstance(module, nn.Module) and not runs_in_order(module):
             module = to_sequential(module, bare(sample))
         module = check_module(module)
         check_wrapped(module)

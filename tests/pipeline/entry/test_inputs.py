@@ -61,6 +61,25 @@ def test_a_sample_may_say_what_is_not_cut_as_calls_do(plain):
     torch.testing.assert_close(Pipe(plain, [2, 3], 2, sample=pair)(*pair), plain(IDS, SCALE[0, 0]))
 
 
+class Residual(nn.Sequential):
+    """Sentence-transformers' models are like it: a Sequential, and a forward of its own."""
+
+    def forward(self, x, scale=None):
+        y = super().forward(x)
+        return x + (y if scale is None else y * scale)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_sequential_with_a_forward_of_its_own_is_cut_by_a_sample(checkpoint):
+    torch.manual_seed(0)
+    plain = Residual(*[Block(4, 4) for _ in range(4)]).double()
+    x, scale = torch.randn(6, 4, dtype=torch.float64), torch.rand(6, 1, dtype=torch.float64)
+    pipe = Pipe(plain, [3, 3], 2, sample={"x": x, "scale": scale}, checkpoint=checkpoint)
+    grads = torch.autograd.grad(pipe(x=x, scale=scale).square().sum(), list(pipe.parameters()))
+    expected = torch.autograd.grad(plain(x, scale).square().sum(), list(plain.parameters()))
+    torch.testing.assert_close(list(grads), list(expected), rtol=1e-12, atol=0)
+
+
 def test_steps_and_evaluations_take_a_mapping(plain):
     pipe, target = Pipe(plain, [2, 3], 2, sample={"ids": IDS, "scale": SCALE}), torch.rand(6, 2, 2)
     batch, loss_fn = UserDict(ids=IDS, scale=SCALE), nn.MSELoss()
