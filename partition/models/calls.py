@@ -195,8 +195,7 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
                 try:
                     leaves = tree_leaves(make(run_model(model, sample, always)))
                 except Exception as error:
-                    kind = type(model).__name__
-                    error.add_note(f"to_sequential called {kind} with the sample in {mode} mode: it must run in both.")
+                    error.add_note(_how_called(model, sample, mode))
                     raise
                 tick()
             flags = {key for key, value in values.items() if value is True} - attribute_keys | flags - values.keys()
@@ -240,6 +239,13 @@ def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
         outcomes.append(([call.name for call in calls], returned))
     (names_at_0, at_0), (names_at_1, at_1) = outcomes
     return names_at_0 != names_at_1 or not same(at_0, at_1)
+
+
+def _how_called(model: nn.Module, sample: Any, mode: str) -> str:
+    kind, hint = type(model).__name__, ""
+    if isinstance(sample, Mapping):
+        hint = f" Its arguments were {', '.join(f'{name}=' for name in sample)}; to hand it a dict, give (sample,)."
+    return f"to_sequential called {kind} with the sample in {mode} mode: it must run in both.{hint}"
 
 
 def _names(model: nn.Module, storages: Container[int]) -> list[tuple[int, str]]:

@@ -435,6 +435,19 @@ def test_the_error_of_a_model_says_in_which_mode_it_was_called(mode):
     assert model.training is (mode == "eval")
 
 
+def test_the_error_of_a_model_says_with_what_it_was_called():
+    class OfFeatures(Chain):
+        def forward(self, features):
+            return {**features, "output": super().forward(features["ids"])}
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ids'") as raised:
+        to_sequential(OfFeatures(), {"ids": ids(4)})
+    assert raised.value.__notes__[0].endswith(" Its arguments were ids=; to hand it a dict, give (sample,).")
+    layers = to_sequential(model := OfFeatures(), ({"ids": ids(4)},))
+    x = ids(3)
+    assert torch.equal(layers(({"ids": x},))["output"], model({"ids": x})["output"])
+
+
 @pytest.mark.parametrize("length, words", [
     (5, r"block 'blocks\.2' was called where 'blocks\.1' was on the sample by which the model was cut\. .*layerdrop=0"),
     (6, "block 'blocks.0' was called where 'none' was on the sample"),
