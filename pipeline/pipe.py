@@ -161,7 +161,7 @@ class Pipe(FixedModule, StateDictMixin):
         places = choose_places(given_places, len(layers_per_stage), ranks)
         verify_skippables(module)
         stages = split(module, layers_per_stage)
-        check_shared(stages)
+        check_shared(stages, [place.device for place in places])
         layout = Layout(places, chain(len(stages), routes(stages)), Local(), workers)
         processes = Processes(ranks)
         count = check_chunks(chunks)

@@ -9,7 +9,8 @@ on every rank, and a state_dict from here tells the versions of all layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,25 @@ from torch import Tensor, nn
 from partition.names import ModelNames, NamedLayer
 from pipeline.distributed.stale import is_mark, without_marks
 from pipeline.recompute.randomness import Generator, private_generators
+
+
+class BuffersElsewhere:
+    """The buffers of a layer of another rank, and its modules that have some, while a layer here has them, too.
+
+    Args:
+        modules: of the layer.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        holders = [module for module in modules if module._buffers]
+        buffers = [buffer for module in holders for buffer in module._buffers.values() if buffer is not None]
+        self._holders = weakref.WeakSet(holders)
+        self._buffers = weakref.WeakValueDictionary(zip(map(id, buffers), buffers))
+
+    def ids(self) -> Iterator[int]:
+        """The ids of the buffers, and of the tables of the modules."""
+        yield from map(id, [module._buffers for module in self._holders])
+        yield from self._buffers
 
 
 class RemoteLayer(NamedLayer):
@@ -60,7 +80,9 @@ class RemoteLayer(NamedLayer):
         self._keys = None if keys is None else frozenset(keys)
         self._versions = dict(versions or {})
         self._in_model = in_model
+        # What stages here may hold too, see recompute/snapshot.py.
         self.generators: dict[int, Generator] = {}
+        self.held_buffers = BuffersElsewhere(())
 
     @classmethod
     def of(cls, layer: nn.Module, index: int, stage: int, rank: int) -> RemoteLayer:
@@ -71,7 +93,8 @@ class RemoteLayer(NamedLayer):
         in_model = layer.in_model if isinstance(layer, NamedLayer) else None
         placeholder = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None), in_model)
         placeholder.training = layer.training
-        placeholder.generators = private_generators(layer.modules())  # which stages here may hold too, see snapshot.py
+        placeholder.generators = private_generators(layer.modules())
+        placeholder.held_buffers = BuffersElsewhere(layer.modules())
         return placeholder
 
     @property

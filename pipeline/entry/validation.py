@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
 from partition.contiguous import whole
-from partition.names import LayeredModule, NamedLayer, sequential
+from partition.names import LayeredModule, sequential
 from partition.splitting import check_balance
 from pipeline.common.accelerators import accelerators, moved_in_place
 from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
@@ -30,6 +30,7 @@ from pipeline.distributed.stale import refuse_stale
 from pipeline.entry.state.meta_init import ValueSource, materialize
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.skip import SkipScope
+from pipeline.stage.batchnorm import batch_norms
 from scheduler import Action, Kind, Schedule, ScheduleError, by_name
 
 _ANEW = (
@@ -189,27 +190,25 @@ def choose_places(places: list[Place] | None, stages: int, ranks: RankGroup | No
     return places[:stages]
 
 
-def check_shared(stages: Sequence[nn.Sequential]) -> None:
-    """Refuse buffers that two stages share, since both would write them. (Parameters may be shared.)
+def check_shared(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
+    """Refuse buffers that two stages share where both would write them, or one has none: they are on one device.
 
-    A part that runs its model's own forward writes no buffer that another part has: `to_sequential` refuses that.
+    Stages on one device may read them. A forward that writes one is refused when it does. (Parameters may be shared.)
     """
     owner: dict[int, int] = {}
     named: dict[str, int] = {}
     for index, stage in enumerate(stages):
-        writing = sequential({number: layer for number, layer in stage._modules.items() if not _runs_model(layer)})
-        for name, buffer in writing.named_buffers():  # by name: two parts of a model, of which each has been cast
-            first_stage = min(owner.setdefault(id(buffer), index), named.setdefault(name, index))
-            if first_stage != index:
+        written = {id(buffer) for _, norm in batch_norms(stage) for buffer in norm.buffers()}
+        for name, buffer in stage.named_buffers():
+            first = owner.setdefault(id(buffer), index)
+            if id(buffer) in written:  # by name: two parts of a model, of which each has been cast
+                first = min(first, named.setdefault(name, index))
+            if first != index and (id(buffer) in written or devices[first] != devices[index]):
+                where = "" if id(buffer) in written else f", on {devices[first]} and {devices[index]}"
                 raise ValueError(
-                    f"buffer '{name}' is shared by stages {first_stage} and {index}, which run different chunks at a "
-                    "time. Put their layers into one stage, or give each a buffer of its own."
+                    f"buffer '{name}' is shared by stages {first} and {index}, which run different chunks at a "
+                    f"time{where}. Put their layers into one stage, or give each a buffer of its own."
                 )
-
-
-def _runs_model(layer: nn.Module | None) -> bool:
-    """Whether a layer runs the forward of the model of which it is a part."""
-    return isinstance(layer, NamedLayer) and layer.in_model is not None and bool(layer.in_model.settings)
 
 
 def schedule_named(name: str, stages: int, chunks: int) -> Schedule:

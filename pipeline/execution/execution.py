@@ -32,7 +32,7 @@ from pipeline.execution.mailbox import Mailbox, check_alone
 from pipeline.execution.placement import ParameterPlacement
 from pipeline.execution.setup import Setup
 from pipeline.recompute.randomness import GeneratorGuard, Seeder
-from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, remote_generators
+from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, remote_objects
 from pipeline.stage.layers import StageLayers
 from scheduler import Action, Event, Kind
 from scheduler.collecting import no_collecting
@@ -156,7 +156,7 @@ class Execution:
             snapshots: of the stages in this process, after all forwards.
         """
         named = [(self.layers[index].name, snapshot) for index, snapshot in snapshots.items()]
-        check_shared(named, remote_generators(self.setup.stages, self.layers))
+        check_shared(named, remote_objects(self.setup.stages, self.layers))
         for name, snapshot in named if self.batch.chunks > 1 else ():
             snapshot.buffers.check_unseen(name)
 

@@ -205,16 +205,17 @@ class Buffers:
         read = [slot for slot in self._read.slots if slot.tensor.device.type == "cpu"]
         return any(not same_values(slot.tensor, slot.initial) for slot in read)
 
-    def memory(self) -> Iterator[tuple[int, str]]:
-        """The address of each buffer, and its name."""
+    def shareable(self) -> Iterator[tuple[int, str]]:
+        """The keys of what other stages may have too, with names: memory of buffers, buffers, tables of modules."""
         for slot in self._slots:
-            yield slot.memory, f"buffer '{slot.name}'"
+            for key in _keys(slot):
+                yield key, f"buffer '{slot.name}'"
 
-    def written_memory(self) -> Iterator[int]:
-        """The addresses of the buffers that changed."""
+    def written(self) -> Iterator[int]:
+        """Those of them whose buffers changed."""
         for slot in self._slots:
             if slot.owner in self._mutated and slot.tensor.numel():
-                yield slot.memory
+                yield from _keys(slot)
 
     def forget(self, chunk: int) -> None:
         """Drop the values for this chunk, which is not recomputed any more."""
@@ -245,6 +246,10 @@ class Buffers:
         for slot in self._slots:
             if not same_values(slot.tensor, slot.initial):
                 _give(slot.tensor, slot.initial)
+
+
+def _keys(slot: _BufferSlot) -> tuple[int, ...]:
+    return slot.memory, id(slot.tensor), id(slot.table)
 
 
 def _copy_of(buffer: Tensor | None) -> Tensor | None:

@@ -125,14 +125,14 @@ class ForwardSnapshot:
             self._traits.writes_attributes.add(self.key[0])
 
     def shareable(self) -> Iterator[tuple[int, str]]:
-        """The objects that other stages may share: buffers by their memory, private generators by their id."""
-        yield from self.buffers.memory()
+        """The objects that other stages may share: buffers, and private generators by their id."""
+        yield from self.buffers.shareable()
         for key in self._generators:
             yield key, "a random generator"
 
     def changed(self) -> Iterator[int]:
         """Those of them that the forwards of this call changed."""
-        yield from self.buffers.written_memory()
+        yield from self.buffers.written()
         yield from self._generators.changed
 
     def roll_back(self) -> None:
@@ -221,26 +221,30 @@ def _all_of(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> I
 _NOTHING = nullcontext()
 
 
-def remote_generators(stages: Sequence[Sequence[nn.Module]], local_stages: Container[int]) -> Iterator[SharedObjects]:
+def remote_objects(stages: Sequence[Sequence[nn.Module]], local_stages: Container[int]) -> Iterator[SharedObjects]:
     """The objects of other processes' stages when the Pipe was built: each process has a copy of them."""
     for index, layers in enumerate(stages):
         if index not in local_stages:
-            keys: list[int] = [key for layer in layers for key in vars(layer).get("generators", ())]
-            yield f"stage {index}", [(key, "a random generator") for key in keys]
+            objects: list[tuple[int, str]] = []
+            for placeholder in map(vars, layers):
+                objects += [(key, "a random generator") for key in placeholder.get("generators", ())]
+                if "held_buffers" in placeholder:
+                    objects += [(key, "a buffer") for key in placeholder["held_buffers"].ids()]
+            yield f"stage {index}", objects
 
 
-def check_shared(snapshots: Sequence[tuple[str, ForwardSnapshot]], remote_objects: Iterable[SharedObjects]) -> None:
+def check_shared(snapshots: Sequence[tuple[str, ForwardSnapshot]], remote: Iterable[SharedObjects]) -> None:
     """Raise if two stages share a buffer or a generator that one of them changed: the order would matter.
 
     Args:
         snapshots: of each stage, with its name, after all forwards.
-        remote_objects: the objects of other processes' stages.
+        remote: the objects of other processes' stages.
     """
     changed = {key for _, snapshot in snapshots for key in snapshot.changed()}
     if not changed:
         return
     holders: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
-    for name, objects in [*remote_objects, *((name, snapshot.shareable()) for name, snapshot in snapshots)]:
+    for name, objects in [*remote, *((name, snapshot.shareable()) for name, snapshot in snapshots)]:
         for key, description in objects:
             _, holder = holders.setdefault(key, (description, name))
             if holder != name and key in changed:

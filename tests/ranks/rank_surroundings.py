@@ -136,3 +136,41 @@ def shared_generator(draws: bool) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+class Rotary(nn.Linear):
+    """A layer with a table that others have as well, as torchtune's attentions have."""
+
+    def __init__(self, table: nn.Module | Tensor, writes: bool) -> None:
+        super().__init__(4, 4, dtype=torch.float64)
+        self.writes = writes
+        if isinstance(table, Tensor):
+            self.register_buffer("angles", table)
+        else:
+            self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.angles if "angles" in self._buffers else self.table.angles
+        if self.writes:
+            with torch.no_grad():
+                angles.mul_(0.5)
+        return super().forward(x * angles.cos())
+
+
+def shared_buffer(is_module: bool, writer: int | None) -> tuple[str, list[Tensor | None]]:
+    """Three stages have one buffer; what a call says if one of them, or none, writes it. And the gradients."""
+    torch.manual_seed(2)
+    table: nn.Module | Tensor = torch.rand(4, dtype=torch.float64)
+    if is_module:
+        holder = nn.Module()
+        holder.register_buffer("angles", table)
+        table = holder
+    pipe = Pipe(nn.Sequential(*[Rotary(table, number == writer) for number in range(3)]), [1, 2], 2)
+    words = ""
+    for _ in range(2):
+        pipe.zero_grad()
+        try:
+            pipe.step(torch.ones(4, 4, dtype=torch.float64), loss_fn=lambda out, _: out.square().mean())
+        except RuntimeError as error:
+            words = str(error)
+    return words, [parameter.grad for parameter in pipe.parameters()]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
+import torch
 from crew import Crew
 from one_and_many import agree_on
+from rank_surroundings import shared_buffer
 
 
 def test_what_layers_draw_from_pythons_and_numpys_generators_is_the_same_on_ranks(crew2: Crew, crew3: Crew) -> None:
@@ -33,3 +36,15 @@ def test_a_generator_that_two_ranks_hold_is_refused_where_a_layer_draws_from_it(
         assert "a random generator of stage 1" in words and "is shared with stage 0" in words
         assert "give each its own" in words
     assert crew2.run("rank_surroundings:shared_generator", False) == ["", ""]
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_buffer_that_two_ranks_hold_is_read_and_refused_where_a_layer_writes_it(crew2: Crew, is_module: bool) -> None:
+    _, expected = shared_buffer(is_module, None)
+    found = crew2.run("rank_surroundings:shared_buffer", is_module, None)
+    assert [words for words, _ in found] == ["", ""]
+    grads = [grad for _, part in found for grad in part if grad is not None and grad.numel()]
+    assert len(grads) == len(expected) == 6 and all(map(torch.equal, grads, expected))
+    for writer in (0, 1, 2):
+        for words, _ in crew2.run("rank_surroundings:shared_buffer", is_module, writer):
+            assert "buffer 'angles' of stage" in words and "is shared with stage" in words, words

@@ -1,5 +1,6 @@
 """Law 8, the edge: bad input is refused before anything runs, with the value and what to do."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -357,20 +358,52 @@ def test_a_step_in_which_nothing_requires_a_gradient_is_refused():
 
 
 class Running(nn.Module):
-    def __init__(self, buffer):
+    def __init__(self, buffer, writes=""):
         super().__init__()
         self.register_buffer("mean", buffer)
+        self.weight, self.writes = nn.Parameter(torch.ones(2)), writes
 
     def forward(self, x):
-        return x
+        if self.writes == "in place":
+            self.mean += 1
+        elif self.writes == "unseen":
+            self.mean.data.add_(1)
+        return (x + self.mean) * self.weight
 
 
-def test_a_buffer_that_two_stages_share_is_refused():
-    buffer = torch.zeros(2)
-    model = nn.Sequential(Running(buffer), nn.Tanh(), Running(buffer))
-    with pytest.raises(ValueError, match=r"buffer '2\.mean' is shared by stages 0 and 1.*one stage"):
-        Pipe(model, [2, 1], 2)
-    assert Pipe(model, [3], 2)(torch.ones(2, 2)).shape == (2, 2)
+ENTRIES = {
+    "step": lambda pipe, x: pipe.step(x, loss_fn=mean),
+    "forward": lambda pipe, x: pipe(x).sum().backward(),
+    "no_grad": lambda pipe, x: torch.no_grad()(pipe)(x),
+    "evaluate": lambda pipe, x: pipe.evaluate(x, loss_fn=mean),
+    "create_graph": lambda pipe, x: torch.autograd.grad(pipe(x).sum(), list(pipe.parameters()), create_graph=True),
+    "curvature": lambda pipe, x: Hessian(pipe, (x, None), mean).trace(samples=1),
+}
+
+
+@pytest.mark.parametrize("of_modules", [True, False])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_buffer_that_two_stages_share_may_be_read_and_not_written(entry, checkpoint, chunks, of_modules):
+    for writes in ("", "in place", "unseen"):
+        buffer = torch.zeros(2)
+        first = Running(buffer, writes)
+        model = nn.Sequential(first, nn.Tanh(), first if of_modules else Running(buffer, writes))
+        pipe = Pipe(model, [2, 1], chunks, checkpoint=checkpoint)
+        for _ in range(3):
+            words = "is shared with stage|gave other values|what another stage, or an earlier chunk, left"
+            context = pytest.raises(RuntimeError, match=words) if writes else nullcontext()
+            with context:
+                ENTRIES[entry](pipe, torch.ones(4, 2))
+        assert not buffer.any()
+        assert Pipe(model, [3], chunks)(torch.ones(4, 2)).shape == (4, 2)
+
+
+def test_running_statistics_that_two_stages_share_are_refused_when_the_pipe_is_built():
+    norm = nn.BatchNorm1d(2)
+    with pytest.raises(ValueError, match=r"buffer '2\.running_mean' is shared by stages 0 and 1.*one stage"):
+        Pipe(nn.Sequential(norm, nn.Tanh(), norm), [2, 1], 2, deferred_batch_norm=True)
 
 
 class Engine(nn.Linear):
