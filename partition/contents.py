@@ -135,8 +135,9 @@ def unwrapped(tensor: Any) -> Iterator[Tensor]:
         [True]
     """
     if wraps(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from unwrapped(getattr(tensor, name))
+        for inner in [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]:
+            if isinstance(inner, Tensor):  # a DTensor has a mesh, too
+                yield from unwrapped(inner)
     else:
         yield tensor
 
@@ -149,7 +150,7 @@ def wraps(tensor: Any) -> bool:
 def rewrapped(tensor: Any, change: Callable[[Tensor], Tensor]) -> Tensor:
     """A tensor that wraps others, with what `change` makes of each of these."""
     names, context = tensor.__tensor_flatten__()
-    inner = {name: change(getattr(tensor, name)) for name in names}
+    inner = {name: change(value) if isinstance(value := getattr(tensor, name), Tensor) else value for name in names}
     other: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
     return other
 

@@ -33,6 +33,9 @@ class BuffersElsewhere:
         self._holders = weakref.WeakSet(holders)
         self._buffers = weakref.WeakValueDictionary(zip(map(id, buffers), buffers))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BuffersElsewhere, ((),)  # a copy shares nothing with layers here
+
     def ids(self) -> Iterator[int]:
         """The ids of the buffers, and of the tables of the modules."""
         yield from map(id, [module._buffers for module in self._holders])
