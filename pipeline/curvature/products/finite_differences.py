@@ -38,7 +38,9 @@ class Precision(NamedTuple):
     @classmethod
     def within(cls, roots: Sequence[Tensor]) -> Precision:
         """That of the least precise type in which what some tensors depend on is computed: under autocast, say."""
-        metadata = [entry for node in nodes_of(roots) for entry in node._input_metadata]
+        edges = [edge for node in nodes_of(roots) for edge in node.next_functions if edge[0] is not None]
+        # Those that are used: of an index beside them a node says float32.
+        metadata = [node._input_metadata[number] for node, number in edges]
         return cls.of([root.dtype for root in roots] + [entry.dtype for entry in metadata])
 
     @property

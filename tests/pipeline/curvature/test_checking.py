@@ -119,6 +119,26 @@ def test_limits_go_by_the_least_precise_type_of_a_stage(matrix, inner) -> None:
     assert limits["symmetric: u . H v = v . H u"] == (1e-10 if inner is torch.float64 else 1e-3)
 
 
+class WithIndex(torch.autograd.Function):
+    """It returns whole numbers, and nothing, beside its values."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        index = x.argmax(-1)
+        ctx.mark_non_differentiable(index)
+        return index, x.sin(), None
+
+    @staticmethod
+    def backward(ctx, _, grad, __):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+def test_what_is_returned_beside_values_is_not_of_less_precision() -> None:
+    report = operator(model=network(at=1, layer=Layer(lambda x: WithIndex.apply(x)[1]))).check()
+    assert report.ok and set(report.limits) == {0.0, 1e-10, 1e-4}
+
+
 @pytest.mark.parametrize("inner", [torch.float64, torch.float32])
 def test_a_wrong_derivative_is_found_beside_a_norm_of_less_precision(inner) -> None:
     model = network(at=2, layer=nn.Sequential(Norm(inner), Layer(Forgetful.apply)))
