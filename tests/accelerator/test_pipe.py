@@ -191,7 +191,7 @@ HOST, ZIGZAG = "host between", "zigzag"
 OF_COPY = "torch.accelerator.current_stream(tensor.device)"
 MISSING = {
     "the reader does not wait": Missing(Local, "receive", "reader.wait_event(parcel.arrival)", training, ZIGZAG),
-    "what arrives is not recorded": Missing(Local, "receive", "tensor.record_stream(reader)", training, ZIGZAG),
+    "what arrives is not recorded": Missing(Local, "receive", "part.record_stream(reader)", training, ZIGZAG),
     "the host does not wait": Missing(Local, "receive", "parcel.arrival.synchronize()", training, HOST),
     "no event is recorded": Missing(
         Local, "send", "last.record_event()", training, "named", instead="torch.Event(last.device)"
