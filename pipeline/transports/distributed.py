@@ -126,7 +126,8 @@ class Channels:
     def abort(self) -> None:
         """Give all channels up: whoever waits on one, here or on the other rank, gets a ChannelError at once.
 
-        May be called from any thread, and more than once.
+        But for a send of the other rank that meets the closed connection: its wait goes on until that rank gives up,
+        too. May be called from any thread, and more than once.
         """
         with self._ending:
             _at_once([channel.abort for channel in self._channels.values()])
