@@ -10,16 +10,16 @@ Both follow from the flow of values through the model: from which values each wa
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from partition.errors import PartitionError
 from partition.models.passing import Argument, PassingPlan, Return, ValueSlot
 from partition.models.runs import ArgumentKey, BlockChain
+from partition.models.shapes import is_whole
 from partition.models.sources import Sources, ValueSources
 
 
@@ -69,7 +69,7 @@ def carrying(chain: BlockChain, runs: Sequence[Sources]) -> BlockChain:
                 places[key] = kept.setdefault(matches[0], len(kept))
         carried.append(tuple(places.items()))
     arguments = [sources.blocks[chain.first].arguments for sources in runs]
-    whole = frozenset([key for key in kept if all(_is_whole(each[key]) for each in arguments)])
+    whole = frozenset([key for key in kept if all(is_whole(each[key]) for each in arguments)])
     return chain._replace(kept=tuple(kept), whole=whole, carried=tuple(carried))
 
 
@@ -91,22 +91,14 @@ def _is_computed(sources: Sources, number: int, key: ArgumentKey, leaf: Any) -> 
     return bool(origins.slots or origins.lost) or is_drawn
 
 
-def _is_whole(leaf: Any) -> bool:
-    """Whether no other numbers lie in the storage of a tensor. An expanded one has each once."""
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-        return False
-    count = math.prod([size for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if stride])
-    return leaf.untyped_storage().nbytes() == count * leaf.element_size()
-
-
 def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, bool | int | float | str)
 
 
 def passing_of(
     chains: Sequence[BlockChain], shares: Sequence[Mapping[str, Any]], runs: Sequence[Sources]
-) -> PassingPlan:
-    """The values that pass blocks by.
+) -> tuple[tuple[BlockChain, ...], PassingPlan]:
+    """The values that pass blocks by; and the chains, whose `whole` are those of their kept arguments that are read.
 
     Raises:
         PartitionError: what is before a chain, or the end, reads what another part computes, and no block returns or is
@@ -114,6 +106,7 @@ def passing_of(
     """
     readers: dict[ValueSlot, int] = {}
     written_slots: set[ValueSlot] = set()
+    read_keys: dict[int, set[ArgumentKey]] = defaultdict(set)  # by chain
     for sources in runs:
         slots, nodes = sources.written()
         written_slots |= slots | {slot for node in nodes for slot in _returns(sources, chains, node)}
@@ -122,9 +115,11 @@ def passing_of(
         for reader in range(len(chains), 0, -1):
             last_chain = chains[reader - 1]
             earlier_chains, next_chains = chains[:reader], chains[reader : reader + 1]
-            slots, lost, returned = _read(
+            slots, lost, returned, arrived = _read(
                 sources, earlier_chains, next_chains, shares[reader], returned_nodes.pop(reader, set())
             )
+            first_nodes = sources.blocks[last_chain.first].nodes
+            read_keys[reader - 1] |= {key for key in last_chain.whole if first_nodes.get(key) in arrived}
             for node in returned:
                 returned_nodes.setdefault(_part_of(sources, chains, node), set()).add(node)
                 slots |= _returns(sources, chains, node)
@@ -142,7 +137,8 @@ def passing_of(
             )
     slots_in_order = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
     until = tuple([readers[slot] for slot in slots_in_order])
-    return PassingPlan(tuple(slots_in_order), until, frozenset(written_slots))
+    read_chains = tuple([chain._replace(whole=frozenset(read_keys[place])) for place, chain in enumerate(chains)])
+    return read_chains, PassingPlan(tuple(slots_in_order), until, frozenset(written_slots))
 
 
 def _returns(sources: Sources, chains: Sequence[BlockChain], node: int) -> set[ValueSlot]:
@@ -179,7 +175,7 @@ def _read(
     offers: dict[int, list[tuple[int, ValueSlot]]] = {}
     for number in [chain.first for chain in earlier_chains]:
         for key, node in blocks[number].nodes.items():
-            if _is_whole(blocks[number].arguments[key]):
+            if is_whole(blocks[number].arguments[key]):
                 offers.setdefault(node, []).append((blocks[number].begin, (number, Argument(key))))
     nodes, until = sources.run.output, sources.run.flow.tick()
     for chain in next_chains:

@@ -20,10 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from partition.contents import storage_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.outline import Outline
-from partition.models.runs import BlockChain, OutlineRun, Switches, chain_of
+from partition.models.passing import PassingPlan
+from partition.models.runs import BlockChain, CallArguments, OutlineRun, Switches, chain_of
+from partition.models.shapes import is_whole
 from partition.names import ModelNames, NamedLayer
 
 _PartLeaves: TypeAlias = tuple[Any, ...]
@@ -270,6 +273,7 @@ def _value_at(
     outline: Outline, run: OutlineRun, chain: BlockChain, travelling: _PartLeaves, passing: _PartLeaves
 ) -> PartValue:
     call = outline.call_of_block(run.calls, chain.first)
+    _check_whole(chain, outline.passing, call)
     passing = outline.passing.entered(chain.first, call, run.noted, passing)
     return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
 
@@ -283,6 +287,17 @@ def _names_apart(name: str, module: nn.Module, shared_names: Collection[str]) ->
     for key, child in module._modules.items():
         if child is not None:
             yield from _names_apart(f"{name}.{key}", child, shared_names)
+
+
+def _check_whole(chain: BlockChain, passing: PassingPlan, call: CallArguments) -> None:
+    """See that what is read behind a chain, as it arrives there, are no slices: nobody computes the rest there."""
+    for key in (*chain.whole, *passing.keys(chain.first)):
+        if isinstance(call[key], Tensor) and storage_of(call[key]) >= 0 and not is_whole(call[key]):
+            raise PartitionError(
+                f"argument {key[0]!r} of block {chain.blocks[0]!r} is a slice of what was computed, and was all of it "
+                "on the sample by which the model was cut: what is read of it behind the blocks arrives with it. Cut "
+                "the model with a sample that is like this call."
+            )
 
 
 def _check_dtypes(hidden: Iterable[Any], dtypes: Iterable[torch.dtype | None]) -> None:

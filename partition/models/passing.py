@@ -74,6 +74,10 @@ class PassingPlan(NamedTuple):
             for (block, place), value in zip(self.slots, values, strict=True)
         ])
 
+    def keys(self, number: int) -> list[ArgumentKey]:
+        """The arguments of the block of this number that pass blocks by."""
+        return [place.key for block, place in self.slots if block == number and isinstance(place, Argument)]
+
     def wanted(self, number: int) -> dict[str, dict[int, bool]]:
         """The values to be noted of modules before the block of this number: by name, by place, whether to copy."""
         wanted: dict[str, dict[int, bool]] = {}

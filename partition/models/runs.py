@@ -134,8 +134,8 @@ class BlockChain(NamedTuple):
         first: the number of its first block among those of all chains.
         kept: which leaves of the first block's arguments, handed to others, too, cannot be made from the inputs alone:
             what is before the block computes them with parameters, or decides by what it has computed so.
-        whole: those that have all numbers of their storage: behind the chain they are what they are here. Of a slice
-            the rest may be read there, too, and all of it is computed again.
+        whole: those that are read behind the chain and have all numbers of their storage: there they are what they are
+            here. Of a slice the rest may be read there, too, and all of it is computed again.
         carried: for each block which leaf of its arguments is which of these that are kept.
     """
 

@@ -203,7 +203,8 @@ def _divided(
         sources = [Sources(model, run, called_again(run.calls, blocks), unit_names, containers) for run in runs]
         try:
             chains = tuple([carrying(chain, sources) for chain in chains])
-            return chains, shares, part_names, passing_of(chains, shares, sources)
+            chains, passing = passing_of(chains, shares, sources)
+            return chains, shares, part_names, passing
         except NotCarriedError as error:
             if any(chain.first == error.number for chain in chains):
                 raise

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from math import nan
-from typing import NamedTuple
+from math import nan, prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from partition.contents import storage_of
 
 
 class TensorShape(NamedTuple):
@@ -37,6 +39,14 @@ def is_without_memory(tensor: Tensor) -> bool:
         return False
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     return bool(strides) and not any(strides)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a tensor in whose storage no other numbers lie. An expanded one has each once."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    count = prod([size for size, stride in zip(value.shape, value.stride(), strict=True) if stride])
+    return storage_of(value) >= 0 and value.untyped_storage().nbytes() == count * value.element_size()
 
 
 def lost(meta: Tensor, device: torch.device) -> Tensor:

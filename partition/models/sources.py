@@ -33,11 +33,13 @@ class ValueSources(NamedTuple):
         slots: values that blocks returned, and what else was offered.
         lost: in words, what else was computed in another part.
         returned: nodes that modules of other parts returned, where these are asked for.
+        arrived: those that reach the part.
     """
 
     slots: set[ValueSlot]
     lost: list[str]
     returned: set[int]
+    arrived: set[int]
 
 
 class Sources:
@@ -99,15 +101,15 @@ class Sources:
             offers: for nodes from when on which slots have them, for what the part cannot compute.
             returned_before: what modules had returned by then is no loss.
         """
-        flow, sources = self.run.flow, ValueSources(set(), [], set())
+        flow, sources = self.run.flow, ValueSources(set(), [], set(), set())
         open_nodes, visited = list[int](), set[int]()
 
         def reach(numbers: Iterable[int], time: float) -> None:
             for number in numbers:
                 slots = [slot for begin, slot in offers.get(number, ()) if begin < time]
                 if number in arrivals and arrivals[number] <= time:
-                    continue
-                if slots and self.of((number,), present, arrivals, since).lost:
+                    sources.arrived.add(number)
+                elif slots and self.of((number,), present, arrivals, since).lost:
                     sources.slots.add(slots[-1])
                 elif number not in visited:
                     open_nodes.append(number)

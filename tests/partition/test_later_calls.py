@@ -47,6 +47,7 @@ BEHIND = {
     "masked sums": lambda m, v: v.h if v.mask is None or v.mask.sum() < 9 else v.h + v.first,
     "table": lambda m, v: v.h + m.waves(v.h.shape[1]),
     "if large": lambda m, v: -v.h if v.x.sum() > 1 else v.h,
+    "wide": lambda m, v: v.h + m.wide(v).mean(1, keepdim=True),
 }  # fmt: skip
 GIVEN = {
     "nothing": lambda m, v: {},
@@ -55,6 +56,7 @@ GIVEN = {
     "waves and length": lambda m, v: {"other": (m.waves(v.h.shape[1]), v.h.shape[1])},
     "condition": lambda m, v: {"other": m.condition(v.x), "mask": v.mask},
     "mean": lambda m, v: {"other": [v.h.mean(1, keepdim=True), 2]},
+    "slice": lambda m, v: {"other": m.wide(v)[:, : v.h.shape[1]]},
     "parameter": lambda m, v: {"other": m.shift[:1].exp()},
     "number": lambda m, v: {"scale": m.factor},
     "mode": lambda m, v: {"scale": 2.0 if m.training else 1.0},
@@ -141,6 +143,12 @@ class Model(nn.Module):
         for step in behind:
             v.h = step(self, v)
         return self.head(v.h)
+
+    def wide(self, v: Any) -> Tensor:
+        """A table of eight rows that the beginning computes: with fewer, blocks have a slice of it."""
+        if not hasattr(v, "wide"):
+            v.wide = self.condition(v.x).mean(1, keepdim=True) * torch.arange(8.0, dtype=v.x.dtype)[:, None]
+        return v.wide
 
     def apart(self, h: Tensor, v: Any) -> Tensor:
         """What is computed between two blocks."""
@@ -268,6 +276,18 @@ def test_a_block_that_is_called_with_fewer_values_than_on_the_sample_is_refused(
     layers = to_sequential(Shortens().double(), batch(3, 1.0, False)[0])
     with pytest.raises(PartitionError, match="argument 0 of a block holds 1 values, and held 2 or more on the sample"):
         layers(batch(5, 1.0, False)[0])
+
+
+def test_a_slice_of_what_was_whole_on_the_sample_is_refused_where_the_end_reads_the_rest() -> None:
+    wide, narrow = batch(8, 1.0, False)[0], batch(5, 1.0, False)[0]
+    model = Model([], "slice", "one", "nothing", ["wide"])
+    with pytest.raises(PartitionError, match="argument 'other' of block 'blocks.0' is a slice of what was computed"):
+        to_sequential(model, wide)(narrow)
+    layers = to_sequential(model, narrow)
+    for x in (narrow, wide):
+        check(model, lambda given: layers(given[0]), (x, None), "layers")
+    only_blocks_read_it = Model([], "slice", "one", "nothing", [])
+    assert torch.equal(to_sequential(only_blocks_read_it, wide)(narrow), only_blocks_read_it(narrow))
 
 
 def test_a_model_that_cannot_be_trained_is_told_so() -> None:
