@@ -40,7 +40,7 @@ from pipeline.entry.origin import Origin
 from pipeline.entry.reporting import reported
 from pipeline.entry.runtime import History, Runtime
 from pipeline.entry.settings import Processes, Settings, check_chunks, check_deferred, plans_of
-from pipeline.entry.settled import FixedModule
+from pipeline.entry.settled import FixedModule, refuse_recorders
 from pipeline.entry.state.meta_init import ValueSource
 from pipeline.entry.state.state_dict import StateDictMixin
 from pipeline.entry.step import LossArguments, Step
@@ -379,6 +379,7 @@ class Pipe(FixedModule, StateDictMixin):
         return eagerly(Pipe._forward, self, input, named, output)
 
     def _forward(self, positional: tuple[Any, ...], named: dict[str, Any], output: str) -> Any:
+        refuse_recorders()
         return entry_points.forward(self.runtime, input_of(positional, named, self._settings.takes_arguments), output)
 
     def step(

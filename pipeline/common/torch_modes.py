@@ -75,6 +75,12 @@ class Ambient(NamedTuple):
             yield
 
 
+_PLAIN_MODULE = (
+    "a Pipe runs its layers in threads, ranks and chunks. Give the plain module, pipe.to_sequential(), to what needs a "
+    "whole graph, or compile single layers before Pipe(...)."
+)
+
+
 def eagerly(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that torch.compile must not trace: it would trace the engine instead of the layers.
 
@@ -84,7 +90,7 @@ def eagerly(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     opaque = getattr(function, "opaque", None)
     if opaque is None:
-        opaque = torch.compiler.disable(function)
+        opaque = torch.compiler.disable(function, reason=_PLAIN_MODULE)
         setattr(function, "opaque", opaque)
     return opaque(*args)
 

@@ -24,7 +24,6 @@ from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
 from pipeline.entry.minibatches import cut
 from pipeline.entry.runtime import Request, Runtime
-from pipeline.entry.settled import refuse_recording
 from pipeline.entry.sinks import GradSink, LossSink, OptimizerSink, Sink, StoreSink, clip_grads
 from pipeline.entry.step import LossArguments, RunWithLoss, Step
 from pipeline.entry.validation import check_holds, check_hooks, check_step, parameters_of
@@ -58,8 +57,6 @@ def forward(runtime: Runtime, value: Any, output: str) -> Any:
     """`pipe(input)`: the value, differentiable by autograd."""
     if output not in ("all", "last"):
         raise ValueError(f"output is {output!r}. Use 'all' or 'last': which ranks get the output.")
-    if torch.jit.is_tracing():
-        refuse_recording("torch.jit.trace")
     grad, settings = torch.is_grad_enabled(), runtime.settings
     with turn() as hold, runtime.communicator("forward", averages=grad) as communicator:
         batch = scatter(value, settings.chunks, batch_dim=settings.batch_dim)

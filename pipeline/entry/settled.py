@@ -54,6 +54,20 @@ class FixedModule(nn.Module):
         refuse_recording("torch.jit.script")
 
 
+_RECORDERS: dict[str, Callable[[], bool]] = {
+    "torch.jit.trace": torch.jit.is_tracing,
+    "torch.export.export": torch.compiler.is_exporting,
+    "torch.fx.symbolic_trace": torch.fx._symbolic_trace.is_fx_symbolic_tracing,
+}
+
+
+def refuse_recorders() -> None:
+    """Raise where a tool is recording this call."""
+    for tool, is_recording in _RECORDERS.items():
+        if is_recording():
+            refuse_recording(tool)
+
+
 def refuse_recording(tool: str) -> NoReturn:
     """Raise: a tool would record the engine instead of the layers."""
     raise TypeError(

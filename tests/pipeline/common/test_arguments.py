@@ -184,6 +184,11 @@ WORDS = {
     "balance, set": (lambda: set_on_a_pipe(balance=[1, 2]), AttributeError, r"balance cannot be set.*balance=\.\.\."),
     "devices, set": (lambda: set_on_a_pipe(devices=["cpu"]), AttributeError, r"devices cannot be set.*Build another"),
     "traced": (lambda: torch.jit.trace(pipe_of(), X), TypeError, r"torch\.jit\.trace.*to_sequential\(\)"),
+    "exported": (lambda: torch.export.export(pipe_of(), (X,)), TypeError, r"torch\.export\.export.*to_seq"),
+    "exported in one graph": (
+        lambda: torch.export.export(pipe_of(), (X,), strict=True), RuntimeError, r"(?s)plain module, pipe\.to_seq"
+    ),
+    "traced by fx": (lambda: torch.fx.symbolic_trace(pipe_of()), TypeError, r"torch\.fx\.symbolic_trace.*to_seq"),
     "scripted": (lambda: torch.jit.script(pipe_of()), TypeError, r"torch\.jit\.script\(pipe\.to_sequential"),
 }
 
