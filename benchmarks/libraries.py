@@ -379,11 +379,15 @@ def judged(candidate: Candidate, seconds: int) -> tuple[str, str]:
     torch.manual_seed(0)
     try:
         with within(seconds):
-            model, x, made = candidate.build().double().eval(), candidate.inputs(5), candidate.output or dict_of
+            x, made = candidate.inputs(5), candidate.output or dict_of
+            with torch.no_grad():
+                called(candidate.build().double().train(), x)
+            torch.manual_seed(0)
+            model = candidate.build().double().eval()
             expected = plain_grads(model, x, made)
     except TooLongError:
         return "not run", "too slow"
-    except Exception as error:  # whatever a model does in float64, or without its author's settings
+    except Exception as error:  # whatever a model does in float64, in train mode, or without its author's settings
         return "not run", f"{type(error).__name__}: {error}"
     try:
         with within(8 * seconds):
@@ -397,7 +401,7 @@ def judged(candidate: Candidate, seconds: int) -> tuple[str, str]:
         return "not run", "too slow"
     except PartitionError as error:
         return "refused", str(error)
-    except Exception as error:  # of the model itself in train mode, or a Pipe's words
+    except Exception as error:  # a Pipe's words, say
         return "failed", f"{type(error).__name__}: {error}"
     said = f"outputs {outputs:.0e}, gradients {grads:.0e}"
     return ("right" if outputs <= 1e-12 and grads <= 1e-9 else "FURTHER"), said
