@@ -32,6 +32,7 @@ import torch
 from families import TooLongError, apart, tensors, within
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import register_dataclass
 
 from partition import PartitionError, to_sequential
 from pipeline import Pipe
@@ -181,6 +182,7 @@ def vit_pytorch() -> Iterator[Candidate]:
 def x_transformers() -> Iterator[Candidate]:
     """A decoder with each of the library's options."""
     library = importlib.import_module("x_transformers")
+    register_dataclass(importlib.import_module("x_transformers.attend").Intermediates)  # what attention returns, too
     options: dict[str, dict[str, Any]] = {
         "plain": {}, "rotary": {"rotary_pos_emb": True}, "alibi": {"alibi_pos_bias": True},
         "relative positions": {"rel_pos_bias": True}, "dynamic positions": {"dynamic_pos_bias": True},

@@ -15,6 +15,7 @@ from partition.errors import PartitionError
 from partition.models.as_found import as_found
 from partition.models.calls import ModelRecord, equal, near, run_model, same, training
 from partition.models.inputs import Leaves
+from partition.opaque import named, opaque, remedy
 from partition.precision import float32_in_full
 from partition.randomness import generators_left, seed_host
 
@@ -53,6 +54,11 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
                     "out of the sample, and give them to step(x, labels, loss_fn=...); or choose with output=..."
                 )
         theirs, their_tree = tree_flatten(expected)
+        for leaf in opaque(theirs):
+            raise PartitionError(
+                f"{kind} returns a {named(leaf)}, and nothing sees the tensors in it: {remedy(leaf)}; or take them out "
+                "of it with output=lambda returned: ..."
+            )
         if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in theirs):
             raise PartitionError(f"{kind} itself returns NaN on the sample, which tells nothing. {_REMEDY}")
         with as_found([model, layers], record.written):

@@ -37,6 +37,7 @@ from partition.models.stand_ins import rebuilt
 from partition.models.twin import twin_of
 from partition.modes import Modes
 from partition.names import ModelLayers
+from partition.opaque import named, opaque, remedy
 from partition.randomness import generators_left
 
 
@@ -132,7 +133,18 @@ def _first_cut(
         PartitionError: none does; the words are those of the last that was compared, which asks least of a model.
     """
     record = record_model(model, sample, output)
-    calls = record.in_eval_mode.calls
+    try:
+        return _first_that_fits(record, names, output)
+    except PartitionError as error:
+        for leaf in opaque([leaf for call in record.in_eval_mode.calls for leaf in call.returned[0]]):
+            error.add_note(f"Modules of it return a {named(leaf)}, and nothing sees the tensors in it: {remedy(leaf)}.")
+        raise
+
+
+def _first_that_fits(
+    record: ModelRecord, names: str | Sequence[str] | None, output: Callable[[Any], Any]
+) -> nn.Sequential:
+    model, calls = record.model, record.in_eval_mode.calls
     ways = [named_blocks(model, names, calls)] if names is not None else found_blocks(model, calls)
     errors: list[PartitionError] = []
     for blocks in ways:

@@ -9,7 +9,7 @@ works the same in both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from partition.contents import unwrapped
+from partition.opaque import named, remedy
 from pipeline.common.torch_modes import without_function_modes
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
@@ -150,15 +151,9 @@ def _foreign_leaf(leaf: Any, name: str) -> str:
             f"{name} holds a nested tensor, which is neither cut into rows nor crosses stages. Give a padded one and a "
             "mask: torch.nested.to_padded_tensor(x, 0.0). Within a stage any tensor may be nested."
         )
-    kind = type(leaf)
-    hint = "register it as a pytree node (torch.utils._pytree.register_pytree_node), or return its parts"
-    if kind.__module__ == "numpy":
-        hint = "make it a tensor with torch.from_numpy"
-    elif isinstance(leaf, Mapping):
-        hint = "make it a dict with dict(...)"
     return (
-        f"{name} holds a {kind.__module__}.{kind.__qualname__} ({str(leaf)[:60]}). Only tensors, None, bool, int, "
-        f"float, str and containers of them cross stages: {hint}."
+        f"{name} holds a {named(leaf)} ({str(leaf)[:60]}). Only tensors, None, bool, int, float, str and containers of "
+        f"them cross stages: {remedy(leaf)}."
     )
 
 

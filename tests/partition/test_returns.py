@@ -1,10 +1,13 @@
 """Laws: what a module returns travels to the part that reads it, with its hooks, or the call is refused in words."""
 
 import copy
+import dataclasses
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-from block_models import MODELS, Chain, Sees, Towers, pictured, squashing
+from block_models import MODELS, Chain, Sees, Towers, ids, pictured, squashing
 from families import of_family
 from torch import nn
 
@@ -207,3 +210,75 @@ def test_attentions_within_blocks_are_refused():
     model, inputs = of_family("BertForMaskedLM", output_attentions=True, attn_implementation="eager")
     with pytest.raises(PartitionError, match=r"its parts 1, .* hooks within blocks .* leave output_attentions out of"):
         to_sequential(model, inputs(4))
+
+
+@dataclasses.dataclass
+class Loss:
+    """What blocks return beside the hidden state, as mixtures of experts do."""
+
+    value: torch.Tensor
+
+
+@dataclasses.dataclass
+class Seen:
+    value: torch.Tensor
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+torch.utils._pytree.register_dataclass(Seen)
+OPAQUE = {"dataclass": Loss, "namespace": lambda value: SimpleNamespace(value=value), "slots": Slotted}
+
+
+class Expert(nn.Linear):
+    def __init__(self, kind):
+        super().__init__(4, 4)
+        self.kind = kind
+
+    def forward(self, x):
+        y = super().forward(x).tanh()
+        return y, self.kind(y.square())
+
+
+class Experts(Chain):
+    """Each block returns an object beside the hidden state, whose values the end adds up."""
+
+    def __init__(self, kind, returns=lambda x, total: x + total):
+        super().__init__()
+        self.returns, self.blocks = returns, nn.ModuleList(Expert(kind) for _ in range(3))
+
+    def forward(self, ids):
+        x, total = self.embed(ids), 0
+        for block in self.blocks:
+            x, loss = block(x)
+            total = total + loss.value
+        return self.returns(x, total)
+
+
+@pytest.mark.parametrize("kind", OPAQUE)
+def test_objects_in_which_nothing_is_seen_are_named(kind):
+    with pytest.raises(PartitionError, match="computes beside what it returns") as error:
+        to_sequential(Experts(OPAQUE[kind]), ids(4))
+    (note,) = error.value.__notes__
+    assert re.search(r"Modules of it return a \S+, and nothing sees the tensors in it: register it", note)
+    assert ("register_dataclass(Loss)" in note) == (kind == "dataclass")
+
+
+@pytest.mark.parametrize("kind", OPAQUE)
+def test_an_object_that_the_model_returns_is_refused_or_taken_apart(kind):
+    model, words = Experts(Seen, lambda x, total: OPAQUE[kind](x + total)).double(), ids(4)
+    with pytest.raises(PartitionError, match=r"Experts returns a \S+, and nothing sees the tensors in it: .*output="):
+        to_sequential(model, words)
+    assert torch.equal(to_sequential(model, words, output=lambda returned: returned.value)(words), model(words).value)
+
+
+def test_dataclasses_that_are_registered_are_taken_apart():
+    model, words = Experts(Seen, lambda x, total: {"x": Seen(x), "total": total}).double(), ids(4)
+    pipe = Pipe(model, sample=words, chunks=2, devices=["cpu"] * 2)
+    for found, expected in zip(pipe(words).values(), model(words).values(), strict=True):
+        torch.testing.assert_close(getattr(found, "value", found), getattr(expected, "value", expected))

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy
 import pytest
 import torch
@@ -72,6 +74,11 @@ def test_nan_is_the_same_plain_value_as_nan():
     assert same_structure(flatten((float("nan"),), "one"), flatten((float("nan"),), "other"))
 
 
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
 class Foreign:
     def __str__(self):
         return "a foreign thing"
@@ -82,6 +89,7 @@ class Foreign:
     [
         (Foreign(), r"the output of stage 1 holds a test_pytrees.Foreign \(a foreign thing\)"),
         (Foreign(), "register it as a pytree node"),
+        (Batch(torch.ones(1)), r"Batch .*: register it, torch.utils._pytree.register_dataclass\(Batch\)"),
         (numpy.ones(2), "holds a numpy.ndarray .* make it a tensor with torch.from_numpy"),
         (numpy.float64(2), "holds a numpy.float64 "),  # a subclass of float is no float
         ({1, 2}, "holds a builtins.set"),
