@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from partition.models.as_found import Hook
 from partition.models.references import renewed_references
@@ -111,11 +112,7 @@ class AbsentModule(Shadow):
         autocast = autocast_of(device)
         key = repr((tree, shapes, autocast))
         if key not in self._meta_outputs:
-            shape_device = device if any(autocast) else torch.device("meta")  # where autocast does not come to
-            meta_leaves = [shape.poison(shape_device) if isinstance(shape, TensorShape) else shape for shape in shapes]
-            self._meta_outputs[key] = self._shapes(
-                shape_device, *((meta_leaves, {}) if tree is None else tree_unflatten(meta_leaves, tree))
-            )
+            self._meta_outputs[key] = self._meta_output(device, shapes, tree)
             forget_oldest(self._meta_outputs)
         meta_output = self._meta_outputs[key]
         output = lost(meta_output, device) if isinstance(meta_output, Tensor) else tree_map_only(
@@ -123,11 +120,27 @@ class AbsentModule(Shadow):
         )
         return this_run.get().with_returns(self._name, output)
 
-    def _shapes(self, device: torch.device, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The output of the module, on the meta device."""
+    def _meta_output(self, device: torch.device, shapes: Iterable[Any], tree: TreeSpec | None) -> Any:
+        """The output of the module, on the meta device; of its arguments, shapes stand for tensors.
+
+        Autocast does not come there, nor do modules that ask for their device or keep tensors beside their buffers: for
+        these, torch's fake tensors stand on the device, which take longer.
+        """
+        if not any(autocast_of(device)):
+            try:
+                return self._output_on(torch.device("meta"), shapes, tree)
+            except Exception:
+                pass
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            output = self._output_on(device, shapes, tree)
+        return tree_map_only(Tensor, lambda leaf: TensorShape.of(leaf).poison(torch.device("meta")), output)
+
+    def _output_on(self, device: torch.device, shapes: Iterable[Any], tree: TreeSpec | None) -> Any:
+        leaves = [shape.poison(device) if isinstance(shape, TensorShape) else shape for shape in shapes]
+        args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
         module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: TensorShape.of(tensor).poison(device))
         with torch.no_grad():
-            return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), module(*args, **kwargs))
+            return module(*args, **kwargs)
 
 
 def rebuilt(

@@ -282,3 +282,37 @@ def test_dataclasses_that_are_registered_are_taken_apart():
     pipe = Pipe(model, sample=words, chunks=2, devices=["cpu"] * 2)
     for found, expected in zip(pipe(words).values(), model(words).values(), strict=True):
         torch.testing.assert_close(getattr(found, "value", found), getattr(expected, "value", expected))
+
+
+class AsksForItsDevice(nn.Linear):
+    """A block that does not run on the meta device, and returns more than the hidden state."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = (torch.rand(4, dtype=torch.float64),)
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            y = super().forward(x) * self.scale[0]
+        return y.tanh(), y.square()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_block_that_does_not_run_on_the_meta_device_is_stood_in_for(autocast):
+    class Adds(Chain):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(AsksForItsDevice() for _ in range(3))
+
+        def forward(self, words):
+            x, total = self.embed(words), 0
+            for block in self.blocks:
+                x, beside = block(x)
+                total = total + beside
+            return x + total
+
+    model = Adds().double()
+    layers = to_sequential(model, ids(4))
+    words = ids(6)[:, :3]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert torch.equal(layers(words), model(words))
