@@ -417,6 +417,37 @@ class Shifts(Chain):
         return x * scale + shift
 
 
+class Token(Chain):
+    """The end reads a row that the beginning has made of a parameter, and blocks are not called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(ids), 1, 4), self.embed(ids)], 1)
+        y = x[:, 1:]
+        for block in self.blocks:
+            y = block(y).tanh()
+        return x[:, 0] + y.mean(1)
+
+
+class Queries(Chain):
+    """Both ends read what the beginning has made of a table, the weight of a module that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.scale = nn.Embedding(2, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        queries = (self.queries.weight * self.scale).sin() * x.mean(1, keepdim=True)
+        x = torch.cat([queries, x], 1)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x[:, :2] * queries
+
+
 class Expanded(Slices):
     """Each block, and the end, has what the beginning looks up in a table, expanded to all places."""
 
@@ -897,6 +928,8 @@ MODELS = {
     "slices": (Slices, ids),
     "shifts": (Shifts, ids),
     "expanded": (Expanded, ids),
+    "token": (Token, ids),
+    "queries": (Queries, ids),
     "adds in place": (AddsInPlace, ids),
     "borrows": (Borrows, ids),
     "positions": (Positions, ids),
@@ -987,17 +1020,6 @@ class Noted(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.size = x.detach().abs().mean()
         return super().forward(x)
-
-
-class ReadsTheRest(Streams):
-    """Blocks are called with a part of the stream alone."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = torch.cat([self.token.expand(len(ids), 1, 4), self.embed(ids)], 1)
-        y = x[:, 1:]
-        for block in self.blocks:
-            y = block(y, torch.ones(4))
-        return x[:, 0] + y.mean(1)
 
 
 class ReadsBlocks(Chain):
@@ -1102,7 +1124,6 @@ class Loss(Chain):
 REFUSED = {
     ComplexNumbers: "is called with a value that depends on the beginning of the model, and is no tensor: its arg",
     DropsSkip: "what is drawn at random is used behind block 'blocks.2', in another part of the model, and does not",
-    ReadsTheRest: "what 'token' computes is used behind block 'blocks.3', in another part of the model, and does not",
     ReadsBlocks: "computes beside what it returns is used behind block 'blocks.2', in another part of the model, and",
     ReadsBlocksInTraining: "computes beside what it returns is used behind block 'blocks.2', in another part of",
     ListsInTraining: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argum",

@@ -23,6 +23,18 @@ from partition.models.shapes import is_whole
 from partition.models.sources import Sources, ValueSources
 
 
+class AbsentUnitsError(PartitionError):
+    """Parts compute again what another part has computed, of parameters that they have to have as well.
+
+    Attributes:
+        units: parts, 0 before the first chain, and names of parameters, or of modules that are read and not called.
+    """
+
+    def __init__(self, units: Collection[tuple[int, str]]) -> None:
+        super().__init__(f"several parts read {', '.join(sorted({name for _, name in units}))}.")
+        self.units = frozenset(units)
+
+
 class NotCarriedError(PartitionError):
     """A block is called with a value that the first block of its chain is not called with.
 
@@ -82,10 +94,10 @@ def _is_computed(sources: Sources, number: int, key: ArgumentKey, leaf: Any) -> 
     nodes = [block.nodes[key]] if key in block.nodes else []
     may_be_told = nodes or _is_plain(leaf) or isinstance(leaf, complex)
     origins = sources.of(nodes, until=block.begin if may_be_told else -1)
-    if any(words.startswith("what block ") for words in origins.lost):
+    if any(loss.words.startswith("what block ") for loss in origins.lost):
         raise PartitionError(
-            f"block {block.name!r} is called with {origins.lost[0]}: its argument {key[0]!r}. Return it; if it was "
-            "written into a tensor that the model hands to several blocks, write to a copy."
+            f"block {block.name!r} is called with {origins.lost[0].words}: its argument {key[0]!r}. Return it; if it "
+            "was written into a tensor that the model hands to several blocks, write to a copy."
         )
     is_drawn = bool(nodes) and any(time <= block.begin for time in sources.run.draw_times)
     return bool(origins.slots or origins.lost) or is_drawn
@@ -101,12 +113,14 @@ def passing_of(
     """The values that pass blocks by; and the chains, whose `whole` are those of their kept arguments that are read.
 
     Raises:
+        AbsentUnitsError: parts read parameters that they do not have.
         PartitionError: what is before a chain, or the end, reads what another part computes, and no block returns or is
             called with, nor a module returns.
     """
     readers: dict[ValueSlot, int] = {}
     written_slots: set[ValueSlot] = set()
     read_keys: dict[int, set[ArgumentKey]] = defaultdict(set)  # by chain
+    absent: set[tuple[int, str]] = set()
     for sources in runs:
         slots, nodes = sources.written()
         written_slots |= slots | {slot for node in nodes for slot in _returns(sources, chains, node)}
@@ -123,18 +137,24 @@ def passing_of(
             for node in returned:
                 returned_nodes.setdefault(_part_of(sources, chains, node), set()).add(node)
                 slots |= _returns(sources, chains, node)
-            losses += [f"{words} is used behind block {sources.blocks[last_chain.last].name!r}" for words in lost[:1]]
+            absent |= {(reader, loss.unit) for loss in lost if loss.unit}
+            losses += [
+                f"{loss.words} is used behind block {sources.blocks[last_chain.last].name!r}" for loss in lost
+                if not loss.unit
+            ][:1]
             for slot in slots - {(last_chain.last, place) for place in last_chain.exits}:
                 readers[slot] = max(reader, readers.get(slot, 0))
         begin = sources.blocks[0].begin
         lost = sources.of((), shares[0], since=-1, until=begin).lost
-        losses += [f"{words} decides what is done before block {sources.blocks[0].name!r}" for words in lost[:1]]
+        losses += [f"{loss.words} decides what is done before block {sources.blocks[0].name!r}" for loss in lost[:1]]
         if losses:
             raise PartitionError(
                 f"{losses[-1]}, in another part of the model, and does not travel there. Return it from a block, or "
                 "from a module that is called once; turn off what drops layers at random (layerdrop=0); name the "
                 "module that computes it among the blocks, blocks=[...]; or write the model as an nn.Sequential."
             )
+    if absent:
+        raise AbsentUnitsError(absent)
     slots_in_order = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
     until = tuple([readers[slot] for slot in slots_in_order])
     read_chains = tuple([chain._replace(whole=frozenset(read_keys[place])) for place, chain in enumerate(chains)])

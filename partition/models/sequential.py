@@ -22,7 +22,7 @@ from partition.compilation import uncompiled
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
 from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, in_eval_mode, record_model
-from partition.models.carrying import NotCarriedError, carrying, passing_of
+from partition.models.carrying import AbsentUnitsError, NotCarriedError, carrying, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks
 from partition.models.comparison import compare, compare_in_train_mode, keeps
 from partition.models.inputs import ModelInputs, UnsentInputError
@@ -31,7 +31,7 @@ from partition.models.parts import Beginning, Block, End, Middle
 from partition.models.passing import PassingPlan
 from partition.models.runs import BlockChain, chain_of, containers_of, names_of
 from partition.models.shapes import MadeUpBuffer, TensorShape
-from partition.models.shares import phases_of, shares_of
+from partition.models.shares import phases_of, shares_of, unit_of
 from partition.models.sources import Sources
 from partition.models.stand_ins import rebuilt
 from partition.models.twin import twin_of
@@ -201,15 +201,20 @@ def _divided(
 ) -> tuple[tuple[BlockChain, ...], list[dict[str, Any]], list[str], PassingPlan]:
     """The chains, the shares of what is around them, the modules with parameters there, and what passes blocks by.
 
-    A block that is called with more than its chain's first block and the hidden state begins another.
+    A block that is called with more than its chain's first block and the hidden state begins another. What one part has
+    computed of a parameter alone, and another reads, both compute.
     """
+    given: frozenset[tuple[int, str]] = frozenset()
     model, begins = record.model, broken_links(blocks, record.in_train_mode.calls)
     _check_draws(record, {block.name for block in blocks})
     while True:
         chains = chains_of(model, blocks, record.in_eval_mode.calls, begins)
         _check_containers(record, chains)
         runs = [run for run in record.runs if called_again(run.calls, blocks)]
-        shares, part_names = shares_of(model, chains, phases_of(model, runs, chains), record.volatile)
+        phases = phases_of(model, runs, chains)
+        for part, name in given:
+            phases.add(part, unit_of(model, name))
+        shares, part_names = shares_of(model, chains, phases, record.volatile)
         unit_names = {*part_names, *[name for share in shares for name, unit in share.items() if _is_parameter(unit)]}
         containers = containers_of(model, chains) - {""}
         sources = [Sources(model, run, called_again(run.calls, blocks), unit_names, containers) for run in runs]
@@ -220,7 +225,9 @@ def _divided(
         except NotCarriedError as error:
             if any(chain.first == error.number for chain in chains):
                 raise
-            begins = begins | {error.number}
+            begins, given = begins | {error.number}, frozenset()
+        except AbsentUnitsError as error:
+            given |= error.units
 
 
 def _check_draws(record: ModelRecord, names: Collection[str]) -> None:

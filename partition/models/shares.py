@@ -29,6 +29,11 @@ class Phases(NamedTuple):
     called: dict[str, set[int]]
     read: dict[int, set[int]]
 
+    def add(self, part: int, unit: nn.Module | Tensor) -> None:
+        """Let a part, 0 before the first chain, read a parameter, or those of a module."""
+        for storage in _storages_of(unit):
+            self.read[storage].add(2 * part)
+
 
 def phases_of(model: nn.Module, runs: Iterable[ModelRun], chains: Sequence[BlockChain]) -> Phases:
     """The phases in which a model used things, in some runs; but for calls within a block of what that contains."""
@@ -124,18 +129,26 @@ def _is_volatile(unit: nn.Module, name: str, volatile: VolatileAttributes) -> bo
 
 def _used(name: str, unit: nn.Module | Tensor, modules: Mapping[str, nn.Module], phases: Phases) -> set[int]:
     """The phases in which something is used: called, or read where none that has the same parameters is called."""
-    tensors = [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
-    storages = {storage_of(tensor) for tensor in tensors}
+    storages = _storages_of(unit)
     read = {phase for storage in storages for phase in phases.read.get(storage, ())}
     if name not in modules:
         return read
-    sharing = [
-        other for other, module in modules.items()
-        if storages & {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    ]  # fmt: skip
+    sharing = [other for other, module in modules.items() if storages & _storages_of(module)]
     inner = [phase_set for inner_name, phase_set in phases.called.items() if f"{inner_name}.".startswith(f"{name}.")]
     called = {phase for phase_set in inner for phase in phase_set}
     return called | {phase for phase in read if not any(phase in phases.called.get(other, ()) for other in sharing)}
+
+
+def _storages_of(unit: nn.Module | Tensor) -> set[int]:
+    tensors = [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
+    return {storage_of(tensor) for tensor in tensors}
+
+
+def unit_of(model: nn.Module, name: str) -> nn.Module | Tensor:
+    """The module, parameter or buffer of a name."""
+    parent, _, key = name.rpartition(".")
+    unit: nn.Module | Tensor = getattr(model.get_submodule(parent), key)
+    return unit
 
 
 def _units(model: nn.Module, name: str, blocks: Collection[str]) -> Iterator[tuple[str, nn.Module | Tensor]]:

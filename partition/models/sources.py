@@ -22,8 +22,22 @@ from partition.models.calls import ModelRun, ModuleCall
 from partition.models.flow import Flow
 from partition.models.passing import ValueSlot
 from partition.models.runs import names_of
+from partition.models.shares import unit_of
 
 _NameSet = frozenset[str]
+
+
+class Loss(NamedTuple):
+    """The loss of something that was computed in another part.
+
+    Attributes:
+        words: what that is.
+        unit: the name of what the part has to have to compute it as well: a parameter, or a module that is not called,
+            nor is anything in it. "": it would have to travel, or has decided the way.
+    """
+
+    words: str
+    unit: str = ""
 
 
 class ValueSources(NamedTuple):
@@ -31,13 +45,13 @@ class ValueSources(NamedTuple):
 
     Attributes:
         slots: values that blocks returned, and what else was offered.
-        lost: in words, what else was computed in another part.
+        lost: what else was computed in another part.
         returned: nodes that modules of other parts returned, where these are asked for.
         arrived: those that reach the part.
     """
 
     slots: set[ValueSlot]
-    lost: list[str]
+    lost: list[Loss]
     returned: set[int]
     arrived: set[int]
 
@@ -65,6 +79,10 @@ class Sources:
         self.run = run
         self._numbers = {block.number: number for number, block in enumerate(blocks)}
         self._calls = {call.number: call for call in run.calls}
+        called = {f"{call.name}." for call in run.calls}
+        self._uncalled = frozenset([
+            name for name in part_names if not any(prefix.startswith(f"{name}.") for prefix in called)
+        ])  # fmt: skip
         self._times = Counter(call.name for call in run.calls)
         self._containers = {call.number for call in run.calls if call.name in containers}
         names = names_of(model)
@@ -114,28 +132,31 @@ class Sources:
                 elif number not in visited:
                     open_nodes.append(number)
 
-        reach(nodes, inf)
-        for time, nodes_read in flow.host_reads:
-            if time < until and not self._is_elsewhere(time, present):
-                reach(nodes_read, time)
-        while open_nodes:
-            number = open_nodes.pop()
-            if number in visited:
-                continue
-            visited.add(number)
-            node = flow.nodes[number]
-            if node.returned_by is not None and node.returned_by[0] in self._numbers:
-                sources.slots.update((self._numbers[node.returned_by[0]], place) for place in node.returned_by[1])
-                continue
-            lost = self._lost(number, present, since)
-            if lost and node.time < returned_before and self.call_of(number) is not None:
-                sources.returned.add(number)
-            elif lost:
-                sources.lost.append(lost)
-            elif node.time < returned_before and self._is_lost_within(number, present, arrivals, since):
-                sources.returned.add(number)
-            else:
-                reach(node.parents, node.time)
+        told = [
+            (time, nodes_read) for time, nodes_read in flow.host_reads
+            if time < until and not self._is_elsewhere(time, present)
+        ]  # fmt: skip
+        for roots, is_told in ((told, True), ([(inf, nodes)], False)):
+            for time, numbers in roots:
+                reach(numbers, time)
+            while open_nodes:
+                number = open_nodes.pop()
+                if number in visited:
+                    continue
+                visited.add(number)
+                node = flow.nodes[number]
+                if node.returned_by is not None and node.returned_by[0] in self._numbers:
+                    sources.slots.update((self._numbers[node.returned_by[0]], place) for place in node.returned_by[1])
+                    continue
+                lost = self._lost(number, present, since)
+                if lost is not None and node.time < returned_before and self.call_of(number) is not None:
+                    sources.returned.add(number)
+                elif lost is not None:
+                    sources.lost.append(lost._replace(unit="") if is_told else lost)
+                elif node.time < returned_before and self._is_lost_within(number, present, arrivals, since):
+                    sources.returned.add(number)
+                else:
+                    reach(node.parents, node.time)
         return sources
 
     def call_of(self, number: int) -> ModuleCall | None:
@@ -175,17 +196,18 @@ class Sources:
                 number = node.previous
         return slots, returned
 
-    def _lost(self, number: int, present: Collection[str], since: int | None) -> str:
+    def _lost(self, number: int, present: Collection[str], since: int | None) -> Loss | None:
         node = self.run.flow.nodes[number]
         enclosing = self._enclosing(node.time) if node.returned_by is None else self._units[node.returned_by[0]]
         if isinstance(enclosing, int):
-            return f"what block {self.blocks[enclosing].name!r} computes beside what it returns"
-        owners = self._owners.get(number) or enclosing
-        if owners and not owners & set(present):
-            return f"what {min(owners)!r} computes"
+            return Loss(f"what block {self.blocks[enclosing].name!r} computes beside what it returns")
+        owners = self._owners.get(number, frozenset())
+        names = owners or enclosing
+        if names and not names & set(present):
+            return Loss(f"what {min(names)!r} computes", min(owners & self._uncalled, default=""))
         if node.drawn and (since is None or node.time < since):
-            return "what is drawn at random"
-        return ""
+            return Loss("what is drawn at random")
+        return None
 
     def _is_elsewhere(self, time: int, present: Collection[str]) -> bool:
         enclosing = self._enclosing(time)
@@ -203,8 +225,7 @@ def _owners(model: nn.Module, flow: Flow, part_names: Collection[str]) -> dict[i
     """The names, of those that lie in parts, under which the node of a parameter or a buffer can be had."""
     owners: dict[int, _NameSet] = {}
     for name in part_names:
-        parent, _, key = name.rpartition(".")
-        unit = getattr(model.get_submodule(parent), key)
+        unit = unit_of(model, name)
         tensors = [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
         for tensor in tensors:
             node = flow.node(tensor)

@@ -232,7 +232,6 @@ def is_known(words: str, kind: Any) -> bool:
     reads = {*before, given, *behind}
     return (
         given == "mode"  # blocks' arguments are made in eval mode
-        or "what 'shift' computes" in words and bool(reads & {"position", "parameter"})  # read in two parts
         or "what 'condition' computes" in words and "condition" in reads
         or "drawn at random" in words and bool({"dropout", "function"} & {*before, between, *behind})
     )
