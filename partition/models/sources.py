@@ -27,11 +27,11 @@ from partition.models.shares import unit_of
 _NameSet = frozenset[str]
 
 
-class Loss(NamedTuple):
-    """The loss of something that was computed in another part.
+class LostValue(NamedTuple):
+    """Something that was computed in another part.
 
     Attributes:
-        words: what that is.
+        words: what it is.
         unit: the name of what the part has to have to compute it as well: a parameter, or a module that is not called,
             nor is anything in it. "": it would have to travel, or has decided the way.
     """
@@ -51,7 +51,7 @@ class ValueSources(NamedTuple):
     """
 
     slots: set[ValueSlot]
-    lost: list[Loss]
+    lost: list[LostValue]
     returned: set[int]
     arrived: set[int]
 
@@ -196,17 +196,17 @@ class Sources:
                 number = node.previous
         return slots, returned
 
-    def _lost(self, number: int, present: Collection[str], since: int | None) -> Loss | None:
+    def _lost(self, number: int, present: Collection[str], since: int | None) -> LostValue | None:
         node = self.run.flow.nodes[number]
         enclosing = self._enclosing(node.time) if node.returned_by is None else self._units[node.returned_by[0]]
         if isinstance(enclosing, int):
-            return Loss(f"what block {self.blocks[enclosing].name!r} computes beside what it returns")
+            return LostValue(f"what block {self.blocks[enclosing].name!r} computes beside what it returns")
         owners = self._owners.get(number, frozenset())
         names = owners or enclosing
         if names and not names & set(present):
-            return Loss(f"what {min(names)!r} computes", min(owners & self._uncalled, default=""))
+            return LostValue(f"what {min(names)!r} computes", min(owners & self._uncalled, default=""))
         if node.drawn and (since is None or node.time < since):
-            return Loss("what is drawn at random")
+            return LostValue("what is drawn at random")
         return None
 
     def _is_elsewhere(self, time: int, present: Collection[str]) -> bool:
