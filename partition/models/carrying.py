@@ -31,7 +31,8 @@ class AbsentUnitsError(PartitionError):
     """
 
     def __init__(self, units: Collection[tuple[int, str]]) -> None:
-        super().__init__(f"several parts read {', '.join(sorted({name for _, name in units}))}.")
+        names = ", ".join(sorted({repr(name) for _, name in units}))
+        super().__init__(f"several parts of the model read {names}, and not all can have it. Write an nn.Sequential.")
         self.units = frozenset(units)
 
 

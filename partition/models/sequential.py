@@ -227,6 +227,8 @@ def _divided(
                 raise
             begins, given = begins | {error.number}, frozenset()
         except AbsentUnitsError as error:
+            if error.units <= given:
+                raise
             given |= error.units
 
 
