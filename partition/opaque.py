@@ -6,37 +6,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+from torch import Tensor
 
 
 def opaque(leaves: Iterable[Any]) -> list[Any]:
-    """Those of some leaves that hold tensors, the first of each type.
+    """Those of some leaves that are neither tensors nor plain values, the first of each type.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> import torch
-        >>> opaque([torch.zeros(2), "a word", SimpleNamespace(loss=None), SimpleNamespace(loss=torch.zeros(2))])
-        [namespace(loss=tensor([0., 0.]))]
+        >>> opaque([None, "a word", {1}, 2.0, {2}, range(3)])
+        [{1}, range(0, 3)]
     """
     found: dict[type, Any] = {}
     for leaf in leaves:
-        if isinstance(leaf, Tensor | nn.Module | type) or type(leaf) in found:
-            continue
-        if any(isinstance(value, Tensor) for value in tree_iter(_contents(leaf))):
-            found[type(leaf)] = leaf
+        if leaf is not None and not isinstance(leaf, Tensor | int | float | str):
+            found.setdefault(type(leaf), leaf)
     return list(found.values())
-
-
-def _contents(leaf: Any) -> list[Any]:
-    if isinstance(leaf, Mapping):
-        return list(leaf.values())
-    slots = [name for kind in type(leaf).__mro__ for name in _words(vars(kind).get("__slots__", ()))]
-    return [*getattr(leaf, "__dict__", {}).values(), *[getattr(leaf, name, None) for name in slots]]
-
-
-def _words(slots: Any) -> list[str]:
-    return [slots] if isinstance(slots, str) else list(slots)
 
 
 def named(leaf: Any) -> str:

@@ -56,7 +56,7 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
         theirs, their_tree = tree_flatten(expected)
         for leaf in opaque(theirs):
             raise PartitionError(
-                f"{kind} returns a {named(leaf)}, and nothing sees the tensors in it: {remedy(leaf)}; or take them out "
+                f"{kind} returns a {named(leaf)}, and nothing sees what is in it: {remedy(leaf)}; or take them out "
                 "of it with output=lambda returned: ..."
             )
         if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in theirs):

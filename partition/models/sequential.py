@@ -137,7 +137,7 @@ def _first_cut(
         return _first_that_fits(record, names, output)
     except PartitionError as error:
         for leaf in opaque([leaf for call in record.in_eval_mode.calls for leaf in call.returned[0]]):
-            error.add_note(f"Modules of it return a {named(leaf)}, and nothing sees the tensors in it: {remedy(leaf)}.")
+            error.add_note(f"Modules of it return a {named(leaf)}, and nothing sees what is in it: {remedy(leaf)}.")
         raise
 
 

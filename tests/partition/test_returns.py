@@ -231,8 +231,26 @@ class Slotted:
         self.value = value
 
 
+class Nested:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.inner = Slotted(value)
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self.inner.value
+
+
+class Listed(list):
+    @property
+    def value(self) -> torch.Tensor:
+        return self[0]
+
+
 torch.utils._pytree.register_dataclass(Seen)
-OPAQUE = {"dataclass": Loss, "namespace": lambda value: SimpleNamespace(value=value), "slots": Slotted}
+OPAQUE = {
+    "dataclass": Loss, "namespace": lambda value: SimpleNamespace(value=value), "slots": Slotted,
+    "an object in one": Nested, "a list of its own kind": lambda value: Listed([value]),
+}  # fmt: skip
 
 
 class Expert(nn.Linear):
@@ -265,14 +283,14 @@ def test_objects_in_which_nothing_is_seen_are_named(kind):
     with pytest.raises(PartitionError, match="computes beside what it returns") as error:
         to_sequential(Experts(OPAQUE[kind]), ids(4))
     (note,) = error.value.__notes__
-    assert re.search(r"Modules of it return a \S+, and nothing sees the tensors in it: register it", note)
+    assert re.search(r"Modules of it return a \S+, and nothing sees what is in it: register it", note)
     assert ("register_dataclass(Loss)" in note) == (kind == "dataclass")
 
 
 @pytest.mark.parametrize("kind", OPAQUE)
 def test_an_object_that_the_model_returns_is_refused_or_taken_apart(kind):
     model, words = Experts(Seen, lambda x, total: OPAQUE[kind](x + total)).double(), ids(4)
-    with pytest.raises(PartitionError, match=r"Experts returns a \S+, and nothing sees the tensors in it: .*output="):
+    with pytest.raises(PartitionError, match=r"Experts returns a \S+, and nothing sees what is in it: .*output="):
         to_sequential(model, words)
     assert torch.equal(to_sequential(model, words, output=lambda returned: returned.value)(words), model(words).value)
 
