@@ -11,6 +11,7 @@ with no reverse mode under it: forward over reverse, and reverse over forward, a
 A chunk takes the adjoint all the same where forward mode could be another function's derivative, or has none:
 
     no_grad in a layer            reverse mode sees constants; here `ConstantsWithoutGrad` makes them some
+    no_grad in a loss of torch's  seen by the same mode: `gaussian_nll_loss` is the only one
     a gradient within a layer     forward over reverse: seen by the same mode, and in the graph
     autograd.Functions, scripts   in the graph
     _MODES_DIFFER                 in the graph: operations of torch whose two modes take a kink, or a row, differently
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pipeline.common.graph import OF_SCRIPTS, nodes_of
@@ -54,21 +56,27 @@ _MODES_DIFFER = {  # node -> where its two modes differ
     "AsStridedScatterBackward0": "memory that is written twice",
     "MaxUnpool2DBackward0": "an index that comes twice",
     "MaxUnpool3DBackward0": "an index that comes twice",
-    "ScatterReduceBackward0": "a product",
+    "ScatterReduceBackward0": "a product; equal numbers, of which one is the largest",
+    "ClampBackward0": "a bound that is a tensor and is met",
     "LogSigmoidBackward0": "values, rounded otherwise",
     "LinalgCholeskyExBackward0": "a direction that is not symmetric",
     "LinalgEighBackward0": "a direction that is not symmetric",
     "CholeskyInverseBackward0": "a direction that is not triangular",
+    "TriangularSolveBackward0": "a direction that is not triangular",
+    "LinalgDetBackward0": "a singular matrix",
+    "LinalgLuBackward0": "a singular matrix",
+    "LinalgLuFactorExBackward0": "a singular matrix",
 }
 _UNLESS: dict[str, Callable[[Any], bool]] = {
     "IndexPutBackward0": lambda node: bool(node._saved_accumulate),
-    "ScatterReduceBackward0": lambda node: bool(node._saved_reduce != "prod"),
+    "ScatterReduceBackward0": lambda node: node._saved_reduce in ("sum", "mean"),
 }
 # Without what forward_ad.make_dual loads before: decompositions of some operations, compiled by torch.jit, in seconds.
 _make_dual: Callable[..., Tensor] = torch._VF._make_dual
-_DIFFERENTIATE: frozenset[Callable[..., Any]] = frozenset(
-    {torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.register_hook}
-)
+_OTHER_DERIVATIVES: frozenset[Callable[..., Any]] = frozenset({
+    torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.register_hook,
+    functional.gaussian_nll_loss,  # it clamps under no_grad, and no mode is asked within a function of torch's
+})  # fmt: skip
 # Arithmetic with a number of Python, and the operation that takes it for one. As a tensor it has a tangent of zeros, of
 # which torch computes products in Python, on the meta device: 0.2 ms each.
 _WITH_NUMBERS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -120,7 +128,7 @@ class ForwardMode:
                 duals = {id(owner): _dual(alias, part) for owner, alias, part in parts if part is not None}
                 with parameters.aliases.stand_back(duals), constants:
                     graph = stage.run(chunk, inbox, lambda leaf, number: _dual(leaf, tangents[number]))
-                return None if constants.differentiates else graph, _tangents_of(graph.roots)
+                return None if constants.differs else graph, _tangents_of(graph.roots)
         except (RuntimeError, NotImplementedError):  # if it is no matter of forward mode, it comes again
             return None, []
 
@@ -148,15 +156,15 @@ class ConstantsWithoutGrad(TorchFunctionMode):
     """Within: what is computed under no_grad has no tangent, as it has no gradient, nor have Python's numbers.
 
     Attributes:
-        differentiates: whether something within took a gradient, or will change one.
+        differs: whether something within took a gradient, will change one, or has another derivative in forward mode.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.differentiates = False
+        self.differs = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.differentiates = self.differentiates or func in _DIFFERENTIATE
+        self.differs = self.differs or func in _OTHER_DERIVATIVES
         if func in _WITH_NUMBERS and not kwargs and _is_with_number(args):
             func = _WITH_NUMBERS[func]
         if torch.is_grad_enabled():
