@@ -6,7 +6,8 @@
     first chunk  what the graph of each stage shows: refused
 
 Found by comparing second derivatives with finite differences, torch 2.13: fused weight_norm is wrong by 19 per cent
-without an error, and so is every autograd.Function whose backward forgets what it depends on.
+without an error, that of norms by a bias without a weight is zero, and so is that of every autograd.Function whose
+backward forgets what it depends on. tests/pipeline/curvature/test_every_operator.py compares all operators.
 """
 
 from __future__ import annotations
@@ -211,7 +212,21 @@ def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int, until: Sequen
             raise ValueError(_of_all_rows(f"a batch norm of {stage}"))
         if node.name() == "EmbeddingBackward0" and node._saved_scale_grad_by_freq:
             raise ValueError(_of_no_function(f"an embedding of {stage}"))
+        if node.name().startswith(_NORMS) and _has_bias_alone(node):
+            raise ValueError(
+                f"{stage} calls a norm with a bias and without a weight, whose second derivative in torch is wrong, or "
+                "an error. Add the bias behind the norm: layer_norm(x, shape) + bias."
+            )
     return any([is_foreign(node) for node in nodes])
+
+
+_NORMS = ("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
+
+
+def _has_bias_alone(node: Any) -> bool:
+    """Whether a norm has a bias that requires a gradient, and no weight."""
+    *_, (bias_node, _) = node.next_functions
+    return bias_node is not None and node._saved_weight is None
 
 
 def _is_instance_norm(node: Any) -> bool:
@@ -221,5 +236,5 @@ def _is_instance_norm(node: Any) -> bool:
     if rows == 1 and input_node is not None and input_node.name() == "ViewBackward0":
         first, second, *others = input_node._saved_self_sym_sizes
         return bool(first * second == columns and others == rest)
-    weight, _ = node.next_functions[1]
-    return bool(rows == 1 and input_node is None and weight is not None and weight.name() == "RepeatBackward0")
+    affine = [parent.name() for parent, _ in node.next_functions[1:] if parent is not None]
+    return bool(rows == 1 and input_node is None and "RepeatBackward0" in affine)

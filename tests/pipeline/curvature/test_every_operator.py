@@ -1,7 +1,8 @@
 """Every operator of torch that has a derivative, by torch's own list of them with inputs for each.
 
-In a stage it must have the plain module's gradients, and where forward mode is believed its tangents must be those of
-the adjoint, at ordinary inputs and where derivatives jump: zeros, ties, singular matrices.
+In a stage it must have the plain module's gradients. Where forward mode is believed its tangents must be those of the
+adjoint, at ordinary inputs and where derivatives jump: zeros, ties, singular matrices. Its second derivative must be
+that of finite differences, by any of its inputs, or products must refuse it.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pipeline import Pipe
+from pipeline.curvature.known_bad import refuse_nodes
 from pipeline.curvature.products.forward_mode import ConstantsWithoutGrad, is_sound
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
@@ -149,6 +151,71 @@ def test_where_forward_mode_is_believed_its_tangents_are_the_adjoints(part):
                     wrong.append(f"{name}, {kind}: {tangent.flatten()[:4]}, expected {expected.flatten()[:4]}")
     assert not wrong, "\n".join(wrong)
     assert compared > 300
+
+
+# -------------------------------------------------------------------------------------------------- second derivatives
+
+NO_FUNCTIONS = (  # they give no gradient of a function, or none by labels, or ignore a part of the direction
+    "as_strided_scatter", "cholesky", "eigh", "eigvalsh", "pinv_hermitian", "hinge_embedding", "cosine_embedding",
+    "max_unpool", "subgradients_at_zero", "functional_embedding",
+)  # fmt: skip
+
+
+def error_by(operator: Operator, places: tuple[int, ...]) -> float | None:
+    """The distance of the second derivative by some of the inputs from that of finite differences, along a direction.
+
+    None: it is refused, checked by numbers, or not defined. Longer steps may go over a kink, shorter ones are rounded.
+    """
+    directions = {i: random_like(operator.inputs[i], seed=7 + i) for i in places}
+
+    def gradient(step: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        moved = {i: (operator.inputs[i] + step * part).requires_grad_() for i, part in directions.items()}
+        torch.manual_seed(0)
+        roots = operator([moved.get(i, tensor.clone()) for i, tensor in enumerate(operator.inputs)])
+        loss = sum((random_like(root) * root).sum() + 0.15 * root.square().sum() for root in roots)
+        loss = loss + sum(tensor.sum() for tensor in moved.values())  # it depends on them, if on nothing else
+        grads = torch.autograd.grad(loss, list(moved.values()), create_graph=step == 0.0, allow_unused=True)
+        pairs = zip(grads, moved.values(), strict=True)
+        return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs], list(moved.values()), roots
+
+    grads, leaves, roots = gradient(0.0)
+    if refuse_nodes("it", roots, 1):
+        return None
+    pairs = [(grad, part) for grad, part in zip(grads, directions.values(), strict=True) if grad.requires_grad]
+    outs, along = zip(*pairs, strict=True) if pairs else ((), ())
+    second = torch.autograd.grad(outs, leaves, along, allow_unused=True) if pairs else [None] * len(leaves)
+    found = [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(second, leaves, strict=True)]
+    errors = []
+    for step in 1e-4, 1e-5, 1e-6:
+        (above, *_), (below, *_) = gradient(step), gradient(-step)
+        differences = [(one - other) / (2 * step) for one, other in zip(above, below, strict=True)]
+        if not all(tensor.isfinite().all() for tensor in (*grads, *differences)):
+            return None
+        expected, product = joined(differences), joined(found)
+        errors.append(float((product - expected).norm() / (expected.norm() + 1e-5 * joined(above).norm() + 1e-2)))
+    return min(errors)
+
+
+def joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_second_derivative_is_that_of_finite_differences_or_refused(part):
+    wrong, compared = [], 0
+    for name, operator in operators(part, 25):
+        every = range(len(operator.inputs))
+        all_but_one = {tuple(i for i in every if i != left_out) for left_out in every}
+        for places in sorted({tuple(every), *[(i,) for i in every], *all_but_one} - {()}):
+            try:
+                error = error_by(operator, places) if not any(none in name for none in NO_FUNCTIONS) else None
+            except (RuntimeError, NotImplementedError, ValueError):  # it has none, or is refused
+                continue
+            compared += error is not None
+            if error is not None and error > 1e-3:
+                wrong.append(f"{name} by {places}: {error:.1e}")
+    assert not wrong, "\n".join(wrong)
+    assert compared > 100
 
 
 # -------------------------------------------------------------------------------------------------------- in a stage

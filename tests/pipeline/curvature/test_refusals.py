@@ -168,6 +168,50 @@ def test_on_data_too_an_instance_norm_is_no_batch_norm():
         on_data(normed, ROWS, mixes_rows=True)
 
 
+BIASED = {
+    "layer norm": lambda x, w, b: F.layer_norm(x, (3,), None if w is None else w[0, 0], b[0, 0]),
+    "batch norm": lambda x, w, b: F.batch_norm(
+        x, torch.zeros(2).double(), torch.ones(2).double(), None if w is None else w[:, 0, 0], b[:, 0, 0]
+    ),
+    "instance norm": lambda x, w, b: F.instance_norm(x, None, None, None if w is None else w[:, 0, 0], b[:, 0, 0]),
+    "group norm": lambda x, w, b: F.group_norm(x, 2, None if w is None else w[:, 0, 0], b[:, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("name", BIASED)
+def test_a_norm_with_a_bias_alone_is_refused_and_one_with_a_weight_is_right(name, chunks, number):
+    """Also where the weight is a constant, and where the norm's input is the model's."""
+    norm = BIASED[name]
+    torch.manual_seed(1)
+    weight, y = torch.ones(2, 3, 3).double(), torch.tensor([0, 2, 1, 1, 0])
+    alone, weighted = Apply(lambda x, b: norm(x, None, b), (2, 3, 3)), Apply(lambda x, b: norm(x, weight, b), (2, 3, 3))
+    tail = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)).double()
+    data = torch.randn(ROWS, 2, 3, 3, dtype=torch.float64), y
+    first = nn.Conv2d(2, 2, 1)
+    for layers in [weighted], [first, weighted], [alone], [first, alone]:
+        model = nn.Sequential(*layers, tail).double()
+        operator = Hessian(Pipe(model, [len(layers), 1], chunks), data, F.cross_entropy)
+        vector = torch.ones(operator.shape[0], number, dtype=torch.float64)
+        if alone in layers:
+            words = r"stage 0 .*a norm with a bias and without a weight.*layer_norm\(x, shape\) \+ bias"
+            with pytest.raises(ValueError, match=words):
+                operator @ vector
+        else:
+            torch.testing.assert_close(operator @ vector, doubled(model, data, vector))
+
+
+def doubled(model, data, vectors):
+    """Products by double backward through the plain module."""
+    x, y = data
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(F.cross_entropy(model(x), y), parameters, create_graph=True)
+    flat = torch.cat([grad.flatten() for grad in grads])
+    products = [torch.autograd.grad(flat, parameters, vector, retain_graph=True) for vector in vectors.T]
+    return torch.stack([torch.cat([part.flatten() for part in product]) for product in products], 1)
+
+
 # ------------------------------------------------------------------------------------------- what a stage's graph shows
 
 
