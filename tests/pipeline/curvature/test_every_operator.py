@@ -40,8 +40,10 @@ class Operator(NamedTuple):
     """One operator with one of its inputs.
 
     Attributes:
+        function: it, or the same by another name.
         inputs: the tensors that it is differentiated by.
         place: puts others in the place of these, and gives the arguments.
+        process: from what it returns to the part that is differentiated.
     """
 
     function: Any
