@@ -294,10 +294,10 @@ def same_values(one: Tensor, other: Tensor) -> bool:
         return False
     if one.layout is not torch.strided:
         return same_values(one.to_dense(), other.to_dense())
-    if one.is_complex():  # a nan part leaves the other its value; and torch compares no complex32
-        return same_values(torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj()))
-    if torch.equal(one, other):
+    if one.dtype is not torch.complex32 and torch.equal(one, other):  # which torch does not compare
         return True
+    if one.is_complex():  # a nan part leaves the other its value
+        return same_values(torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj()))
     one, other = computable(one), computable(other)
     return one.is_floating_point() and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
