@@ -6,7 +6,7 @@
                                           for parameters of half precision, whose sums would round at every chunk
 
 So the parameters themselves see one whole gradient per backward pass. They are read from the modules at each call; a
-swap puts back what it found. A frozen parameter has an alias too, so that freezing it later changes nothing.
+swap (swap.py) puts back what it found. A frozen parameter has an alias too, so that freezing it later changes nothing.
 
 A parameter that an earlier stage at another place reads too (tied weights) belongs to that place. Here its alias is a
 copy, made in each call, whose gradient goes to the owner's place when the call adds up its sums. Cached copies would
@@ -22,8 +22,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +32,9 @@ from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import StrayGradientGuard, leaf_nodes, leaves_at, mark, owned
 from pipeline.common.module_tables import ModuleTable, tables_of
 from pipeline.data.pytrees import checksums, same_checksums, share_memory, versions
+from pipeline.stage.swap import ParameterTables, Swap
 
 HALF = (torch.float16, torch.bfloat16)
-_FLATTEN = "flatten_parameters"
 
 
 class _Parameters(NamedTuple):
@@ -363,70 +361,6 @@ class Aliases:
         return name
 
 
-class ParameterTables(NamedTuple):
-    """The modules' tables of parameters, and what they hold while others stand in for these."""
-
-    tables: Sequence[ModuleTable]
-    stand_ins: Sequence[ModuleTable]
-    values: Sequence[Tensor | None]  # of all `stand_ins`
-    rnns: Sequence[dict[str, Any]]  # the attributes of modules of the stage that are torch's RNNs
-
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[ModuleTable, ModuleTable]], rnns: Sequence[dict[str, Any]]) -> ParameterTables:
-        stand_ins = [table for _, table in pairs]
-        values = [value for table in stand_ins for value in table.values()]
-        return cls([table for table, _ in pairs], stand_ins, values, rnns)
-
-
-class Swap:
-    """Within: other tensors stand in the modules' tables. At the end: those from before, and those that were added.
-
-    Torch's RNNs list their parameters a second time. For cuDNN a forward that finds others moves them into one piece of
-    memory, in which no stand-in would be one. The parameters themselves lie in one piece since they came to the device.
-
-    Args:
-        tables: the tables, and the tensors that each holds within.
-        changed: makes the error of a table in which one of these was replaced.
-    """
-
-    __slots__ = ("_tables", "_changed", "_previous", "_flattens")
-
-    def __init__(self, tables: ParameterTables, changed: Callable[[ModuleTable, ModuleTable], RuntimeError]) -> None:
-        self._tables = tables
-        self._changed = changed
-        self._previous: list[ModuleTable] = []
-        self._flattens: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._previous = [table.copy() for table in self._tables.tables]
-        self._flattens = [attributes.get(_FLATTEN) for attributes in self._tables.rnns]
-        for table, stand_ins in zip(self._tables.tables, self._tables.stand_ins):
-            table.update(stand_ins)
-        for attributes in self._tables.rnns:
-            attributes[_FLATTEN] = _nothing
-
-    def __exit__(self, kind: object, *exc: object) -> None:
-        tables, _, values, rnns = self._tables
-        present = [*chain.from_iterable([table.values() for table in tables])]
-        error = None if len(present) == len(values) and all(map(is_, present, values)) else self._error()
-        for table, previous in zip(tables, self._previous):
-            table.update(previous)
-        for attributes, flatten in zip(rnns, self._flattens):
-            del attributes[_FLATTEN]
-            if flatten is not None:
-                attributes[_FLATTEN] = flatten
-        if error is not None and kind is None:
-            raise error
-
-    def _error(self) -> RuntimeError | None:
-        """The error where a stand-in was replaced. None: others were added."""
-        for table, stand_ins, previous in zip(self._tables.tables, self._tables.stand_ins, self._previous):
-            before = {**previous, **stand_ins}
-            if any([table.get(name, table) is not tensor for name, tensor in before.items()]):
-                return self._changed(table, before)
-        return None
-
-
 def _alias(real: Tensor, local: Tensor, trains: bool, description: str) -> Tensor:
     """A leaf on the memory of `local`, which has the values of a parameter.
 
@@ -447,7 +381,3 @@ def _alias(real: Tensor, local: Tensor, trains: bool, description: str) -> Tenso
     if attributes:  # that layers have set on their parameter; what an alias wraps is its own
         vars(alias).update({name: value for name, value in attributes.items() if name not in vars(alias)})
     return mark(alias, description)
-
-
-def _nothing() -> None:
-    pass

@@ -45,9 +45,10 @@ from pipeline.stage.batchnorm import DeferredBatchNorms
 from pipeline.stage.external import ExternalLeaves
 from pipeline.stage.inputs import InputCut, StageInputs
 from pipeline.stage.layers import StageLayers
-from pipeline.stage.parameters import Aliases, Swap
+from pipeline.stage.parameters import Aliases
 from pipeline.stage.records import ChunkGraph, ChunkRecord, OutputEdges, Path
 from pipeline.stage.split_backward import SplitBackward
+from pipeline.stage.swap import Swap
 from scheduler import Action, Kind
 
 RootFinder: TypeAlias = Callable[[OutputEdges], Roots]
