@@ -23,6 +23,7 @@ from pipeline.curvature.products.forward_mode import ConstantsWithoutGrad, is_so
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
 PARTS = 24  # of the list, a test each
 SMALL = 3000  # numbers in an operator's inputs; others are left out
+LARGE = 1e100  # a number; with larger ones derivatives overflow
 SPECIAL = {  # inputs in place of the operator's own
     "itself": lambda x: x,
     "zeros": torch.zeros_like,
@@ -32,7 +33,7 @@ SPECIAL = {  # inputs in place of the operator's own
     "signs": lambda x: torch.arange(x.numel()).sub(1).remainder(3).sub(1).view(x.shape).to(x),
     "bits": lambda x: torch.arange(x.numel()).remainder(2).view(x.shape).to(x),
 }
-UNDEFINED = ("svd", "pca_lowrank", "pinv", "eig")  # derivatives where singular values are equal: ordinary inputs alone
+UNDEFINED = ("svd", "pca_lowrank", "pinv", "eig", "polar")  # where singular values are equal: ordinary inputs alone
 BETWEEN_TYPES = ("bfloat16", "half", "float", "chalf", "cfloat")  # conversions, which round
 
 
@@ -78,7 +79,8 @@ def operators(part: int, samples: int) -> Iterator[tuple[str, Operator]]:
                 leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
                 places = [i for i, leaf in enumerate(leaves) if _is_input(leaf)]
                 inputs = [leaves[i].detach().clone() for i in places]
-                if number < samples and inputs and sum(tensor.numel() for tensor in inputs) <= SMALL:
+                is_small = sum(tensor.numel() for tensor in inputs) <= SMALL
+                if number < samples and inputs and is_small and not any((x.abs() > LARGE).any() for x in inputs):
                     place = _placer(leaves, spec, places)
                     name = f"{info.formatted_name}, sample {number}"
                     yield name, Operator(info.op, inputs, place, sample.output_process_fn_grad)
@@ -149,7 +151,7 @@ def test_where_forward_mode_is_believed_its_tangents_are_the_adjoints(part):
             compared += 1
             for tangent, expected in zip(tangents or (), wanted if tangents else (), strict=True):
                 defined = expected.isfinite()  # infinities and what comes of them may be either
-                if not torch.allclose(tangent[defined], expected[defined], rtol=1e-6, atol=1e-8):
+                if not torch.allclose(tangent[defined], expected[defined], rtol=1e-6, atol=1e-6):
                     wrong.append(f"{name}, {kind}: {tangent.flatten()[:4]}, expected {expected.flatten()[:4]}")
     assert not wrong, "\n".join(wrong)
     assert compared > 300
@@ -159,7 +161,7 @@ def test_where_forward_mode_is_believed_its_tangents_are_the_adjoints(part):
 
 NO_FUNCTIONS = (  # they give no gradient of a function, or none by labels, or ignore a part of the direction
     "as_strided_scatter", "cholesky", "eigh", "eigvalsh", "pinv_hermitian", "hinge_embedding", "cosine_embedding",
-    "max_unpool", "subgradients_at_zero", "functional_embedding",
+    "max_unpool", "subgradients_at_zero", "functional_embedding", "matrix_sqrth",
 )  # fmt: skip
 
 
