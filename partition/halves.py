@@ -24,7 +24,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
+
+from partition.graph import node_of
 
 __all__ = ["REENTRANT", "LateGrads", "Site", "ends_without", "held_by", "late_gradients", "survey", "waiting"]
 
@@ -83,7 +85,7 @@ def survey(
         may_wait: whether a leaf is a weight.
     """
     entered = Counter([target for node in nodes for target, _ in node.next_functions])  # edges that lead to a node
-    entered.update({root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node for root in roots})
+    entered.update(map(node_of, roots))
     names = [node.name() for node in nodes]
     if REENTRANT in names:
         return ()

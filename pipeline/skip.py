@@ -14,14 +14,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 from uuid import uuid4
 
 from torch import nn
 
 __all__ = ["skippable", "stash", "pop", "Namespace", "verify_skippables"]
-
-Self = TypeVar("Self", bound="Skippable")
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class Skippable(nn.Module):
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
 
-    def isolate(self: Self, namespace: Namespace, *, only: Iterable[str] | None = None) -> Self:
+    def isolate(self, namespace: Namespace, *, only: Iterable[str] | None = None) -> Self:
         """Put skips of this layer into a namespace, so that other layers may use the same names.
 
         Args:

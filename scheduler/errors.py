@@ -56,7 +56,8 @@ def refuse_unless_cost(name: str, number: Any, above: bool = False) -> None:
     scheduler.errors.ScheduleError: forward costs -1, but a cost is a finite number that is not negative. \
 Give forward as a number, one for each place, or a function that returns one.
     """
-    if isinstance(number, bool) or not isinstance(number, Real) or not _is_between(number):
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_number or not 0 <= number < sys.float_info.max:  # times are shown as floats
         raise ScheduleError(
             f"{name} costs {number!r}, but a cost is a finite number that is not negative. "
             f"Give {name} as a number, one for each place, or a function that returns one."
@@ -86,7 +87,3 @@ def one_each(name: str, value: Any, lanes: int, kind: str = "numbers") -> list[A
             f"{name} lists {len(listed)} {kind} but there are {lanes} lanes ({name}: {value}). List {lanes}."
         )
     return listed
-
-
-def _is_between(number: Any) -> bool:
-    return bool(0 <= number < sys.float_info.max)  # times are shown as floats

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
+from partition.graph import nodes_of
 from partition.halves import LateGrads, ends_without, late_gradients, survey, waiting
 
 __all__ = ["backward", "first_half", "second_half"]
@@ -42,7 +42,7 @@ def first_half(
         on_wait: called with each gradient that waits from now on.
     """
     weights = {id(parameter) for parameter in parameters}
-    sites = survey(outputs, _nodes(outputs), lambda leaf: id(leaf) in weights)
+    sites = survey(outputs, nodes_of(outputs), lambda leaf: id(leaf) in weights)
     with waiting(sites) as parts, ExitStack() as hooks:
         for site in sites:
             hooks.callback(site.node.register_prehook(partial(_tell, on_wait)).remove)
@@ -60,15 +60,3 @@ def second_half(parts: Sequence[LateGrads]) -> None:
     tails, grads = late_gradients(parts, "the layer")
     if tails:
         torch.autograd.backward(tails, grads)
-
-
-def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
-    """The nodes of the graph behind some tensors, each once."""
-    nodes: list[Any] = list(dict.fromkeys(get_gradient_edge(tensor).node for tensor in outputs))
-    seen = {None, *nodes}
-    for node in nodes:  # which grow
-        for producer, _ in node.next_functions:
-            if producer not in seen:
-                seen.add(producer)
-                nodes.append(producer)
-    return nodes

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
+from partition.graph import node_of, nodes_of
 from pipeline.common.interrupts import calls_users_code
 
 _engine = torch.autograd.Variable._execution_engine
@@ -76,25 +77,6 @@ def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | Gradient
         return Roots((), (), {}) if out is None or grad is None else Roots((out,), (grad,), {})
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out is not None and grad is not None]
     return Roots([out for out, _ in pairs], [grad for _, grad in pairs], {})
-
-
-def nodes_of(
-    roots: Iterable[Tensor | GradientEdge], until: Iterable[Tensor | GradientEdge] = (), ends: Iterable[Any] = ()
-) -> list[Any]:
-    """The nodes of the graph behind some tensors, each once, down to the tensors or edges of `until`.
-
-    `ends`: nodes that are left out, with all behind them.
-    """
-    seen: set[Any] = {None, *map(_node, until), *ends}  # None: no gradient is needed there
-    nodes = [node for node in dict.fromkeys(map(_node, roots)) if node not in seen]
-    seen.update(nodes)
-    add, append = seen.add, nodes.append
-    for node in nodes:  # which grow
-        for nearer, _ in node.next_functions:
-            if nearer not in seen:
-                add(nearer)
-                append(nearer)
-    return nodes
 
 
 def explore(
@@ -163,16 +145,9 @@ def holds(roots: Sequence[Tensor | GradientEdge], name: str) -> bool:
     return any(name in node.name() for node in nodes_of(roots))
 
 
-def _node(tensor: Tensor | GradientEdge) -> Any:
-    if isinstance(tensor, GradientEdge):
-        return tensor.node
-    node = tensor.grad_fn
-    return get_gradient_edge(tensor).node if node is None else node
-
-
 def edge(tensor: Tensor) -> GradientEdge:
     """The edge of the graph that leads to a tensor."""
-    return GradientEdge(_node(tensor), tensor.output_nr)
+    return GradientEdge(node_of(tensor), tensor.output_nr)
 
 
 @calls_users_code

@@ -57,32 +57,23 @@ class ScriptModuleTable(dict[str, Any]):
         """Leave the table: `update` follows and writes all values."""
 
 
-def modules_of(module: nn.Module) -> list[nn.Module]:
-    """All of `module.modules()`, in its order and in a quarter of its time.
+def modules_of(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of some modules, each once, in the order of `modules()` and in a quarter of its time.
 
     Example:
-        >>> [type(each).__name__ for each in modules_of(nn.Sequential(nn.ReLU(), nn.Tanh()))]
+        >>> [type(each).__name__ for each in modules_of([nn.Sequential(nn.ReLU(), nn.Tanh())])]
         ['Sequential', 'ReLU', 'Tanh']
     """
-    modules: dict[nn.Module, None] = {}
-    stack: list[nn.Module | None] = [module]
+    stack = list(reversed(roots))
+    seen: dict[int, nn.Module] = {}
     while stack:
-        submodule = stack.pop()
-        if submodule is not None and submodule not in modules:
-            modules[submodule] = None
-            if submodule._modules:
-                stack.extend(reversed(submodule._modules.values()))
-    return list(modules)
-
-
-def parameters_of(module: nn.Module) -> ModuleTable:
-    """The table of a module's own parameters.
-
-    Example:
-        >>> list(parameters_of(nn.Linear(2, 2)))
-        ['weight', 'bias']
-    """
-    return tables_of([module], "_parameters")[0]
+        module = stack.pop()
+        key = id(module)
+        if key not in seen:
+            seen[key] = module
+            if module._modules:
+                stack += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(seen.values())
 
 
 def buffers_of(module: nn.Module) -> ModuleTable:

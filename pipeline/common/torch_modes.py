@@ -66,7 +66,7 @@ class Ambient(NamedTuple):
             if whole_process:
                 stack.enter_context(_switched(self.switches))
             if present.saved_tensors_hooks != self.saved_tensors_hooks:
-                hooks = self.saved_tensors_hooks or (_as_it_is, _as_it_is)
+                hooks = self.saved_tensors_hooks or (as_it_is, as_it_is)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
             if present.function_modes != self.function_modes:
                 stack.enter_context(_function_modes(self.function_modes))
@@ -209,7 +209,8 @@ def switch(values: tuple[Any, ...]) -> None:
             put(value)
 
 
-def _as_it_is(tensor: Any) -> Any:
+def as_it_is(tensor: Any) -> Any:
+    """A tensor, for a hook that packs nothing."""
     return tensor
 
 

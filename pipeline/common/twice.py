@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from pipeline.common.graph import nodes_of
+from partition.graph import nodes_of
 
 _REMEDIES = {
     "scaled_dot_product": "Use torch.nn.attention.SDPBackend.MATH, or eager attention (attn_implementation='eager').",

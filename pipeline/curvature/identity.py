@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from partition.names import OF_EVERY_MODULE
+from partition.opaque import named
 from pipeline.common.containers import reader_of
 from pipeline.distributed.agreement import digest, values_in_words
 
@@ -28,7 +29,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def architecture(module: nn.Module) -> str:
     """The classes of all modules, with what they print of themselves."""
-    return "; ".join([f"{name} {_class_of(module)}({_printed(module)})" for name, module in module.named_modules()])
+    return "; ".join([f"{name} {named(module)}({_printed(module)})" for name, module in module.named_modules()])
 
 
 def identity(value: Any, depth: int = _DEPTH) -> str:
@@ -47,7 +48,7 @@ def identity(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, types.ModuleType):
         return value.__name__
     if depth == 0:
-        return _class_of(value)
+        return named(value)
     if isinstance(value, partial):
         return f"partial({', '.join(_identities((value.func, value.args, value.keywords), depth))})"
     if isinstance(value, (list, tuple)):
@@ -69,15 +70,11 @@ def identity(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, nn.Module):
         attributes = [identity(_attributes_of(item), depth - 1) for item in value.modules()]
         return f"{architecture(value)} {attributes} {values_in_words([*value.parameters(), *value.buffers()])}"
-    return f"{_class_of(value)} {identity(getattr(value, '__dict__', None), depth)}"
+    return f"{named(value)} {identity(getattr(value, '__dict__', None), depth)}"
 
 
 def _identities(values: Iterable[Any], depth: int) -> list[str]:
     return [identity(value, depth - 1) for value in values]
-
-
-def _class_of(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _printed(module: nn.Module) -> str:

@@ -27,7 +27,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
-from pipeline.common.graph import nodes_of
+from partition.graph import nodes_of
 from pipeline.common.twice import is_foreign, with_graphs
 
 

@@ -83,7 +83,7 @@ class Loss:
         self._is_single = len(rows) == 1 and not is_part
         self.is_counted = False  # not by loss_fn, which returned single losses
         self._has_fractions = False  # loss_fn returned counts that may not be whole
-        self._metrics = Metrics(self._name)
+        self.metrics = Metrics(self._name)
 
     @property
     def _name(self) -> str:
@@ -106,7 +106,7 @@ class Loss:
             The tensor to differentiate, and the factor that makes it the chunk's part of the whole.
         """
         value, trace = self._computed(output, target, self._rows[chunk], self._is_single)
-        value = self._metrics.record(chunk, value)
+        value = self.metrics.record(chunk, value)
         if isinstance(value, tuple):
             pair = self._checked_pair(value)
             if len(self._losses) != len(self._counts) or self.is_counted:
@@ -272,16 +272,6 @@ class Loss:
             f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
             "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen"
         )
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """Those of the mini-batch, by name."""
-        return self._metrics.values
-
-    @property
-    def metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The sum and the count of each metric of the mini-batch."""
-        return self._metrics.sums
 
     def _neither(self, reason: str) -> ValueError:
         return ValueError(

@@ -77,10 +77,6 @@ class DistributedCommunicator(Communicator):
     def _ranks(self) -> RankGroup:
         return self.topology.ranks
 
-    @property
-    def is_alone(self) -> bool:
-        return False
-
     # ------------------------------------------------------------------------------------------------ begin and end
 
     def __enter__(self) -> DistributedCommunicator:

@@ -131,6 +131,6 @@ class WeightedLossSums:
             share = value.double() * (1.0 if rule == "sum" else weight)
             # Where nothing counts the loss is nan, and counts as nothing.
             sums = {rule: torch.stack([torch.where(weight == 0, 0.0, share), weight])}
-            for name, (total, count) in loss.metric_sums.items():
+            for name, (total, count) in loss.metrics.sums.items():
                 sums[_METRIC + name] = torch.stack([total, count.to(total.device)])
             return sums

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.common.graph import nodes_of
+from partition.graph import nodes_of
 from pipeline.common.interrupts import DeferredSignals, calls_users_code
 from pipeline.distributed.wrapped import OF_PARTS, refuse_parts, refuse_reduced
 from pipeline.entry.forward import Backward, GradientHandover
@@ -77,12 +77,12 @@ def _backward(loss: Tensor, leaves: Sequence[_GraphLeaf], update: EagerUpdate) -
     """In one run or two."""
     factor: Tensor | None = None
     if update.needs_two_runs:
-        trial = update.run(only_norms=True)
+        trial = EagerStep(update, only_norms=True)
         _run(loss, leaves, trial, retain=True)
         order = {id(param): index for index, param in enumerate(update.params)}
         norms = [norm for key, (_, norm) in sorted(trial.norms.items(), key=lambda item: order.get(item[0], 0))]
         factor = factor_of(update, joined_norm(norms))
-    step = update.run(factor)
+    step = EagerStep(update, factor)
     with update.guarded(step):
         _run(loss, leaves, step, retain=False)
         step.take_grads(update.params)  # left by a backward within the backward

@@ -58,12 +58,12 @@ class EagerSink(Sink):
         check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
         norm: Tensor | None = None
         if update.needs_two_runs:
-            norms, state = update.run(only_norms=True), run.state_of_loss()
+            norms, state = EagerStep(update, only_norms=True), run.state_of_loss()
             trial = EagerRun(update, norms, named).play(run)[0]
             norm = _norm(norms, trial, named)
             run.again(trial)
             state.put_back()
-        step = update.run(None if norm is None else factor_of(update, norm))
+        step = EagerStep(update, None if norm is None else factor_of(update, norm))
         with update.guarded(step, run.execution.communicator.is_alone):
             call, loss, external, metrics = EagerRun(update, step, named).play(run)
             with call:
@@ -125,7 +125,7 @@ class EagerRun:
         inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]
         self._take_all(summed([*inputs, *pairs]), call, is_all=not finalizers)  # two inputs may share one gradient
         is_trial = self.step.only_norms
-        verdict = Verdict(loss.value if call.execution.has_last else None, None, reached, is_trial, loss.metrics)
+        verdict = Verdict(loss.value if call.execution.has_last else None, None, reached, is_trial, loss.metrics.values)
         value, _, reached, _, metrics = call.communicator.agree(verdict)
         check_reached(reached)
         assert value is not None  # the last stage's process has it

@@ -48,14 +48,12 @@ class Origin:
         self._shared = list(_shared(layers))
         self._containers: list[tuple[str, weakref.ref[nn.Module]]] = []
         if model is not None:
-            names = {name: None for in_model in in_models for name in in_model.settings}
-            self._containers = [(name, weakref.ref(model.get_submodule(name))) for name in names]
+            owners = {name: model.get_submodule(name) for in_model in in_models for name in in_model.settings}
+            self._containers = [(name, weakref.ref(owner)) for name, owner in owners.items()]
             self._places += _places(model, in_models)
             self._settings += _settings(model, in_models, [name for name, _ in self._shared])
-            owners = [
-                model.get_submodule(name) for name in {name for in_model in in_models for name in in_model.settings}
-            ]
-            self._references = [(weakref.ref(owner), ids) for owner in owners if (ids := _reference_ids(owner))]
+            pairs = [(weakref.ref(owner), _reference_ids(owner)) for owner in owners.values()]
+            self._references = [(owner, ids) for owner, ids in pairs if ids]
 
     def __reduce__(self) -> tuple[type[Origin], tuple[None, Modes]]:
         return Origin, (None, self.modes)

@@ -8,11 +8,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 _BUILT_WITH = frozenset(["balance", "devices", "workers", "group", "replicas", "timeout", "heartbeat", "materialize"])
 

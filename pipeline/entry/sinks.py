@@ -53,7 +53,7 @@ class LossSink(Sink):
         metrics: what is reported beside it, of a loss that all chunks have been added to.
     """
 
-    def __init__(self, metrics: Callable[[Loss], Mapping[str, Tensor]] = lambda loss: loss.metrics) -> None:
+    def __init__(self, metrics: Callable[[Loss], Mapping[str, Tensor]] = lambda loss: loss.metrics.values) -> None:
         self._metrics = metrics
 
     def run(self, run: RunWithLoss) -> Step:
@@ -222,7 +222,7 @@ def collect(call: Call, loss: Loss) -> tuple[list[Pair], Tensor, bool, Mapping[s
     if averager is not None:
         pairs = averager.average(pairs, own_divisor)
     hooks = any([has_hooks(owner) for owner, _ in [*inputs, *pairs]])
-    verdict = Verdict(loss.value if has_loss else None, own_divisor, reached, hooks, loss.metrics)
+    verdict = Verdict(loss.value if has_loss else None, own_divisor, reached, hooks, loss.metrics.values)
     value, divisor, reached, hooks, metrics = call.communicator.agree(verdict)
     assert value is not None  # the last stage's process has it
     check_reached(reached)

@@ -273,7 +273,8 @@ class Call:
             find_roots, wanted = partial(self._at_end, chunk), True
         else:
             output_grads = self.execution.take_grads(stage, chunk)
-            find_roots, wanted = partial(_at_outputs, output_grads), _has_any(output_grads)
+            find_roots = partial(_at_outputs, output_grads)
+            wanted = any([grad is not None for grads in output_grads for grad in grads])
         if setup.traces and (stage, chunk) in setup.recompute:
             find_roots = partial(self._begin_recomputed, stage, chunk, find_roots)
         grads = run.backward(chunk, find_roots, wanted, retain)
@@ -410,14 +411,6 @@ class Call:
 
 class DrewError(Exception):
     """A stage drew from a default generator of the host that had never done so."""
-
-
-def _has_any(output_grads: Sequence[Grads]) -> bool:
-    for grads in output_grads:
-        for grad in grads:
-            if grad is not None:
-                return True
-    return False
 
 
 def _at_outputs(output_grads: Sequence[Grads], output_edges: OutputEdges) -> Roots:

@@ -212,17 +212,14 @@ class Communicator(ABC):
         exchange: what travels between the processes.
         gradients: adds up what stages computed for one parameter.
         averager: averages gradients over replicas. None: there are none, or this call has no gradients.
+        is_alone: whether no other process takes part: this one has every stage, and there are no replicas.
     """
 
     topology: Topology
     exchange: Exchange
     gradients: Gradients
     averager: Averager | None = None
-
-    @property
-    @abstractmethod
-    def is_alone(self) -> bool:
-        """Whether no other process takes part: this one has every stage, and there are no replicas."""
+    is_alone = False
 
     @abstractmethod
     def __enter__(self) -> Communicator: ...

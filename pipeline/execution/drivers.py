@@ -64,6 +64,9 @@ class Driver:
         layers: those of each stage.
         lane_of: the lane of each stage.
         workers: see above.
+
+    Attributes:
+        has_threads: whether several threads may compute at a time.
     """
 
     def __init__(
@@ -81,11 +84,7 @@ class Driver:
         if uses_threads(workers, places):
             self._groups = _groups(lane_of, places, separate=workers == "threads")
             self._locks = _locks(places, layers)
-
-    @property
-    def has_threads(self) -> bool:
-        """Whether several threads may compute at a time."""
-        return len(self._groups) > 1
+        self.has_threads = len(self._groups) > 1
 
     def run(self, phase: Phase, perform: Perform, draws: bool, ambient: Ambient, in_turns: bool) -> None:
         """Run a phase.

@@ -57,6 +57,8 @@ class GradientProduct(Product):
         of_owners: (parameter, cotangent of its gradient) by the parameter's id.
     """
 
+    sends_gradient = True
+
     def __init__(
         self,
         execution: Execution,
@@ -137,10 +139,6 @@ class GradientProduct(Product):
         return inputs
 
     # --------------------------------------------------------------------------------------------------- what B does
-
-    @property
-    def sends_gradient(self) -> bool:
-        return True
 
     def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> LeafGrads:
         (tree,) = graph.outputs.trees

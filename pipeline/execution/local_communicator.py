@@ -86,14 +86,12 @@ class LocalGradients(Gradients):
 class LocalCommunicator(Communicator):
     """The communicator of a process that has every stage."""
 
+    is_alone = True
+
     def __init__(self) -> None:
         self.topology = LocalTopology()
         self.exchange = LocalExchange()
         self.gradients = LocalGradients()
-
-    @property
-    def is_alone(self) -> bool:
-        return True
 
     def __enter__(self) -> LocalCommunicator:
         return self

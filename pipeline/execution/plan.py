@@ -67,22 +67,21 @@ def _plan(
     schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devices: Sequence[object], one_rank: OneRank | None
 ) -> CallPlan:
     """The plan of all lanes, or of one rank's."""
-    if one_rank is not None:
-        rank, values = one_rank
-        rank_phases = tuple([
-            Phase((orders[rank],), orders[rank], None, (), P2PPlan(orders, values, schedule.placement, rank))
-            for orders in parts
-        ])
-        device_orders: tuple[tuple[Action, ...], ...] = (tuple(action for orders in parts for action in orders[rank]),)
-        by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
-        return CallPlan(schedule, rank_phases, device_orders, by_mode)
     phases: list[Phase] = []
     merged: tuple[Action, ...] = ()
-    for orders in parts:
-        needs = needs_of(orders, schedule.stages, schedule.split)
-        phases.append(Phase(orders, merged_order(orders, needs, merged), needs, merged))
-        merged += phases[-1].merged
-    distinct = list(dict.fromkeys(devices))
-    device_orders = tuple(tuple(action for action in merged if devices[action.stage] == device) for device in distinct)
+    if one_rank is not None:
+        rank, values = one_rank
+        for orders in parts:
+            p2p_plan = P2PPlan(orders, values, schedule.placement, rank)
+            phases.append(Phase((orders[rank],), orders[rank], None, (), p2p_plan))
+            merged += orders[rank]
+        device_orders = [merged]
+    else:
+        for orders in parts:
+            needs = needs_of(orders, schedule.stages, schedule.split)
+            phases.append(Phase(orders, merged_order(orders, needs, merged), needs, merged))
+            merged += phases[-1].merged
+        distinct = dict.fromkeys(devices)
+        device_orders = [tuple(action for action in merged if devices[action.stage] == device) for device in distinct]
     by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
-    return CallPlan(schedule, tuple(phases), device_orders, by_mode)
+    return CallPlan(schedule, tuple(phases), tuple(device_orders), by_mode)

@@ -63,7 +63,7 @@ def differentiate(
         if roots:
             with hooks_asleep(external), gate.closed(), ExitStack() as stack:
                 for stage in stages:  # a layer's own torch.utils.checkpoint runs its forward now
-                    stack.enter_context(stage.on_views(views))
+                    stack.enter_context(stage.aliases.stand_back(views))
                     stack.enter_context(stage.differentiating())
                 derivatives = torch.autograd.grad(
                     roots, wanted + targets, root_grads, create_graph=create_graph, retain_graph=True,

@@ -42,42 +42,32 @@ class TraceRecorder:
     def __init__(self, lanes: int, turns: Sequence[Sequence[int]] = ()) -> None:
         self.lanes = lanes
         self._turns = turns
-        self._events: list[Event] = []
-        self._calls: list[Span] = []
+        self.events: list[Event] = []
+        self.steps: list[Span] = []
 
     def record(self, event: Event) -> None:
         """Note what ran, in seconds of `perf_counter`."""
-        self._events.append(event)
+        self.events.append(event)
 
     def record_step(self, begun: float, ended: float) -> None:
         """Note when a step began and ended in this process."""
-        self._calls.append((begun, ended))
+        self.steps.append((begun, ended))
 
     def __len__(self) -> int:
         """The number of recorded actions."""
-        return len(self._events)
+        return len(self.events)
 
     def forget_from(self, number: int) -> None:
         """Forget the actions from this number on, which run again."""
-        del self._events[number:]
-
-    @property
-    def events(self) -> Sequence[Event]:
-        """All actions so far."""
-        return self._events
-
-    @property
-    def steps(self) -> Sequence[Span]:
-        """The span of each step so far, over the processes that `join` has brought together."""
-        return self._calls
+        del self.events[number:]
 
     def join(self, events: Sequence[Event], steps: Sequence[Span]) -> None:
         """Replace the events, and the spans of steps, by those of all processes."""
-        self._events = list(events)
-        self._calls = list(steps)
+        self.events = list(events)
+        self.steps = list(steps)
 
     @property
     def timeline(self) -> Timeline:
         """All actions so far, in seconds since the first began."""
-        step = self._calls[0] if len(self._calls) == 1 else None  # what is outside several nobody asks
-        return Timeline.measured(self._events, self.lanes, self._turns, step)
+        step = self.steps[0] if len(self.steps) == 1 else None  # what is outside several nobody asks
+        return Timeline.measured(self.events, self.lanes, self._turns, step)

@@ -133,15 +133,6 @@ class EagerUpdate:
         if self._per_parameter is not None:
             self._per_parameter.begin()
 
-    def run(self, factor: Tensor | None = None, only_norms: bool = False) -> EagerStep:
-        """A run of forward and backward.
-
-        Args:
-            factor: multiply all gradients by it first.
-            only_norms: update nothing.
-        """
-        return EagerStep(self, factor, only_norms)
-
     @contextmanager
     def guarded(self, step: EagerStep, alone: bool = True) -> Iterator[None]:
         """Within: a failure after an update leaves the step torn. `alone`: no other process updates its own."""
@@ -189,9 +180,15 @@ def _acknowledge_after_loading(update: EagerUpdate, optimizer: torch.optim.Optim
 
 
 class EagerStep:
-    """One run of forward and backward: the parameters that were updated, and the norms."""
+    """One run of forward and backward: the parameters that were updated, and the norms.
 
-    def __init__(self, update: EagerUpdate, factor: Tensor | None, only_norms: bool) -> None:
+    Args:
+        update: takes the gradients.
+        factor: multiply all gradients by it first.
+        only_norms: update nothing.
+    """
+
+    def __init__(self, update: EagerUpdate, factor: Tensor | None = None, only_norms: bool = False) -> None:
         self._update = update
         self._factor = factor
         self.only_norms = only_norms

@@ -71,7 +71,7 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
     check_flag("nested", nested)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every is {every!r}. Use a positive integer: 1 for every block, 2 for every second.")
-    _refuse_own_checkpointing(model, modules_of(model))
+    _refuse_own_checkpointing(model, modules_of([model]))
     modules = list(_walk(model))
     matching = [(name, module) for name, module in modules if _matches(match, name, module)]
     if not matching:
@@ -176,7 +176,7 @@ class _Patch:
                 "around it, or a Pipe). Use checkpoint='never' in the Pipe, checkpoint one of the two, or allow it "
                 "with checkpoint_blocks(..., nested=True) at the cost of one more forward."
             )
-        modules = modules_of(block)
+        modules = modules_of([block])
         _refuse_own_checkpointing(block, modules)
         _refuse_caches(description, (*args, *kwargs.values()))
         compares = self._cadence.next(tuple([module.training for module in modules]))

@@ -21,8 +21,9 @@ from torch._C._autograd import _make_saved_tensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from partition.graph import nodes_of
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import OF_SCRIPTS, holds, nodes_of
+from pipeline.common.graph import OF_SCRIPTS, holds
 from pipeline.common.interrupts import DeferredSignals, calls_users_code
 from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import detached, versions

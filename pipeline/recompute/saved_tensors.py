@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.errors import CheckpointError
-from pipeline.common.torch_modes import eagerly
+from pipeline.common.torch_modes import as_it_is, eagerly
 from pipeline.data.pytrees import versions
 from pipeline.recompute.fingerprints import EntrySample, sample
 
@@ -135,7 +135,7 @@ class SavedTensors:
                 raise _AllSlotsFilled
             return saved
 
-        _hooks._push_saved_tensors_default_hooks(keep, _as_it_is)
+        _hooks._push_saved_tensors_default_hooks(keep, as_it_is)
         try:
             result = compute()
         except (_AllSlotsFilled, Exception):  # torch.jit makes another exception of it
@@ -150,7 +150,3 @@ class SavedTensors:
 
 def _refill(saved: SavedTensors) -> None:
     saved._recompute(saved)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from pipeline.common.graph import nodes_of
+from partition.graph import nodes_of
 from pipeline.common.twice import is_foreign
 from pipeline.data.pytrees import Bundle, Tree
 from pipeline.stage.stage import StageRun
@@ -25,11 +25,7 @@ class EarlierForwards(Forwards):
     def __init__(self, stage: StageRun) -> None:
         self.snapshot = stage.snapshot
         self._stage = stage
-        self._is_doubtful = False
-
-    @property
-    def is_doubtful(self) -> bool:
-        return self._is_doubtful
+        self.is_doubtful = False
 
     @contextmanager
     def standing(self) -> Iterator[None]:
@@ -51,7 +47,7 @@ class EarlierForwards(Forwards):
         self._stage.check_unchanged(chunk)
         graph = compute()
         self.snapshot.check_same(chunk, [tensor.detach() for tensor in graph.outputs.tensors])
-        self._is_doubtful = self._is_doubtful or any(map(is_foreign, nodes_of(graph.roots)))
+        self.is_doubtful = self.is_doubtful or any(map(is_foreign, nodes_of(graph.roots)))
         return graph
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from partition.names import NamedLayer
 from pipeline.common.interrupts import calls_users_code
+from pipeline.common.module_tables import modules_of
 from pipeline.data.pytrees import Bundle, Tree, flatten
 from pipeline.data.values import Values
 from pipeline.recompute.randomness import quiet_layers, unobserved
@@ -43,7 +44,7 @@ class StageLayers:
     def __init__(self, index: int, first: int, layers: Sequence[nn.Module], values: Values) -> None:
         self.index = index
         self.numbered = tuple(enumerate(layers, first))
-        self.modules = _modules(layers)
+        self.modules = modules_of(layers)
         self.passes_one = len(values.rows) == len(values.made_by)
         self._popped = [row.name for row in values.read_by[index] if isinstance(row.name, Key)]
         self._stashed = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
@@ -111,17 +112,3 @@ def _in_words(index: int, layer: nn.Module) -> str:
     in_model = layer.in_model if isinstance(layer, NamedLayer) else None
     names = [type(layer).__name__] if in_model is None else [name for name in in_model.names if name]
     return f"layer {index} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-
-
-def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """All modules of some layers, each once, parents first."""
-    stack = list(reversed(layers))
-    seen: dict[int, nn.Module] = {}
-    while stack:
-        module = stack.pop()
-        key = id(module)
-        if key not in seen:
-            seen[key] = module
-            if module._modules:
-                stack += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(seen.values())

@@ -144,10 +144,6 @@ class Aliases:
             self._check_flags()
         return others
 
-    def may_wait(self, leaf: Tensor) -> bool:
-        """Whether a leaf is one of these aliases, whose gradient may be computed later than the others."""
-        return id(leaf) in self._trained
-
     @property
     def owners(self) -> set[int]:
         """The ids of the real parameters."""

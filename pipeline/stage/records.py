@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipeline.common.graph import constants, edge, nodes_of
+from partition.graph import nodes_of
+from pipeline.common.graph import constants, edge
 from pipeline.data.pytrees import Bundle
 from pipeline.stage.inputs import StageInputs
 
@@ -33,14 +34,11 @@ class OutputEdges(NamedTuple):
     def of(cls, outputs: Bundle, whole: bool) -> OutputEdges:
         """The edges of some outputs; `whole`: keep the outputs too."""
         if len(outputs.tensors) == len(outputs.trees) == 1:  # the usual case
-            (tensor,) = outputs.tensors
-            if whole:
-                return cls([tensor if tensor.requires_grad else None], (1,), outputs)
-            return cls([edge(tensor) if tensor.requires_grad else None], (1,), None)
-        sizes = tuple([len(tree.tensors) for tree in outputs.trees])
-        if whole:
-            return cls([tensor if tensor.requires_grad else None for tensor in outputs.tensors], sizes, outputs)
-        return cls([edge(tensor) if tensor.requires_grad else None for tensor in outputs.tensors], sizes, None)
+            sizes: tuple[int, ...] = (1,)
+        else:
+            sizes = tuple([len(tree.tensors) for tree in outputs.trees])
+        edges = [(tensor if whole else edge(tensor)) if tensor.requires_grad else None for tensor in outputs.tensors]
+        return cls(edges, sizes, outputs if whole else None)
 
 
 class ChunkGraph(NamedTuple):

@@ -24,17 +24,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from partition.graph import nodes_of
 from partition.halves import Site, ends_without, survey
 from pipeline.common.call_lock import run_in
 from pipeline.common.errors import CheckpointError, DroppedError
-from pipeline.common.graph import (
-    OF_SCRIPTS,
-    Roots,
-    holds,
-    nodes_of,
-    refuse_tangents,
-    run_backward,
-)
+from pipeline.common.graph import OF_SCRIPTS, Roots, holds, refuse_tangents, run_backward
 from pipeline.common.profiling import named
 from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
@@ -48,7 +42,6 @@ from pipeline.stage.layers import StageLayers
 from pipeline.stage.parameters import Aliases
 from pipeline.stage.records import ChunkGraph, ChunkRecord, OutputEdges, Path
 from pipeline.stage.split_backward import SplitBackward
-from pipeline.stage.swap import Swap
 from scheduler import Action, Kind
 
 RootFinder: TypeAlias = Callable[[OutputEdges], Roots]
@@ -329,7 +322,8 @@ class StageRun:
         """The uses of weights whose gradients W can compute. In I and not in F, which others wait for."""
         if not graph.nodes:
             return ()
-        return survey([root for root in graph.edges.edges if root is not None], graph.nodes, self.aliases.may_wait)
+        roots = [root for root in graph.edges.edges if root is not None]
+        return survey(roots, graph.nodes, lambda leaf: id(leaf) in self.aliases)
 
     def _seed_backward(self, chunk: int) -> None:
         if self.ends_in_loss or not self.layers.is_quiet or not unobserved():
@@ -429,7 +423,7 @@ class StageRun:
         return run_in(self._settings.context, self._composed, chunk, read, views)
 
     def _composed(self, chunk: int, read: Bundle, views: dict[int, Tensor]) -> Bundle:
-        with self._around_recomputation(chunk), self.on_views(views):
+        with self._around_recomputation(chunk), self.aliases.stand_back(views):
             outputs = self.layers.run(chunk, read.build(self.layer_inputs(chunk, read.tensors)), self.seeder.seed)
         refuse_tangents(outputs.tensors)
         self.snapshot.check_same(chunk, outputs.tensors)
@@ -452,10 +446,6 @@ class StageRun:
             outputs = self.layers.run(chunk, values, self.seeder.seed)
         self.seeder.settle()
         return outputs
-
-    def on_views(self, views: dict[int, Tensor]) -> Swap:
-        """Within: the modules compute with `views` of the real parameters."""
-        return self.aliases.stand_back(views)
 
     # ------------------------------------------------------------------------------------------------- gradients
 

@@ -70,14 +70,11 @@ class Forwards(ABC):
 
     Attributes:
         snapshot: the state that recomputations must find as it was.
+        is_doubtful: whether a layer has an autograd.Function of the user's, as far as is known.
     """
 
     snapshot: ForwardSnapshot
-
-    @property
-    @abstractmethod
-    def is_doubtful(self) -> bool:
-        """Whether a layer has an autograd.Function of the user's, as far as is known."""
+    is_doubtful: bool
 
     @abstractmethod
     def standing(self) -> AbstractContextManager[None]:
@@ -200,7 +197,7 @@ class StageRule:
         pushed = []
         for number, parts in enumerate(self.parameters.directions(tangents)):
             outs, along = self._paired(grads, parts)
-            second = _grads(outs, seeds, along, not self.parameters.is_last(number))
+            second = gradients_of(outs, seeds, along, retain=not self.parameters.is_last(number))
             pushed.append([seed.detach() if grad is None else grad for seed, grad in zip(seeds, second, strict=True)])
         return pushed
 
@@ -270,12 +267,7 @@ class StageRule:
         """
         twice = bool(tangents)
         seeds = [None if grad is None else grad.detach().requires_grad_(twice) for grad in first]
-        live = [(root, seed) for root, seed in zip(graph.roots, seeds, strict=True) if seed is not None]
-        with self.parameters.hooks_asleep():
-            grads = gradients_of(
-                [root for root, _ in live], self.targets(graph), [seed for _, seed in live], twice
-            )
-        return self.differentiated(graph, tangents, grads, seconds, wanted)
+        return self.differentiated(graph, tangents, self._pulled(graph, seeds, twice), seconds, wanted)
 
     def pull_end(
         self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]], first: Grads
@@ -287,11 +279,8 @@ class StageRule:
             derivatives by l.
         """
         seeds = [None if grad is None else grad.detach().requires_grad_() for grad in first]
-        live = [(root, seed) for root, seed in zip(graph.roots, seeds, strict=True) if seed is not None]
-        seeds_of_roots = [seed for _, seed in live]
-        with self.parameters.hooks_asleep():
-            grads = gradients_of([root for root, _ in live], self.targets(graph), seeds_of_roots, True)
-        back = self.differentiated(graph, tangents, grads, (), False, seeds_of_roots)
+        seeds_of_roots = [seed for seed in seeds if seed is not None]
+        back = self.differentiated(graph, tangents, self._pulled(graph, seeds, True), (), False, seeds_of_roots)
         derivatives = iter(back.derivative[len(self.targets(graph)) :])
         return back, tuple([None if seed is None else next(derivatives) for seed in seeds])
 
@@ -319,7 +308,7 @@ class StageRule:
                     outs.append(root)
                     along.append(grad)
             with self.parameters.hooks_asleep():
-                products.append(_grads(outs, targets, along, not self.parameters.is_last(number)))
+                products.append(gradients_of(outs, targets, along, retain=not self.parameters.is_last(number)))
         first = tuple([None if grad is None else grad.detach() for grad in grads])
         return self._handed(graph, first if wanted else None, products, first)
 
@@ -327,15 +316,21 @@ class StageRule:
         self, graph: ProductGraph, cotangents: Sequence[Grads], gradient: Grads | None
     ) -> LeafGrads:
         """B of J^T A J: plain backwards of each direction's cotangents, and of the loss's where it is wanted."""
-        targets, products = self.targets(graph), []
         groups = [*cotangents] if gradient is None else [gradient, *cotangents]
-        for remaining, grads in zip(range(len(groups) - 1, -1, -1), groups, strict=True):
-            live = [(root, grad) for root, grad in zip(graph.roots, grads, strict=True) if grad is not None]
-            retain = remaining > 0 or bool(self.parameters.captured)
-            with self.parameters.hooks_asleep():
-                products.append(_grads([root for root, _ in live], targets, [grad for _, grad in live], retain))
+        last = None if self.parameters.captured else len(groups) - 1
+        products = [self._pulled(graph, grads, retain=number != last) for number, grads in enumerate(groups)]
         first = None if gradient is None else products.pop(0)
         return self._handed(graph, first, products, first)
+
+    def _pulled(
+        self, graph: ProductGraph, seeds: Sequence[Tensor | None], create_graph: bool = False, retain: bool = True
+    ) -> Grads:
+        """A plain backward of the graph. `seeds`: for each root."""
+        live = [(root, seed) for root, seed in zip(graph.roots, seeds, strict=True) if seed is not None]
+        with self.parameters.hooks_asleep():
+            return gradients_of(
+                [root for root, _ in live], self.targets(graph), [seed for _, seed in live], create_graph, retain
+            )
 
     def _handed(
         self, graph: ProductGraph, gradient: Grads | None, products: Sequence[Grads], first: Grads | None
@@ -364,22 +359,18 @@ def adjoint(stage: StageRule, chunk: int, inbox: Inbox, drops: bool) -> GraphWit
     return graph, stage.push(graph, inbox.tangents) if graph.roots else [[] for _ in inbox.tangents]
 
 
-def _grads(outs: Sequence[Tensor], targets: Sequence[Tensor], along: Sequence[Tensor], retain: bool) -> Grads:
-    """`torch.autograd.grad`, also where there is nothing to differentiate."""
-    if not outs or not targets:
-        return (None,) * len(targets)
-    with without_autocast():
-        return gradients(outs, targets, along, retain)
-
-
 def gradients_of(
-    outs: Sequence[Tensor], targets: Sequence[Tensor], along: Sequence[Tensor], create_graph: bool
+    outs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    along: Sequence[Tensor],
+    create_graph: bool = False,
+    retain: bool = True,
 ) -> Grads:
-    """The first derivative, with its graph where there is to be a second one; the graph of `outs` stays."""
+    """`torch.autograd.grad`, also where there is nothing to differentiate; the graph of `outs` stays as a rule."""
     if not outs or not targets:
         return (None,) * len(targets)
     with without_autocast():
-        return gradients(outs, targets, along, True, create_graph)
+        return gradients(outs, targets, along, retain, create_graph)
 
 
 def live_of(outputs: Bundle) -> tuple[int, ...]:

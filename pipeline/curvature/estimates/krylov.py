@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.torch_modes import in_full_precision
+from pipeline.curvature.estimates.resume import from_host, on_host
 from pipeline.curvature.linear import finite
 from pipeline.curvature.space import HOST, Space, Vec, add_, scale_
 
@@ -120,14 +121,11 @@ class Basis:
 
     def slabs(self) -> list[list[Tensor]]:
         """All memory of the rows, [slab][shard], on the CPU: what `restored` takes. Not to be written to."""
-        return [[shard.cpu() for shard in slab] for slab in self._slabs]
+        return on_host(self._slabs)
 
     def restored(self, slabs: Sequence[Sequence[Tensor]], rows: int) -> Basis:
         """This basis with the rows that another one had, in the same memory layout, so that sums round alike."""
-        targets = self.space.zeros()
-        self._slabs = [
-            [shard.to(target, copy=True) for shard, target in zip(slab, targets, strict=True)] for slab in slabs
-        ]
+        self._slabs = from_host(self.space, slabs)
         self._rows = rows
         return self
 

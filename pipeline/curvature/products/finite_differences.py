@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.common.graph import nodes_of
+from partition.graph import nodes_of
 
 
 class Precision(NamedTuple):

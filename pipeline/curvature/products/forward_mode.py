@@ -36,7 +36,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from pipeline.common.graph import OF_SCRIPTS, nodes_of
+from partition.graph import nodes_of
+from pipeline.common.graph import OF_SCRIPTS
 from pipeline.common.twice import is_foreign
 from pipeline.data.tangents import Inbox
 from pipeline.recompute.policy import checkpointing

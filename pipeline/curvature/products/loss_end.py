@@ -133,7 +133,7 @@ class LossProduct(ChunkLosses):
             leaves = [tensor.detach().requires_grad_(whole.requires_grad) for tensor, whole in pairs]
             loss, weight, _ = halves.computed(halves.loss, half, tree, leaves, leaves)
             wanted = [tensor for tensor in leaves if tensor.requires_grad]
-            grads = iter(gradients_of([loss], wanted, [torch.full_like(loss, weight)], False))
+            grads = iter(gradients_of([loss], wanted, [torch.full_like(loss, weight)]))
             halves.compare(
                 half,
                 Tree(tuple(leaves), tree.skeleton),

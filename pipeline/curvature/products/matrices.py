@@ -28,10 +28,7 @@ class HessianProduct(ProductCall):
     """The Hessian of the loss by the parameters, times vectors."""
 
     name = "Hessian"
-
-    @property
-    def sends_gradient(self) -> bool:
-        return True
+    sends_gradient = True
 
     def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> LeafGrads:
         (tree,) = graph.outputs.trees
@@ -67,7 +64,7 @@ class HessianProduct(ProductCall):
         """The last stage's gradient of the loss, for `error_along`."""
         (tree,) = graph.outputs.trees
         loss, initial_grad = self.loss_end.aside(chunk, tree, tree.tensors)
-        return gradients_of([loss], targets, [initial_grad], False)
+        return gradients_of([loss], targets, [initial_grad])
 
 
 class FirstOrderProduct(ProductCall):

@@ -46,11 +46,7 @@ class NewForwards(Forwards):
         self._inspect = inspect
         self._is_cut = is_cut
         self._is_inspected = False
-        self._is_doubtful = False
-
-    @property
-    def is_doubtful(self) -> bool:
-        return self._is_doubtful
+        self.is_doubtful = False
 
     def standing(self) -> AbstractContextManager[None]:
         return self._parameters.aliases.stand_in()
@@ -83,7 +79,7 @@ class NewForwards(Forwards):
                     continue
                 refuse_marked(leaf, self._layers.name, "part of the product")
                 parameters.learn(leaf)
-            self._is_doubtful = self._inspect(self._layers, chunk, graph)
+            self.is_doubtful = self._inspect(self._layers, chunk, graph)
         self._is_inspected = True  # now: what was refused is refused again
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:

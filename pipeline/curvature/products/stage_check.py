@@ -170,7 +170,7 @@ def of_gradient(first: Grads, second: Grads) -> FunctionAt:
             for root, grad, tangent in zip(graph.roots, first, second, strict=True)
             if grad is not None
         ]
-        return gradients_of([root for root, _ in pairs], targets, [grad for _, grad in pairs], False)
+        return gradients_of([root for root, _ in pairs], targets, [grad for _, grad in pairs])
 
     return at
 

@@ -68,10 +68,6 @@ class DataParallelCommunicator(Communicator):
         self.averager: ReplicaAverager = ReplicaAverager(replicas, layout, calls, forward_descriptions)
         self.topology, self.exchange, self.gradients = inner.topology, inner.exchange, inner.gradients
 
-    @property
-    def is_alone(self) -> bool:
-        return False
-
     # ------------------------------------------------------------------------------------------------ begin and end
 
     def __enter__(self) -> DataParallelCommunicator:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import sys
 import traceback as tracebacks
 from typing import NamedTuple
 
@@ -161,8 +160,6 @@ def _exception_type(type_name: str) -> type[Exception] | None:
 
 
 def _module(name: str) -> object:
-    if name in sys.modules:
-        return sys.modules[name]
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit):  # an import can run any code

@@ -35,7 +35,7 @@ from torch.nn.utils import parametrize
 
 from partition.compilation import uncompiled
 from partition.contents import unwritten
-from pipeline.common.module_tables import buffers_of, training_flags
+from pipeline.common.module_tables import buffers_of, modules_of, training_flags
 from pipeline.common.torch_modes import without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, row_dim, row_sizes
 from pipeline.data.pytrees import Tree
@@ -70,15 +70,10 @@ class Probe:
         self._another = batch.mini_batches[-1]
         self._rows = min(sum(self._batch.rows), max(2, self._batch.rows[0]))
         own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
-        modules = [module for layers in own_stages for top in layers for module in top.modules()]
-        self._modules = list({id(module): module for module in modules}.values())
+        self._modules = modules_of([top for layers in own_stages for top in layers])
         self._in_eval_mode = False
         lanes = Counter(setup.plan.schedule.placement.lane_of)
         self._shares_process = len(own_stages) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
-
-    @property
-    def _has_last(self) -> bool:
-        return self._communicator.topology.has(len(self._setup.stages) - 1)
 
     def check(self) -> None:
         """Raise if the mini-batch cannot be cut.
@@ -219,7 +214,7 @@ class Probe:
             return  # such as statistics of all rows, which each chunk gathers by itself, as is documented of BatchNorm
         if self._communicator.exchange.any(culprit is not None) and culprit is None:
             return  # another rank has the layer, and raises
-        if culprit is None and not self._has_last:
+        if culprit is None and not self._communicator.topology.has(len(self._setup.stages) - 1):  # not the last stage
             return
         subject = "a layer" if culprit is None else f"layer {culprit.number} ({type(culprit.layer).__name__})"
         batch_dim = self._batch.batch_dim
