@@ -16,7 +16,7 @@ in float64: in their own type a few hundred tokens are too many for bfloat16 or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from math import ceil, log2
 from typing import Any, TypeAlias
@@ -112,6 +112,8 @@ class Loss:
             if len(self._losses) != len(self._counts) or self.is_counted:
                 raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
             self._losses[chunk], self._counts[chunk] = map(detached_number, pair)
+            if trace is not None and (trace.branches or _is_bent(value, trace)):
+                self._divisors[chunk] = None
             return pair[0], self._scale
         return self._single(chunk, value, trace)
 
@@ -132,7 +134,8 @@ class Loss:
         if self._losses and (total is not None) != bool(self._counts):
             kind = "(sum, count)" if self._counts and not self.is_counted else "a mean over tokens"
             raise ValueError(f"{self._name} returned {kind} for one chunk and a single loss for another.")
-        is_seen = origin is not None and trace is not None and (total is not None or not trace.is_blind)
+        is_blind = trace is None or trace.branches or total is None and trace.is_blind
+        is_seen = origin is not None and not origin.is_bent and not is_blind
         self._divisors[chunk] = origin.divisors if origin is not None and is_seen else None
         self.is_counted = total is not None
         if origin is None or total is None:
@@ -347,6 +350,10 @@ def _call(loss_fn: LossFn, output: Any, target: Any) -> Any:
 @calls_users_code
 def _called(loss_fn: LossFn, output: Any, target: Any) -> Any:
     return loss_fn(output, target)
+
+
+def _is_bent(pair: Iterable[Any], trace: DivisorTrace) -> bool:
+    return any([origin.is_bent for part in pair if (origin := trace.origin(part)) is not None])
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -58,12 +58,20 @@ _TOKENS = frozenset(
 _NUMBERS = (int, float)
 _SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
 _ADDING = ("add", "sub", "subtract", "__radd__")
+_SUMMING = ("sum", "mean", "nansum", "nanmean")
 _KEEPING = (
     "view", "reshape", "squeeze", "clone", "contiguous", "mean", "sum", "to", "float", "double", "type", "flatten",
 )  # of one number
-
-
+_LINEAR = frozenset((
+    *_SCALING, *_ADDING, *_SUMMING, *_KEEPING, "__rsub__", "rsub", "neg", "negative", "positive", "stack", "cat",
+    "concat", "concatenate", "hstack", "vstack", "__get__", "__getitem__", "__setitem__", "select", "index_select",
+    "narrow", "unbind", "split", "chunk", "unsqueeze", "expand", "expand_as", "broadcast_to", "view_as",
+    "reshape_as", "ravel", "unflatten", "permute", "transpose", "t", "movedim", "detach", "cpu", "half",
+    "bfloat16", "type_as", "requires_grad_", "dot", "inner", "matmul", "mv", "mm", "bmm", "einsum", "tensordot",
+    "lerp",
+))  # fmt: skip
 _OPAQUE = ("addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy")
+_TO_HOST = frozenset(["__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"])
 _ALONG = {"softmax": 1, "log_softmax": 1, "softmin": 1, "normalize": 2}  # the place of dim, if dim is that of the rows
 
 
@@ -75,12 +83,17 @@ class LossOrigin(NamedTuple):
         total: of a mean over tokens, or a combination of such: the same of their sums. None: it is neither.
         of_output: whether it was computed with the output.
         pending: the count of a mean over tokens whose total is still to be computed.
+        is_reduced: whether a part of it was summed over rows.
+        is_bent: whether such a part of the output went through a function that is not linear: its kink, if it has one
+            (`(mean - 1).abs()`), shows in no comparison as long as all chunks are on one side.
     """
 
     divisors: tuple[Divisor, ...]
     total: Tensor | None
     of_output: bool
     pending: Tensor | None = None
+    is_reduced: bool = False
+    is_bent: bool = False
 
     def total_of(self, mean: Tensor) -> Tensor | None:
         """The total that belongs to `mean`, the tensor itself."""
@@ -101,6 +114,7 @@ class DivisorTrace(TorchFunctionMode):
     Attributes:
         is_over: whether the evaluation has ended.
         is_blind: whether a function was called that may divide unseen.
+        branches: whether the host has read what was reduced from the output: it may go on otherwise by it.
     """
 
     def __init__(self, rows: int, output: Iterable[Tensor], target: Iterable[Tensor], sums: bool) -> None:
@@ -110,6 +124,7 @@ class DivisorTrace(TorchFunctionMode):
         self._depth = 0
         self.is_over = False
         self.is_blind = False
+        self.branches = False
         self._origins: dict[int, tuple[Callable[[], Tensor | None], LossOrigin]] = {}
         for tensor in target:
             self._note(tensor, LossOrigin((), None, False))
@@ -147,6 +162,9 @@ class DivisorTrace(TorchFunctionMode):
             return self._token_mean(func, args, kwargs)
         result = func(*args, **kwargs)
         self.is_blind = self.is_blind or _divides_within(func, args, kwargs)
+        if func.__name__ in _TO_HOST:
+            origin = self._joined(args, kwargs)
+            self.branches = self.branches or origin is not None and origin.is_reduced and origin.of_output
         value = args[0] if func.__name__ == "__setitem__" else result
         if isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor)):
             self._follow(func, args, kwargs, value)
@@ -161,7 +179,11 @@ class DivisorTrace(TorchFunctionMode):
         if amounts or origin.total is not None or origin.pending is not None:
             new_divisors = [Divisor(amount) for amount in amounts]
             total = None if origin.total is None else self._total(func, args, kwargs)
-            origin = LossOrigin((*origin.divisors, *new_divisors), total, origin.of_output)
+            origin = origin._replace(divisors=(*origin.divisors, *new_divisors), total=total, pending=None)
+        is_bent = origin.is_bent or origin.is_reduced and origin.of_output and _plain(func) not in _LINEAR
+        is_reduced = origin.is_reduced or _sums_rows(func, args, kwargs, result)
+        if is_bent is not origin.is_bent or is_reduced is not origin.is_reduced:
+            origin = origin._replace(is_reduced=is_reduced, is_bent=is_bent)
         if isinstance(result, Tensor):
             self._note(result, origin)
         else:
@@ -182,7 +204,10 @@ class DivisorTrace(TorchFunctionMode):
             return origins[0] if origins else None
         divisors = tuple(dict.fromkeys([divisor for origin in origins for divisor in origin.divisors]))
         totals = [origin.total for origin in origins if origin.total is not None]
-        return LossOrigin(divisors, totals[0] if totals else None, any([origin.of_output for origin in origins]))
+        return LossOrigin(
+            divisors, totals[0] if totals else None, any([origin.of_output for origin in origins]),
+            None, any([origin.is_reduced for origin in origins]), any([origin.is_bent for origin in origins]),
+        )  # fmt: skip
 
     def _amounts(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Tensor | float]:
         """The divisors and factors of a function call."""
@@ -193,7 +218,7 @@ class DivisorTrace(TorchFunctionMode):
         if name == "mean" or (func in _REDUCING and _is_mean(kwargs)):
             averaged = args[0] if args else kwargs["input"]
             return [averaged.numel() / max(result.numel(), 1)]
-        plain = name.removesuffix("_") if not name.endswith("__") else name
+        plain = _plain(func)
         if plain not in _SCALING:
             return []
         values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
@@ -259,7 +284,8 @@ class DivisorTrace(TorchFunctionMode):
         else:
             mean, total = _mean_and_total(func, args, kwargs, count)
         divisors = (*origin.divisors, Divisor(count, True))
-        self._note(mean, LossOrigin(divisors, total, origin.of_output, count if later else None))
+        pending = count if later else None
+        self._note(mean, LossOrigin(divisors, total, origin.of_output, pending, True, origin.is_bent))
         return mean
 
 
@@ -308,6 +334,22 @@ def _has_labels(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the target is class indices; class probabilities have a mean over rows."""
     target = _target(args, kwargs)
     return isinstance(target, Tensor) and not target.is_floating_point()
+
+
+def _plain(func: Any) -> str:
+    """The name of a function, without the underscore of what writes in place."""
+    name: str = func.__name__
+    return name if name.endswith("__") else name.removesuffix("_")
+
+
+def _sums_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
+    """Whether a function sums over the first dimension, or makes one number."""
+    if not isinstance(result, Tensor) or not result.dim():
+        return isinstance(result, Tensor)
+    if func.__name__ not in _SUMMING or not isinstance(args[0] if args else None, Tensor):
+        return False
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return any([dim in (0, -args[0].dim()) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])])
 
 
 def _divides_within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -366,7 +408,7 @@ def proof(
         columns.pop(kinds.index(True))
         kinds.remove(True)
     numbers = _as_numbers(columns)
-    same = [_is_as(column, _ones(column)) for column in numbers]
+    same = [_is_as(column, [1.0] * len(column)) for column in numbers]
     varies = tuple([
         None if isnan(sum(column)) or not any(column) else not constant
         for column, constant in zip(numbers, same, strict=True)
@@ -398,10 +440,6 @@ def _as_numbers(columns: Sequence[Sequence[Tensor | float]]) -> list[list[float]
         gathered = [tensor.to(tensors[0].device, torch.float64) for tensor in tensors]
         numbers = iter(torch.stack(gathered).tolist() if gathered else ())
     return [[next(numbers) if isinstance(amount, Tensor) else amount for amount in column] for column in columns]
-
-
-def _ones(numbers: Sequence[float]) -> list[float]:
-    return [1.0] * len(numbers)
 
 
 def _inverse(numbers: Sequence[float]) -> list[float]:

@@ -462,6 +462,65 @@ def test_a_loss_that_agrees_by_chance_at_first_is_caught_later():
         pipe.step(x, mask, loss_fn=masked_mean)
 
 
+def errors(output, target):
+    return (output - target).square()
+
+
+def flooding_in_python(output, target):
+    mean = errors(output, target).mean()
+    return mean if mean > 1 else 2 - mean
+
+
+def flooding_by_an_item(output, target):
+    mean = errors(output, target).mean()
+    return mean if mean.item() > 1 else 2 - mean
+
+
+def gated(output, target):
+    mean = errors(output, target).mean()
+    return mean * (mean.detach() > 1)
+
+
+# One function where all chunks are on one side of 1, another where some are on the other.
+BENT = {
+    "flooding": lambda o, t: (F.mse_loss(o, t) - 1).abs() + 1,
+    "free bits": lambda o, t: errors(o, t).mean(0).clamp(min=1).sum(),
+    "clamp of a mean of all dimensions": lambda o, t: errors(o, t).mean((-1, 0)).clamp(min=1),
+    "hinge of a sum": lambda o, t: F.relu(errors(o, t).sum() / len(o) - CLASSES) + errors(o, t).mean(),
+    "elu": lambda o, t: F.elu(errors(o, t).mean() - 1),
+    "maximum": lambda o, t: torch.maximum(errors(o, t).mean(), torch.ones((), dtype=o.dtype)),
+    "where": lambda o, t: torch.where(errors(o, t).mean() > 1, errors(o, t).mean(), 2 * errors(o, t).mean()),
+    "in place": lambda o, t: errors(o, t).mean().clamp_(min=1),
+    "of a pair": lambda o, t: ((errors(o, t).sum() - o.numel()).abs(), len(o)),
+    "gated": gated, "in Python": flooding_in_python, "by an item": flooding_by_an_item,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_loss_with_a_kink_behind_a_mean_is_compared_in_every_step(name):
+    x, y = data(12)
+    far, near = y + 9, torch.cat([y[:6] * 0.1, y[6:] + 2])
+    pipe = pipe_of(model(), chunks=4)
+    for target in far, far:
+        loss = pipe.step(x, target, loss_fn=BENT[name]).loss
+        assert torch.allclose(loss, plain(pipe.to_sequential(), x, target, BENT[name])[0], rtol=1e-12)
+    with pytest.raises(ValueError, match="is not a mean over rows"):
+        pipe.step(x, near, loss_fn=BENT[name])
+
+
+@pytest.mark.parametrize("guard", [torch.nan_to_num, lambda mean: mean.clamp(max=1e6), partial(torch.clamp, max=9)])
+def test_a_guard_behind_a_mean_is_taken(guard):
+    x, y = data(12)
+    pipe = pipe_of(model(), chunks=4)
+    loss, grads = plain(model(), x, y, F.mse_loss)
+    for _ in range(5):
+        pipe.zero_grad()
+        step = pipe.step(x, y, loss_fn=lambda output, target: guard(F.mse_loss(output, target)))
+        assert torch.allclose(step.loss, loss, rtol=1e-12)
+        for name, grad in grads_of(pipe).items():
+            assert torch.allclose(grad, grads[name], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("first", [rms, contrastive])
 @pytest.mark.parametrize("chunks, rows", [(1, 6), (4, 1)])
 def test_one_chunk_takes_any_loss(first, chunks, rows):
