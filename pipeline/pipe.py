@@ -197,7 +197,11 @@ class Pipe(FixedModule, StateDictMixin):
             module: the model that was planned for.
             plan: its balance, chunks, schedule, checkpoint, and devices where it names them; without names the stages
                 go to the ranks, under torchrun, or to all accelerators.
-            settings: other arguments of `Pipe`, or in the place of the plan's.
+            settings: other arguments of `Pipe`, or in the place of the plan's. `devices` are those of the plan, by
+                their numbers there.
+
+        Raises:
+            ValueError: `devices` are not as many as the plan's.
 
         Example:
             >>> import torch
@@ -209,7 +213,7 @@ class Pipe(FixedModule, StateDictMixin):
             >>> Pipe.from_plan(model, planned).balance
             [3, 3]
         """
-        return cls(module, **{**plan.settings, **settings})
+        return cls(module, **plan.settings_with(settings))
 
     def train(self, mode: bool = True) -> Pipe:
         """As nn.Module's, and as that of the model which the layers are parts of; this is told, too."""

@@ -101,6 +101,23 @@ class Plan(NotebookResult):
             settings["devices"] = [self.devices[lane] for lane in self.lane_of]
         return {**settings, "checkpoint": self.checkpoint}
 
+    def settings_with(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with other ones in their place; of these, `devices` are listed by their numbers in the plan.
+
+        Raises:
+            ValueError: `devices` are not as many as the plan's.
+        """
+        settings = {**self.settings, **others}
+        if others.get("devices") is not None:
+            devices = list(others["devices"])
+            if len(devices) != len(self.order):
+                raise ValueError(
+                    f"the plan is for {len(self.order)} devices, but devices lists {len(devices)}. List one for each, "
+                    "in the order of their numbers in the plan; all stages of a device go to it."
+                )
+            settings["devices"] = [devices[lane] for lane in self.lane_of]
+        return settings
+
     def to_json(self) -> str:
         """The plan as text, for `from_json`."""
         fields = dict(vars(self))

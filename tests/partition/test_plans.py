@@ -347,6 +347,19 @@ def test_a_pipe_of_a_plan_computes_what_the_module_does() -> None:
     assert Pipe.from_plan(model, planned, checkpoint="always").checkpoint == "always"
 
 
+@pytest.mark.inline
+def test_devices_that_a_pipe_of_a_plan_is_given_are_listed_by_their_numbers_in_the_plan() -> None:
+    model, x = tall()
+    for schedule, speed in ("interleaved", 1.0), ("1f1b", [1.0, 3.0]):
+        planned = plan(model, x, devices=2, schedules=[schedule], chunks=[4], device="meta", speed=speed, timeout=0.0)
+        places = [Place(torch.device("cpu"), name) for name in "ab"]
+        pipe = Pipe.from_plan(model, planned, devices=places, mixes_rows=True)
+        assert len(pipe.balance) == len(planned.lane_of) and torch.allclose(pipe(x), model(x))
+        assert planned.settings_with({"devices": places})["devices"] == [places[lane] for lane in planned.lane_of]
+        with pytest.raises(ValueError, match="is for 2 devices, but devices lists 3. List one for each"):
+            Pipe.from_plan(model, planned, devices=["cpu"] * 3)
+
+
 def test_a_search_is_taken_where_it_is_shorter() -> None:
     model, x = nn.Sequential(*[nn.Linear(8 * width, 8 * width + 8) for width in (1, 2, 3, 4)]), torch.rand(8, 8)
     given = {"devices": 2, "chunks": [4], "schedules": ["gpipe"], "device": "meta"}
