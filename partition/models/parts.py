@@ -305,6 +305,6 @@ def _check_dtypes(hidden: Iterable[Any], dtypes: Iterable[torch.dtype | None]) -
         is_other = leaf is not None and dtype is not None and leaf.dtype != dtype
         if is_other and not torch.is_autocast_enabled(leaf.device.type):
             raise PartitionError(
-                f"the hidden state is {leaf.dtype}, and was {dtype} when the model was cut. Cast the model first: "
-                "to_sequential(model.to(dtype), sample)."
+                f"the hidden state is {leaf.dtype}, and was {dtype} when the model was cut. A model is cast before "
+                f"that: Pipe(model.to({leaf.dtype}), sample=...)."
             )

@@ -279,12 +279,25 @@ def _fill(empty: MetaTensor, saved: Mapping[str, Any]) -> None:
 def _check_fits(name: str, tensor: Tensor, value: object) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"the state in materialize= has a {type(value).__name__} for {name!r}, which is a tensor.")
-    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+    if value.shape != tensor.shape or not _holds(tensor.dtype, value.dtype):
         raise ValueError(
             f"the state in materialize= has {value.dtype} of shape {list(value.shape)} for {name!r}, which is "
             f"{tensor.dtype} of shape {list(tensor.shape)}. Build the module with that shape and type, "
-            f"from_config(config, dtype={value.dtype}) say, and cast what is loaded: pipe.to({tensor.dtype})."
+            f"from_config(config, dtype={value.dtype}) say."
         )
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether every number of another type is one of this type.
+
+    Example:
+        >>> _holds(torch.float32, torch.bfloat16), _holds(torch.float16, torch.bfloat16)
+        (True, False)
+    """
+    if dtype == other or not (dtype.is_floating_point and other.is_floating_point):
+        return dtype == other
+    wide, narrow = torch.finfo(dtype), torch.finfo(other)
+    return wide.max >= narrow.max and wide.eps <= narrow.eps and wide.smallest_normal <= narrow.smallest_normal
 
 
 def _set_extra_state(layers: Iterable[tuple[int, str, nn.Module]], saved: Mapping[str, Any]) -> None:

@@ -484,6 +484,7 @@ def test_what_a_state_lacks_is_named_before_anything_is_done(directory):
         (torch.ones(3, 2), r"torch.float32 of shape \[3, 2\] for '0.weight', which is torch.float32 of shape \[2, 2\]"),
         (torch.ones(2), r"of shape \[2\] for '0.weight'"),
         (torch.ones(2, 2, dtype=torch.float64), "has torch.float64 of.* for '0.weight', which is torch.float32"),
+        (torch.ones(2, 2, dtype=torch.int32), "has torch.int32 of.* for '0.weight', which is torch.float32"),
         ([[1.0, 1.0], [1.0, 1.0]], "has a list for '0.weight'"),
     ],
 )
@@ -491,6 +492,23 @@ def test_a_value_of_another_shape_or_type_is_refused(value, words):
     model = nn.Sequential(nn.Linear(2, 2, bias=False, device="meta"))
     with pytest.raises(ValueError, match=words):
         fill(model, {"0.weight": value})
+
+
+@pytest.mark.parametrize(
+    ("kept", "wide"),
+    [
+        (torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float64),
+        (torch.float8_e4m3fn, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_type_that_the_modules_type_holds_is_widened(kept, wide):
+    value = torch.tensor([[1.5, -0.0], [torch.finfo(kept).max, torch.finfo(kept).smallest_normal]]).to(kept)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False, device="meta", dtype=wide))
+    fill(model, {"0.weight": value})
+    assert model[0].weight.dtype == wide and torch.equal(model[0].weight.to(kept).float(), value.float())
+    narrow = nn.Sequential(nn.Linear(2, 2, bias=False, device="meta", dtype=kept))
+    with pytest.raises(ValueError, match=f"has {wide} of.*Build the module with that shape and type"):
+        fill(narrow, {"0.weight": value.to(wide)})
 
 
 @pytest.mark.parametrize("given", ["weight", "inner.0.weight", "inner.model.0.weight"])
