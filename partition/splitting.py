@@ -59,7 +59,7 @@ def check_module(module: object) -> nn.Sequential:
         raise TypeError(
             f"module must be an nn.Sequential, the layers in order; got {kind}. "
             f"Write the model as nn.Sequential(layer, layer, ...); or, if it has blocks that follow each other, "
-            f"partition.to_sequential(model, x), where x is what it is called with."
+            f"partition.to_sequential(model, x), where x is what it is called with. Pipe(model, sample=x) does that."
         )
     if not runs_in_order(module):
         raise PartitionError(

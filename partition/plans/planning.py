@@ -184,7 +184,8 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
 
 
 def _each(name: str, setting: Any, count: int) -> tuple[float, ...]:
-    values = tuple(setting) if isinstance(setting, Iterable) else (setting,) * count
+    is_list = isinstance(setting, Iterable) and not isinstance(setting, str)
+    values = tuple(setting) if is_list else (setting,) * count
     if len(values) != count:
         raise PartitionError(f"{name} lists {len(values)} numbers for {count} devices ({setting}). List one for each.")
     for value in values:
@@ -299,10 +300,9 @@ def _notes(best: Trial, trials: Sequence[Trial]) -> Iterator[str]:
     others = [trial for trial in trials if trial.fits and trial.setup.label != best.setup.label]
     if others:
         second = min(others, key=lambda trial: trial.rank)
-        yield (
-            f"runner-up: {second.words}, {spelt_work(second.timeline.makespan, unit)} "
-            f"({second.timeline.makespan / step - 1:.1%} longer): {_why(second, best)}"
-        )
+        longer = f"({second.timeline.makespan / step - 1:.1%} longer)"
+        seconds = spelt_work(second.timeline.makespan, unit)
+        yield f"runner-up: {second.words}, {seconds} {longer.replace('(-0.0%', '(0.0%')}: {_why(second, best)}"
     faster = [trial for trial in trials if not trial.fits and trial.timeline.makespan < step]
     if faster:
         first = min(faster, key=lambda trial: trial.timeline.makespan)
@@ -315,9 +315,9 @@ def _notes(best: Trial, trials: Sequence[Trial]) -> Iterator[str]:
 
 def _why(second: Trial, best: Trial) -> str:
     """The reason that one trial is worse than another, in words."""
-    most = [max(peak.total for peak in trial.peaks) for trial in (second, best)]
+    most, least = [spelt_bytes(max(peak.total for peak in trial.peaks)) for trial in (second, best)]
     if second.rank[1] <= best.rank[1]:
-        return f"as fast, and its fullest device holds {spelt_bytes(most[0])} instead of {spelt_bytes(most[1])}"
+        return f"as fast, and its fullest device holds {most}{' too' if most == least else f' instead of {least}'}"
     work = sum(second.timeline.busy) / sum(best.timeline.busy) - 1
     if work > (second.timeline.makespan / best.timeline.makespan - 1) / 2:
         return f"its devices have {work:.1%} more to do"

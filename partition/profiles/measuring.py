@@ -95,7 +95,7 @@ def _each_layer(
             renew(visited.stashes, _cut)
             results.append(result)
         if loss is not None:
-            with _noted("loss", loss.function, sandbox):
+            with _noted("loss" if loss.target is not None else "loss, without a target=", loss.function, sandbox):
                 loss_layer = _LossLayer(loss, sandbox)
                 with sandbox.running():
                     visited = VisitedLayer(len(module), sandbox, [], [], tensors_of(loss_layer.target))

@@ -67,8 +67,8 @@ def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
         param_names = names.get(id(param))
         if param_names is None:
             raise ValueError(
-                f"the optimizer has a parameter of shape {list(param.shape)} that is none of those named. Give it an "
-                "optimizer of its own."
+                f"the optimizer has a parameter of shape {list(param.shape)} that is none of those named. Make the "
+                "optimizer of pipe.parameters(), and another one for other parameters."
             )
         if param_names == [""]:
             continue

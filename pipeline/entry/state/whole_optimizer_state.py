@@ -42,8 +42,8 @@ def own_entries(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optim
         known_places = [place for place in group_places if place is not None]
         if len(known_places) < len(group_places):
             raise ValueError(
-                "the optimizer has a parameter that is none of this rank's of the Pipe. Give it an optimizer of its "
-                "own."
+                "the optimizer has a parameter that is none of this rank's of the Pipe. Make the optimizer of "
+                "pipe.parameters(), and another one for other parameters."
             )
         if known_places != sorted(known_places):
             raise ValueError(
