@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_iter, tree_leaves, tree_map_only
 
 from partition.errors import PartitionError
 from partition.models.as_found import as_found
@@ -76,6 +76,11 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
                     f"{kind} makes parameters in its forward ({', '.join(sorted(made_names)[:5])}), and its parts make "
                     "others. Call it once before it is cut: with torch.no_grad(): model(...)."
                 )
+            if _draws(record, make, theirs):
+                raise PartitionError(
+                    f"{kind} draws random numbers in eval mode, too, and its parts draw others. Draw them before, and "
+                    "call the model with them."
+                )
             raise PartitionError(
                 f"{kind} does not return on the sample what its parts return: a value that the beginning computes is "
                 f"used behind the blocks, or one is changed in place{_furthest(ours, theirs)}. Name the module that "
@@ -84,6 +89,13 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
         _compare_grads(kind, ours, theirs, parameters, names)
     if attributes:
         _compare_next(record, layers, make, attributes)
+
+
+def _draws(record: ModelRecord, make: Callable[[Any], Any], before: Iterable[Any]) -> bool:
+    """Whether the model returns something else than before where random numbers are others."""
+    with torch.random.fork_rng(devices=[]), as_found([record.model], record.written):
+        torch.manual_seed(torch.initial_seed() + 1)
+        return not all(map(equal, tree_leaves(make(run_model(record.model, record.sample, record.always))), before))
 
 
 @float32_in_full()

@@ -62,6 +62,23 @@ def test_a_model_that_is_not_finite_on_the_sample_is_told_apart_from_one_that_ca
         to_sequential(Overflows(outputs), ids(4))
 
 
+class Noisy(Chain):
+    """It adds noise behind its blocks, in eval mode too."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out + torch.randn_like(out)
+
+
+def test_a_model_that_draws_in_eval_mode_is_told_so_and_draws_as_before():
+    torch.manual_seed(5)
+    model, x = Noisy(), ids(4)
+    state = torch.get_rng_state()
+    with pytest.raises(PartitionError, match="Noisy draws random numbers in eval mode, too.*call the model with them"):
+        to_sequential(model, x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_sparse_gradients_are_compared():
     model = Chain()
     model.embed = nn.Embedding(11, 4, sparse=True)
