@@ -100,7 +100,7 @@ def _draws(record: ModelRecord, make: Callable[[Any], Any], before: Iterable[Any
 
 @float32_in_full()
 def compare_in_train_mode(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
-    """See that they return the same in train mode, under one seed.
+    """See that they return the same in train mode, under one seed, with the same gradients.
 
     Args:
         record: of the model on the sample.
@@ -110,7 +110,10 @@ def compare_in_train_mode(record: ModelRecord, layers: nn.Sequential, make: Call
     Raises:
         PartitionError: they do not.
     """
-    with training(record.model, layers), torch.no_grad():
+    model = record.model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with training(model, layers), torch.enable_grad():
         attributes, theirs, ours = _calls(record, layers, make, [record.sample])
         if not same(ours, theirs):
             raise PartitionError(
@@ -119,6 +122,8 @@ def compare_in_train_mode(record: ModelRecord, layers: nn.Sequential, make: Call
                 "something over beside what they return. Turn that off, name other blocks, blocks=[...], or write an "
                 "nn.Sequential."
             )
+        kind = f"{type(model).__name__} in train mode"
+        _compare_grads(kind, tree_leaves(ours), tree_leaves(theirs), parameters, names)
         if attributes:
             _compare_next(record, layers, make, attributes)
 

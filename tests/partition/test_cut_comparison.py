@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from block_models import Chain, ids
@@ -77,6 +79,30 @@ def test_a_model_that_draws_in_eval_mode_is_told_so_and_draws_as_before():
     with pytest.raises(PartitionError, match="Noisy draws random numbers in eval mode, too.*call the model with them"):
         to_sequential(model, x)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class InTraining(Chain):
+    """In train mode its first block gets no gradient, or another one."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.frozen = frozen
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            is_other = self.training and number == 1
+            if is_other and not self.frozen and x.requires_grad:
+                x.register_hook(lambda grad: 2 * grad)
+            with torch.no_grad() if is_other and self.frozen else nullcontext():
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradients_are_compared_in_train_mode_too(frozen):
+    with pytest.raises(PartitionError, match="InTraining in train mode: the gradient of .* is not that of the model"):
+        to_sequential(InTraining(frozen), ids(4))
 
 
 def test_sparse_gradients_are_compared():
