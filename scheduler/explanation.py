@@ -6,10 +6,12 @@
 Holds for simulated and for measured timelines: it reads the events and `requires`, no costs.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from scheduler.action import Kind
 from scheduler.dependencies import requires
+from scheduler.errors import ScheduleError
 from scheduler.event import Event
 
 __all__ = ["Causes", "critical_path", "why_idle"]
@@ -33,7 +35,7 @@ def critical_path(rows: EventRows, exact: bool) -> tuple[Event, ...]:
     >>> " ".join(str(event.action) for event in timeline.critical_path)
     '0F0 1F0 1B0 1F1 1B1 0B1'
     """
-    causes = Causes(rows, exact)
+    causes = _causes(rows, exact)
     last = max((row[-1] for row in rows if row), key=lambda event: event.end, default=None)
     path: list[Event] = []
     while last is not None:
@@ -67,8 +69,21 @@ lane 2 from 3 to 5.
     if event.start <= time:
         return f"lane {lane} runs {event.action} from {_short(event.start)} to {_short(event.end)}."
     since = row[number - 1].end if number else 0
-    words = _chain(Causes(rows, exact), event, time)
+    words = _chain(_causes(rows, exact), event, time)
     return f"lane {lane} is idle from {_short(since)} to {_short(event.start)}: {words}."
+
+
+def _causes(rows: EventRows, exact: bool) -> "Causes":
+    """What each event waited for, in a timeline of one step; of several the way back could go round for ever.
+
+    Raises:
+        ScheduleError: an action runs more than once.
+    """
+    counts = Counter([event.action for row in rows for event in row])
+    twice = [action for action, count in counts.items() if count > 1]
+    if twice:
+        raise ScheduleError(f"{twice[0]} runs more than once: what waited for what can be told of one step at a time.")
+    return Causes(rows, exact)
 
 
 def _chain(causes: "Causes", event: Event, time: float) -> str:

@@ -137,6 +137,17 @@ def test_the_critical_path_of_a_measured_step_sees_what_was_still_noting_its_end
     assert words == "lane 0 is idle from 2 to 4: 0B0 waits for 1B0, which runs on lane 1 from 2.2 to 4.2."
 
 
+def test_of_two_steps_no_path_is_told():
+    events = simulate(by_name("1f1b", 2, 2)).events
+    later = [event._replace(start=event.start + 50, end=event.end + 50) for event in events]
+    both = Timeline.measured([*events, *later], 2)
+    words = "0F0 runs more than once: what waited for what can be told of one step at a time"
+    with pytest.raises(ScheduleError, match=words):
+        both.critical_path
+    with pytest.raises(ScheduleError, match=words):
+        both.why_idle(1, 0.5)
+
+
 def test_nothing_has_no_critical_path():
     assert Timeline((), lanes=2).critical_path == ()
 
