@@ -7,6 +7,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from textwrap import wrap
 from typing import Any, NamedTuple
 
@@ -160,14 +161,14 @@ class Plan(NotebookResult):
             else f"stage{'s' * (len(self.checkpoint.stages) > 1)} " + ", ".join(map(str, self.checkpoint.stages))
         )  # fmt: skip
         gap = f", {expected.step / expected.bound - 1:.1%} above" if expected.bound else ""
-        order = list(self.order)
+        order, limits = list(self.order), self.memory or (inf,) * count
         rows: list[tuple[str, ...]] = [("device", "stages", "layers", "busy", "state", "saved", "inputs", "peak", "of")]
         for lane, (peak, busy) in enumerate(zip(expected.peaks, expected.busy)):
             stages = [stage for stage, host in enumerate(self.lane_of) if host == lane]
             rows.append((
                 self.devices[lane] if self.devices else str(lane), " ".join(map(str, stages)),
                 " ".join(str(self.balance[stage]) for stage in stages), spelt_work(busy, expected.unit),
-                *map(spelt_bytes, peak), spelt_bytes(self.memory[lane]) if self.memory else "any",
+                *map(spelt_bytes, peak), spelt_bytes(limits[lane]) if limits[lane] < inf else "any",
             ))  # fmt: skip
         orders = [f"the layers go through devices {order}, in this order"] if order != sorted(order) else []
         return "\n".join([

@@ -50,7 +50,7 @@ def plan(
     devices: int | Sequence[torch.device | str] | Choice,
     memory: float | Sequence[float] | None = None,
     rows: int | None = None,
-    chunks: Iterable[int] | None = None,
+    chunks: int | Iterable[int] | None = None,
     schedules: Iterable[str] | None = None,
     optimizer: OptimizerLike = 2.0,
     loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -74,7 +74,7 @@ def plan(
         devices: how many (ranks), or their names, or a Choice of `partition.devices()`. Rank k is device k of the plan.
         memory: bytes that each may hold: a number for all, or one for each. None: a Choice's free memory, or any.
         rows: of the mini-batch to plan for (default: the sample's).
-        chunks: the numbers to choose from (default: some of those that divide the rows).
+        chunks: the number, or those to choose from (default: some of those that divide the rows).
         schedules: names to choose from (default: all).
         optimizer: what keeps state, as for `profile`. The default is two numbers for each parameter, as Adam keeps.
         loss_fn, target: as for `profile`. Without them the plan counts neither the loss's time nor its memory.
@@ -155,7 +155,7 @@ def plan(
     schedule = best.setup.schedule
     return Plan(
         best.balance, schedule.chunks, best.setup.pipe_schedule, schedule.placement.lane_of, best.checkpoint, count,
-        labels, machine.caps if max(machine.caps) < math.inf else (), _expected(best), _costs(best),
+        labels, machine.caps if min(machine.caps) < math.inf else (), _expected(best), _costs(best),
         tuple(notes),
     )  # fmt: skip
 
@@ -175,10 +175,12 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
     elif whole(devices) is not None:
         count = int(devices)
     else:
-        labels = tuple([str(torch.device(device)) for device in devices])
+        labels = tuple([str(torch.device(device)) for device in ([devices] if isinstance(devices, str) else devices)])
         count = len(labels)
     if count < 1:
         raise PartitionError(f"devices is {devices!r}, but there must be one or more. Give a number, or their names.")
+    if isinstance(link, int | float) and not 0 <= link < math.inf:
+        raise PartitionError(f"link is {link!r}, but a message takes a number of seconds that is not negative.")
     caps = _each("memory", math.inf if memory is None else memory, count)
     return labels, Machine(_each("speed", speed, count), caps, link or 0.0, 1.0, 0.0, "s")
 
@@ -206,10 +208,10 @@ def _with_unit(machine: Machine, unit: str, flops: float | None, overhead: float
     return machine._replace(unit=unit)
 
 
-def _chunks(chunks: Iterable[int] | None, rows: int, lanes: int) -> list[int]:
+def _chunks(chunks: int | Iterable[int] | None, rows: int, lanes: int) -> list[int]:
     """The numbers of chunks to try: those given, or divisors of the rows, each at least 1.4 times the one before."""
     if chunks is not None:
-        chunk_counts = sorted(set(chunks))
+        chunk_counts = sorted({chunks} if isinstance(chunks, int) else set(chunks))
         if not chunk_counts or any((whole(number) or 0) < 1 or number > rows for number in chunk_counts):
             raise PartitionError(f"chunks is {chunk_counts}, but must list whole numbers from 1 to {rows}, the rows.")
         return chunk_counts

@@ -323,7 +323,7 @@ def costs_of(
 
     cuts = list(accumulate(balance))[:-1]
     return Costs(
-        forward=forward, input=tuple(inputs), weight=tuple([stage.weight / rate for stage in stages]),
+        forward=forward, input=tuple(inputs), weight=tuple([stage.weight / rate + overhead for stage in stages]),
         backward=tuple(backward), recompute=recompute if recomputes else 0, link=machine.link,
         message=tuple([profile.message(cut) for cut in cuts]),
         speed=machine.speeds, unit="s" if machine.unit == "s" else "slots",

@@ -360,6 +360,15 @@ def test_devices_that_a_pipe_of_a_plan_is_given_are_listed_by_their_numbers_in_t
             Pipe.from_plan(model, planned, devices=["cpu"] * 3)
 
 
+def test_every_action_has_the_overhead_and_a_device_without_a_limit_none() -> None:
+    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), torch.rand(32, 64)
+    given = {"devices": 4, "device": "meta", "flops": 1e12, "chunks": 8}
+    planned = plan(model, x, schedules=["zb-h1"], memory=[1e7, inf, inf, inf], overhead=1e-4, **given)
+    assert planned.memory == (1e7, inf, inf, inf) and str(planned).count("any") == 3
+    assert min(*planned.costs.forward, *planned.costs.input, *planned.costs.weight) >= 1e-4
+    assert plan(model, x, schedules=["1f1b", "zb-h1"], **given).schedule == "1f1b"  # which has fewer actions
+
+
 def test_a_search_is_taken_where_it_is_shorter() -> None:
     model, x = nn.Sequential(*[nn.Linear(8 * width, 8 * width + 8) for width in (1, 2, 3, 4)]), torch.rand(8, 8)
     given = {"devices": 2, "chunks": [4], "schedules": ["gpipe"], "device": "meta"}
@@ -385,6 +394,9 @@ def test_what_cannot_be_planned_is_said() -> None:
         "chunks is .9., but must list whole numbers from 1 to 8": {"chunks": [9]},
         "rows must be a whole number": {"rows": 0},
         "there is no schedule 'best'": {"schedules": ["best"]},
+        "link is nan, but a message takes a number of seconds": {"link": float("nan")},
+        "link is inf, but a message takes a number of seconds": {"link": inf},
+        "memory is '7MiB', but must be a number above 0": {"memory": "7MiB"},
         "link is in seconds, but a profile without a run counts FLOPs": {"link": 1.0},
         "none of interleaved is defined for 2 devices, 3 layers": {"schedules": ["interleaved"]},
     }.items():
