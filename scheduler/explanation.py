@@ -74,7 +74,7 @@ lane 2 from 3 to 5.
 
 
 def _causes(rows: EventRows, exact: bool) -> "Causes":
-    """What each event waited for, in a timeline of one step; of several the way back could go round for ever.
+    """The causes of each event in a timeline of one step; of several the way back could go round for ever.
 
     Raises:
         ScheduleError: an action runs more than once.

@@ -57,7 +57,8 @@ def plot(what: Schedule | Timeline, *, title: str | None = None, memory: bool = 
     """
     refuse_unless_whole("width", width, least=400)
     timeline = simulate(what) if isinstance(what, Schedule) else what
-    page = _Page(timeline, width, memory)
+    longest = max([len(f"{float(peak):.4g}") for peak in timeline.peak_memory]) if memory else 0
+    page = _Page(timeline, width, memory, max(48.0, 10.0 + 7 * longest))
     figure = _matplotlib("figure").Figure(figsize=(width / _DPI, page.height / _DPI), dpi=_DPI, facecolor="white")
     lanes = figure.add_axes(page.box(page.top, page.rows))
     _draw_lanes(lanes, what, page)
@@ -97,6 +98,7 @@ class _Page(NamedTuple):
     timeline: Timeline
     width: int
     memory: bool
+    right: float  # beside the lanes, for the most that each holds
 
     @property
     def left(self) -> float:
@@ -104,7 +106,7 @@ class _Page(NamedTuple):
 
     @property
     def plot(self) -> float:
-        return self.width - self.left - 48
+        return self.width - self.left - self.right
 
     @property
     def top(self) -> float:

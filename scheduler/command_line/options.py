@@ -121,6 +121,9 @@ def with_schedule(command: Command) -> Command:
         if lanes is None or chunks is None:
             missing = " and ".join(flag for flag in ("--lanes", "--chunks") if sizes[flag] is None)
             raise CommandError(f"{name} is made for a number of lanes and of chunks. Add {missing}.")
+        fixed = [setting for setting, _ in option if setting in ("name", "lanes", "chunks")]
+        if fixed:
+            raise CommandError(f"--option {fixed[0]}=... is no option of a schedule. Give NAME, --lanes and --chunks.")
         options = dict(option) | ({} if stages_per_lane is None else {"stages_per_lane": stages_per_lane})
         return command(schedule=by_name(name, lanes, chunks, **options), **arguments)
 

@@ -72,6 +72,9 @@ def test_draw_takes_the_options_of_a_schedule(run):
     deep = by_name("eager-1f1b", 2, 4, warmup=(3, 2))
     assert run("draw eager-1f1b --lanes 2 --chunks 4 --option warmup=3,2")[1] == draw(deep) + "\n"
     assert run("draw eager-1f1b --lanes 2 --chunks 4 --option warmup=x")[2].startswith("warmup")
+    assert run("draw eager-1f1b --lanes 2 --chunks 4 --option lanes=3")[::2] == (
+        2, "--option lanes=... is no option of a schedule. Give NAME, --lanes and --chunks.\n"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -217,10 +217,11 @@ def test_memory_can_be_left_out():
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipev"])
 @pytest.mark.parametrize("memory", [True, False])
 def test_nothing_that_is_written_leaves_the_page(name, width, memory):
-    figure = plot(by_name(name, 3, 7), width=width, memory=memory)
+    figure = plot(simulate(by_name(name, 3, 7), Costs(activation=1234567890)), width=width, memory=memory)
     FigureCanvasAgg(figure).draw()
     lanes = figure.axes[0]
-    written = [*figure.texts, *lanes.get_legend().get_texts(), *lanes.get_yticklabels(), lanes.xaxis.label]
+    held = [text for axes in figure.axes[1:] for text in axes.texts]
+    written = [*figure.texts, *held, *lanes.get_legend().get_texts(), *lanes.get_yticklabels(), lanes.xaxis.label]
     for text in written:
         box = text.get_window_extent()
         assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text.get_text()
