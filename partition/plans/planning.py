@@ -103,6 +103,8 @@ def plan(
         ((4, 4, 4), '1f1b', 16, 'never')
     """
     check_module(module)
+    if flops is not None and not 0 < flops < math.inf:
+        raise PartitionError(f"flops is {flops!r}, but must be a number above 0: what a device does in a second.")
     labels, machine = _machine(devices, memory, speed, link)
     count = rows_of(sample) if rows is None else rows
     if (whole(count) or 0) < 1:

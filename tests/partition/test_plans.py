@@ -396,6 +396,7 @@ def test_what_cannot_be_planned_is_said() -> None:
         "there is no schedule 'best'": {"schedules": ["best"]},
         "link is nan, but a message takes a number of seconds": {"link": float("nan")},
         "link is inf, but a message takes a number of seconds": {"link": inf},
+        "flops is 0, but must be a number above 0": {"flops": 0},
         "memory is '7MiB', but must be a number above 0": {"memory": "7MiB"},
         "link is in seconds, but a profile without a run counts FLOPs": {"link": 1.0},
         "none of interleaved is defined for 2 devices, 3 layers": {"schedules": ["interleaved"]},
