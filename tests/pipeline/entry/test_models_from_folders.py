@@ -54,7 +54,7 @@ def test_a_model_from_a_folder_is_that_of_from_pretrained(family, tmp_path):
     assert same(again.state_dict(), expected.state_dict())
 
 
-def test_a_model_has_the_type_of_its_folder(tmp_path):
+def test_a_model_has_the_type_of_its_folder_or_a_wider_one(tmp_path):
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**FAMILIES["LlamaForCausalLM"][1])).bfloat16(
     ).save_pretrained(tmp_path)
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -67,9 +67,15 @@ def test_a_model_has_the_type_of_its_folder(tmp_path):
     )
     with torch.no_grad():
         assert torch.equal(pipe(x)["logits"], expected(**x)["logits"])
-    words = r"torch.bfloat16 of .* for 'model.embed_tokens.weight', which is torch.float32 .*dtype=torch.bfloat16\)"
+    wide = Pipe(on_meta("LlamaForCausalLM", tmp_path), sample=x, materialize=tmp_path)
+    assert same(wide.state_dict(), expected.float().state_dict())
+    expected.save_pretrained(tmp_path)
+    with meta_parameters():
+        narrow = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    narrow = narrow.bfloat16()
+    words = r"torch.float32 of .* for 'model.embed_tokens.weight', which is torch.bfloat16 .*dtype=torch.float32\)"
     with pytest.raises(ValueError, match=words):
-        Pipe(on_meta("LlamaForCausalLM", tmp_path), sample=x, materialize=tmp_path)
+        Pipe(narrow, sample=x, materialize=tmp_path)
 
 
 def test_what_a_folder_lacks_is_said(tmp_path):
