@@ -181,7 +181,7 @@ class DivisorTrace(TorchFunctionMode):
             total = None if origin.total is None else self._total(func, args, kwargs)
             origin = origin._replace(divisors=(*origin.divisors, *new_divisors), total=total, pending=None)
         is_bent = origin.is_bent or origin.is_reduced and origin.of_output and _plain(func) not in _LINEAR
-        is_reduced = origin.is_reduced or self._sums_rows(func, args, kwargs, result)
+        is_reduced = origin.is_reduced or _sums_rows(func, args, kwargs, result)
         if is_bent is not origin.is_bent or is_reduced is not origin.is_reduced:
             origin = origin._replace(is_reduced=is_reduced, is_bent=is_bent)
         if isinstance(result, Tensor):
@@ -208,20 +208,6 @@ class DivisorTrace(TorchFunctionMode):
             divisors, totals[0] if totals else None, any([origin.of_output for origin in origins]),
             None, any([origin.is_reduced for origin in origins]), any([origin.is_bent for origin in origins]),
         )  # fmt: skip
-
-    def _sums_rows(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
-        """Whether a function makes one number, or sums over a dimension that may be that of the rows: it is the first,
-        or as long."""
-        if not isinstance(result, Tensor) or not result.dim():
-            return isinstance(result, Tensor)
-        if func.__name__ not in _SUMMING or not isinstance(args[0] if args else None, Tensor):
-            return False
-        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        size, first = args[0].shape, -args[0].dim()
-        return any([
-            dim in (0, first) or isinstance(dim, int) and size[dim] == self._rows
-            for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
-        ])
 
     def _amounts(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Tensor | float]:
         """The divisors and factors of a function call."""
@@ -354,6 +340,16 @@ def _plain(func: Any) -> str:
     """The name of a function, without the underscore of what writes in place."""
     name: str = func.__name__
     return name if name.endswith("__") else name.removesuffix("_")
+
+
+def _sums_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
+    """Whether a function sums over the first dimension, or makes one number."""
+    if not isinstance(result, Tensor) or not result.dim():
+        return isinstance(result, Tensor)
+    if func.__name__ not in _SUMMING or not isinstance(args[0] if args else None, Tensor):
+        return False
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return any([dim in (0, -args[0].dim()) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])])
 
 
 def _divides_within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

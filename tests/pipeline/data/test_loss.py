@@ -508,20 +508,6 @@ def test_a_loss_with_a_kink_behind_a_mean_is_compared_in_every_step(name):
         pipe.step(x, near, loss_fn=BENT[name])
 
 
-def test_rows_along_the_second_dimension_are_rows_to_a_kink():
-    x, y = data(12)
-    far, near = y + 9, torch.cat([y[:6] * 0.1, y[6:] + 2])
-    pipe = pipe_of(model(), chunks=4, batch_dim=1)
-
-    def free_bits(output, target):
-        return errors(output, target).mean(1).clamp(min=1).sum()
-
-    for _ in range(2):
-        pipe.step(torch.stack([x, x]), torch.stack([far, far]), loss_fn=free_bits)
-    with pytest.raises(ValueError, match="free_bits is not a mean over rows"):
-        pipe.step(torch.stack([x, x]), torch.stack([near, near]), loss_fn=free_bits)
-
-
 @pytest.mark.parametrize("guard", [torch.nan_to_num, lambda mean: mean.clamp(max=1e6), partial(torch.clamp, max=9)])
 def test_a_guard_behind_a_mean_is_taken(guard):
     x, y = data(12)
