@@ -273,7 +273,8 @@ class Loss:
         """The error for a loss whose weights are not proven."""
         return self._neither(
             f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
-            "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen"
+            "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen: something else "
+            "than sums and factors came behind a mean, or Python has read it (.item(), an if)"
         )
 
     def _neither(self, reason: str) -> ValueError:
