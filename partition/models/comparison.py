@@ -76,7 +76,7 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
                     f"{kind} makes parameters in its forward ({', '.join(sorted(made_names)[:5])}), and its parts make "
                     "others. Call it once before it is cut: with torch.no_grad(): model(...)."
                 )
-            if _draws(record, make, theirs):
+            if _draws(record, make):
                 raise PartitionError(
                     f"{kind} draws random numbers in eval mode, too, and its parts draw others. Draw them before, and "
                     "call the model with them."
@@ -91,11 +91,16 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
         _compare_next(record, layers, make, attributes)
 
 
-def _draws(record: ModelRecord, make: Callable[[Any], Any], before: Iterable[Any]) -> bool:
-    """Whether the model returns something else than before where random numbers are others."""
+def _draws(record: ModelRecord, make: Callable[[Any], Any]) -> bool:
+    """Whether the model returns the same under one seed, and something else under another."""
+
+    def returned(seed: int) -> Leaves:
+        torch.manual_seed(seed)
+        return tree_leaves(make(run_model(record.model, record.sample, record.always)))
+
     with torch.random.fork_rng(devices=[]), as_found([record.model], record.written):
-        torch.manual_seed(torch.initial_seed() + 1)
-        return not all(map(equal, tree_leaves(make(run_model(record.model, record.sample, record.always))), before))
+        first, again, other = returned(0), returned(0), returned(1)
+    return all(map(equal, first, again)) and not all(map(equal, first, other))
 
 
 @float32_in_full()
