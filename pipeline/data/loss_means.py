@@ -12,8 +12,10 @@ autograd.Function) is not traced.
 To compare with the loss of joined outputs in every step would compute each chunk's three times, and hold two outputs,
 which are the largest tensors of a language model. So comparisons in steps 1, 2, 4, 8, ... of a loss show how it is
 made, and every step shows whether what it divides by has changed since. Where nothing is seen, or something uneven that
-a comparison found right, every step of that loss compares. Steps with chunks of unlike rows are counted by themselves:
-only they tell a constant from a number of rows, and what varies with rows in one of them is no constant in another.
+a comparison found right, every step of that loss compares; and where what was summed over rows goes through more than
+sums and factors (`(mean - 1).abs()`): on one side of the kink chunks combine, over it they do not. Steps with chunks of
+unlike rows are counted by themselves: only they tell a constant from a number of rows, and what varies with rows in one
+of them is no constant in another.
 """
 
 from __future__ import annotations

@@ -37,6 +37,10 @@ class TraceRecorder:
     Args:
         lanes: their number.
         turns: the groups of lanes that take turns, see Timeline.
+
+    Attributes:
+        events: all actions so far.
+        steps: the span of each step so far, over the processes that `join` has brought together.
     """
 
     def __init__(self, lanes: int, turns: Sequence[Sequence[int]] = ()) -> None:
