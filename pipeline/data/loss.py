@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_comparison import LossComparison, differences
-from pipeline.data.loss_means import Divisor, DivisorTrace, Proof, detached_number, is_alike, proof
+from pipeline.data.loss_means import Divisor, DivisorTrace, detached_number
+from pipeline.data.loss_proof import Proof, is_alike, proof
 from pipeline.data.metrics import Metrics, without_metrics
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
@@ -99,13 +100,18 @@ class Loss:
         """The factor of sums until the count is known."""
         return scale_of(self.all_rows)
 
-    def chunk(self, chunk: int, output: Any, target: Any) -> tuple[Tensor, float]:
+    def chunk(self, chunk: int, output: Any, target: Any, batch_dim: int = 0) -> tuple[Tensor, float]:
         """Compute the loss of a chunk.
+
+        Args:
+            chunk: which.
+            output, target: its own.
+            batch_dim: the dim that counts their rows.
 
         Returns:
             The tensor to differentiate, and the factor that makes it the chunk's part of the whole.
         """
-        value, trace = self._computed(output, target, self._rows[chunk], self._is_single)
+        value, trace = self._computed(output, target, self._rows[chunk], self._is_single, batch_dim)
         value = self.metrics.record(chunk, value)
         if isinstance(value, tuple):
             pair = self._checked_pair(value)
@@ -117,12 +123,14 @@ class Loss:
             return pair[0], self._scale
         return self._single(chunk, value, trace)
 
-    def _computed(self, output: Any, target: Any, rows: int, is_whole: bool) -> tuple[Any, DivisorTrace | None]:
+    def _computed(
+        self, output: Any, target: Any, rows: int, is_whole: bool, batch_dim: int = 0
+    ) -> tuple[Any, DivisorTrace | None]:
         """The result of loss_fn, and the trace of its means. A whole mini-batch needs no trace."""
         outputs = _tensors(output)
         if is_whole and not any([tensor.dtype is torch.float16 for tensor in outputs]):
             return _call(self.loss_fn, output, target), None
-        trace = DivisorTrace(rows, outputs, _tensors(target), self._reduction == "mean")
+        trace = DivisorTrace(rows, outputs, _tensors(target), self._reduction == "mean", batch_dim)
         with trace:  # on the CPU torch's own mean over tokens of float16 overflows
             return _call(self.loss_fn, output, target), trace
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeline.common.containers import length, reader_of
-from pipeline.data.loss_means import Proof
+from pipeline.data.loss_proof import Proof
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
 _VALUES = frozenset([type(None), bool, int, float, str])

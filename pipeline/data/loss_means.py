@@ -8,22 +8,13 @@ A mean over tokens weighs a chunk by its tokens. Where the loss of loss_fn is on
 factors, its sum and count are known. Any other loss weighs a chunk by its rows, which is right only if everything it
 divides by is in proportion to them. Code that calls no torch function (a compiled or scripted loss, an
 autograd.Function) is not traced.
-
-To compare with the loss of joined outputs in every step would compute each chunk's three times, and hold two outputs,
-which are the largest tensors of a language model. So comparisons in steps 1, 2, 4, 8, ... of a loss show how it is
-made, and every step shows whether what it divides by has changed since. Where nothing is seen, or something uneven that
-a comparison found right, every step of that loss compares; and where what was summed over rows goes through more than
-sums and factors (`(mean - 1).abs()`): on one side of the kink chunks combine, over it they do not. Steps with chunks of
-unlike rows are counted by themselves: only they tell a constant from a number of rows, and what varies with rows in one
-of them is no constant in another.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import isnan
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +51,8 @@ _TOKENS = frozenset(
 _NUMBERS = (int, float)
 _SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
 _ADDING = ("add", "sub", "subtract", "__radd__")
-_SUMMING = ("sum", "mean", "nansum", "nanmean")
+_SUMMING = ("sum", "mean", "nansum", "nanmean", "cumsum")
+_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv")
 _KEEPING = (
     "view", "reshape", "squeeze", "clone", "contiguous", "mean", "sum", "to", "float", "double", "type", "flatten",
 )  # of one number
@@ -112,6 +104,7 @@ class DivisorTrace(TorchFunctionMode):
         rows: of the chunk.
         output, target: their tensors.
         sums: whether to compute means over tokens from their sums, as `LossOrigin.total`.
+        batch_dim: the dim that counts rows, of tensors with another number along it dim 0.
 
     Attributes:
         is_over: whether the evaluation has ended.
@@ -119,10 +112,13 @@ class DivisorTrace(TorchFunctionMode):
         branches: whether the host has read what was reduced from the output: it may go on otherwise by it.
     """
 
-    def __init__(self, rows: int, output: Iterable[Tensor], target: Iterable[Tensor], sums: bool) -> None:
+    def __init__(
+        self, rows: int, output: Iterable[Tensor], target: Iterable[Tensor], sums: bool, batch_dim: int = 0
+    ) -> None:
         super().__init__()
         self._rows = rows
         self._sums = sums
+        self._batch_dim = batch_dim
         self._depth = 0
         self.is_over = False
         self.is_blind = False
@@ -183,7 +179,7 @@ class DivisorTrace(TorchFunctionMode):
             total = None if origin.total is None else self._total(func, args, kwargs)
             origin = origin._replace(divisors=(*origin.divisors, *new_divisors), total=total, pending=None)
         is_bent = origin.is_bent or origin.is_reduced and origin.of_output and _plain(func) not in _LINEAR
-        is_reduced = origin.is_reduced or _sums_rows(func, args, kwargs, result)
+        is_reduced = origin.is_reduced or self._sums_rows(func, args, kwargs, result)
         if is_bent is not origin.is_bent or is_reduced is not origin.is_reduced:
             origin = origin._replace(is_reduced=is_reduced, is_bent=is_bent)
         if isinstance(result, Tensor):
@@ -210,6 +206,23 @@ class DivisorTrace(TorchFunctionMode):
             divisors, totals[0] if totals else None, any([origin.of_output for origin in origins]),
             None, any([origin.is_reduced for origin in origins]), any([origin.is_bent for origin in origins]),
         )  # fmt: skip
+
+    def _sums_rows(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
+        """Whether a function sums over rows, or makes one number."""
+        if not isinstance(result, Tensor) or not result.dim():
+            return isinstance(result, Tensor)
+        return any([
+            dim in (place, place - value.dim())
+            for value, dims in _summed(func, args, kwargs)
+            if isinstance(value, Tensor)
+            for place in [self._place(value)]
+            for dim in dims
+        ])
+
+    def _place(self, value: Tensor) -> int:
+        """The dimension of the rows: the first one, or `batch_dim` where it is as long."""
+        is_other = value.dim() > self._batch_dim and value.shape[self._batch_dim] == self._rows
+        return self._batch_dim if is_other else 0
 
     def _amounts(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Tensor | float]:
         """The divisors and factors of a function call."""
@@ -344,14 +357,25 @@ def _plain(func: Any) -> str:
     return name if name.endswith("__") else name.removesuffix("_")
 
 
-def _sums_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
-    """Whether a function sums over the first dimension, or makes one number."""
-    if not isinstance(result, Tensor) or not result.dim():
-        return isinstance(result, Tensor)
-    if func.__name__ not in _SUMMING or not isinstance(args[0] if args else None, Tensor):
-        return False
-    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    return any([dim in (0, -args[0].dim()) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])])
+def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """The arguments that a function sums over, and the dimensions."""
+    name = _plain(func)
+    if name in _SUMMING and args:
+        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        yield args[0], dims if isinstance(dims, (tuple, list)) else [dims]
+    elif name in _PRODUCTS and len(args) == 2:
+        left, right = reversed(args) if name == "__rmatmul__" else args
+        yield left, [-1]
+        yield right, [-min(2, right.dim())]
+    elif name in ("index_add", "scatter_add") and len(args) == 4:
+        yield args[3], [args[1]]
+    elif name == "einsum" and len(args) > 1 and isinstance(args[0], str):
+        terms, arrow, kept = args[0].replace(" ", "").partition("->")
+        kept = kept if arrow else "".join([letter for letter in terms if terms.count(letter) == 1])
+        operands = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+        for term, operand in zip(terms.split(","), operands, strict=False):
+            letters = term.partition("...")[0]  # what the dots stand for is kept
+            yield operand, [dim for dim, letter in enumerate(letters) if letter not in kept]
 
 
 def _divides_within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -375,86 +399,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-Proof: TypeAlias = tuple[bool | None, ...]  # whether each divisor varies with the chunks; None: it is nan or zero
-
-
-def is_alike(one: Proof, other: Proof) -> bool:
-    """Whether the same divisors vary in two proofs, as far as they can be compared."""
-    pairs = list(zip(one, other, strict=True)) if len(one) == len(other) else []
-    return all([first is None or second is None or first == second for first, second in pairs])
-
-
-def proof(
-    divisors: Sequence[tuple[Divisor, ...] | None], rows: Sequence[int], is_counted: bool
-) -> Proof | None:
-    """The proof that the divisors in the chunks' losses give of the weights of the chunks.
-
-    Args:
-        divisors: of each chunk; None: of one whose loss was not traced to output and target.
-        rows: of each chunk.
-        is_counted: whether the chunks are weighed by the first count of tokens, and not by their rows.
-
-    Returns:
-        It. None: they prove nothing.
-    """
-    seen = [chunk_divisors for chunk_divisors in divisors if chunk_divisors is not None]
-    if len(rows) == 1:
-        return ()
-    if not seen or len(seen) < len(divisors):
-        return None
-    if len({tuple([divisor.is_count for divisor in chunk_divisors]) for chunk_divisors in seen}) > 1:
-        return None
-    kinds = [divisor.is_count and is_counted for divisor in seen[0]]
-    columns = [[divisor.amount for divisor in column] for column in zip(*seen, strict=True)]
-    if sum(kinds) == 1:  # it is the weight itself, with nothing to compare: the host need not wait for it
-        columns.pop(kinds.index(True))
-        kinds.remove(True)
-    numbers = _as_numbers(columns)
-    same = [_is_as(column, [1.0] * len(column)) for column in numbers]
-    varies = tuple([
-        None if isnan(sum(column)) or not any(column) else not constant
-        for column, constant in zip(numbers, same, strict=True)
-    ])
-    if is_counted:  # other counts in proportion to the first, everything else the same for all chunks
-        first = numbers[kinds.index(True)] if True in kinds else []
-        proven = [
-            _is_as(column, first) if kind else constant
-            for kind, column, constant in zip(kinds, numbers, same, strict=True)
-        ]
-        return varies if all(proven) else None
-    proven = [
-        constant or _is_as(column, rows) or _is_as(_inverse(column), rows)
-        for column, constant in zip(numbers, same, strict=True)
-    ]
-    return varies if all(proven) else None
-
-
 def detached_number(number: Tensor) -> Tensor:
     """A 0-d tensor, detached. It must not keep its source alive: torch's mse_loss reduces within its input."""
     detached = number.detach()
     return detached.clone() if detached.untyped_storage().nbytes() > detached.element_size() else detached
-
-
-def _as_numbers(columns: Sequence[Sequence[Tensor | float]]) -> list[list[float]]:
-    """All numbers on the host in one copy, so that it waits for a GPU at most once."""
-    tensors = [amount for column in columns for amount in column if isinstance(amount, Tensor)]
-    with without_function_modes():
-        gathered = [tensor.to(tensors[0].device, torch.float64) for tensor in tensors]
-        numbers = iter(torch.stack(gathered).tolist() if gathered else ())
-    return [[next(numbers) if isinstance(amount, Tensor) else amount for amount in column] for column in columns]
-
-
-def _inverse(numbers: Sequence[float]) -> list[float]:
-    return [1 / number if number else 0.0 for number in numbers]
-
-
-def _is_as(numbers: Sequence[float], weights: Sequence[float]) -> bool:
-    """Whether numbers are in one proportion to the weights. A nan passes: the loss is nan then, too."""
-    if any([isnan(number) for number in numbers]):
-        return True
-    total, all_weights = sum(numbers), sum(weights)
-    near = 1e-6 * max([abs(number) for number in numbers])
-    return all([
-        abs(number * all_weights - total * weight) <= near * all_weights
-        for number, weight in zip(numbers, weights, strict=True)
-    ])

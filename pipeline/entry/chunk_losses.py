@@ -68,7 +68,7 @@ class ChunkLosses:
         device = tree.tensors[0].device if tree.tensors else None
         if any([piece[chunk].device != device for piece in self._target.pieces]):
             target = self.beside(target, tree)
-        value, weight = loss.chunk(chunk, tree.build(loss_inputs), target)
+        value, weight = loss.chunk(chunk, tree.build(loss_inputs), target, self._target.batch_dim)
         return value, weight, explore([value], until=ends) if value.requires_grad else {}
 
     def beside(self, target: Any, tree: Tree) -> Any:

@@ -491,6 +491,13 @@ BENT = {
     "maximum": lambda o, t: torch.maximum(errors(o, t).mean(), torch.ones((), dtype=o.dtype)),
     "where": lambda o, t: torch.where(errors(o, t).mean() > 1, errors(o, t).mean(), 2 * errors(o, t).mean()),
     "in place": lambda o, t: errors(o, t).mean().clamp_(min=1),
+    "einsum": lambda o, t: (torch.einsum("bd->d", errors(o, t)) / len(o)).clamp(min=1).sum(),
+    "implicit einsum": lambda o, t: (torch.einsum("b, bd", torch.ones_like(o[:, 0]), errors(o, t)) / len(o)).relu().sub(
+        1).abs().sum(),
+    "product": lambda o, t: (torch.ones_like(o[:, 0]) @ errors(o, t) / len(o)).clamp(min=1).sum(),
+    "running sum": lambda o, t: (errors(o, t).cumsum(0)[-1] / len(o)).clamp(min=1).sum(),
+    "by class": lambda o, t: (o.new_zeros(1, CLASSES).index_add(
+        0, torch.zeros(len(o), dtype=torch.int64), errors(o, t)) / len(o)).clamp(min=1).sum(),
     "of a pair": lambda o, t: ((errors(o, t).sum() - o.numel()).abs(), len(o)),
     "gated": gated, "in Python": flooding_in_python, "by an item": flooding_by_an_item,
 }  # fmt: skip
@@ -506,6 +513,41 @@ def test_a_loss_with_a_kink_behind_a_mean_is_compared_in_every_step(name):
         assert torch.allclose(loss, plain(pipe.to_sequential(), x, target, BENT[name])[0], rtol=1e-12)
     with pytest.raises(ValueError, match="is not a mean over rows"):
         pipe.step(x, near, loss_fn=BENT[name])
+
+
+def test_rows_along_the_second_dimension_are_rows_to_a_kink():
+    x, y = data(12)
+    far, near = y + 9, torch.cat([y[:6] * 0.1, y[6:] + 2])
+    pipe = pipe_of(model(), chunks=4, batch_dim=1)
+
+    def free_bits(output, target):
+        return errors(output, target).mean(1).clamp(min=1).sum()
+
+    for _ in range(2):
+        pipe.step(torch.stack([x, x]), torch.stack([far, far]), loss_fn=free_bits)
+    with pytest.raises(ValueError, match="free_bits is not a mean over rows"):
+        pipe.step(torch.stack([x, x]), torch.stack([near, near]), loss_fn=free_bits)
+
+
+FEATURES = torch.arange(0.1, 2.1, 0.2, dtype=torch.float64).view(CLASSES, 2)
+BENT_BY_ROW = {
+    "product": lambda o, t: (errors(o, t) @ FEATURES).clamp(min=1).mean(),
+    "from the left": lambda o, t: (FEATURES.T @ errors(o, t).unsqueeze(2)).clamp(min=1).mean(),
+    "einsum": lambda o, t: torch.einsum("...d,dk->...k", errors(o, t), FEATURES).clamp(min=1).mean(),
+    "running sum": lambda o, t: errors(o, t).cumsum(1).clamp(min=1).mean(),
+    "class by class": lambda o, t: torch.zeros_like(o).index_add(
+        1, torch.tensor([0, 0, 2, 3, 3]), errors(o, t)).clamp(min=1).mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BENT_BY_ROW)
+def test_a_kink_behind_a_sum_over_features_is_one_of_rows(name):
+    """It is taken in a step over several mini-batches, where nothing is left to doubt."""
+    x, y = data(12)
+    pipe = pipe_of(model(), chunks=4)
+    for _ in range(4):
+        loss = pipe.step(iter([(x[:7], y[:7]), (x[7:], y[7:])]), loss_fn=BENT_BY_ROW[name]).loss
+        assert torch.allclose(loss, plain(pipe.to_sequential(), x, y, BENT_BY_ROW[name])[0], rtol=1e-12)
 
 
 @pytest.mark.parametrize("guard", [torch.nan_to_num, lambda mean: mean.clamp(max=1e6), partial(torch.clamp, max=9)])
