@@ -9,9 +9,10 @@
 With others beside them, rows are compared among as many rows, under the same seeds: the same kernels run, and random
 numbers are the same. What is no row of an output, such as h_n of nn.GRU or a Gram matrix, is found in the same way. For
 another number of rows other kernels may run, and round otherwise: there a row must change by a twentieth, in the same
-layer for other rows too, and a layer that draws is not judged. Without gradients, and in eval
-mode, since BatchNorm is known to look at all rows in train mode; only the order is looked at in the caller's modes.
-Afterwards buffers, attributes of modules and generators are as before; `is_recomputing()` says yes meanwhile.
+layer for other rows too, and a layer that draws is not judged. Without gradients, and in eval mode, since BatchNorm is
+known to look at all rows in train mode; the order is looked at in the caller's modes, and in train mode rows with
+others beside them once more, with BatchNorm in eval mode and no layer judged that draws. Afterwards buffers, attributes
+of modules and generators are as before; `is_recomputing()` says yes meanwhile.
 
 A probe raises nothing where it cannot judge: layers that raise on another number of rows, or give other values each
 time.
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from partition.compilation import uncompiled
@@ -71,7 +73,7 @@ class Probe:
         self._rows = min(sum(self._batch.rows), max(2, self._batch.rows[0]))
         own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         self._modules = modules_of([top for layers in own_stages for top in layers])
-        self._in_eval_mode = False
+        self._modes: Sequence[bool] | None = None  # of each module, whether it is in train mode; None: the caller's
         lanes = Counter(setup.plan.schedule.placement.lane_of)
         self._shares_process = len(own_stages) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
 
@@ -106,12 +108,15 @@ class Probe:
                 return
             beside = self._picked([row if row % 2 else row + 1 if row + 1 < rows else row - 1 for row in range(rows)])
             places = [1, 2, 2, 3] if rows == 3 else [1, rows - 1, rows]  # all have moved; another row is the last one
-            self._in_eval_mode = True
+            self._modes = [False] * len(self._modules)
             reference, resized = self._run(alone), self._run(self._picked(places))
             self._check_sizes(reference, resized, len(places))
             if self._checks_rows:
                 self._check_rows(alone, beside, reference)
                 self._check_places(reference, resized, places)
+                self._modes = [module.training and not isinstance(module, _BatchNorm) for module in self._modules]
+                if self._communicator.exchange.any(any(self._modes)):
+                    self._check_rows(alone, beside, self._run(alone), " in train mode")
 
     def _check_frequencies(self) -> None:
         """Raise if a layer divides its gradient by what it counts in all rows."""
@@ -147,10 +152,10 @@ class Probe:
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
-        """Within: a run, perhaps in eval mode. At the end: modules as they were: the next run finds what it found."""
-        modules = self._modules if self._in_eval_mode else []
+        """Within: a run, in some modes. At the end: modules as they were: the next run finds what it found."""
+        modules, modes = (self._modules, self._modes) if self._modes else ([], [])
         try:
-            with training_flags(modules, [False] * len(modules)):
+            with training_flags(modules, modes):
                 yield
         finally:
             for undo in self._undo:
@@ -170,8 +175,8 @@ class Probe:
             if pair[0].dim() and pair[0].dim() == pair[1].dim():  # else they are seen not to fit where they are joined
                 row_sizes(pair, (self._rows, rows), self._batch.batch_dim)
 
-    def _check_rows(self, alone: Batch, beside: Batch, reference: ProbeCall) -> None:
-        """Raise if a row's output depends on the rows beside it."""
+    def _check_rows(self, alone: Batch, beside: Batch, reference: ProbeCall, when: str = "") -> None:
+        """Raise if a row's output depends on the rows beside it, `when` also by no draw: its number may be theirs."""
         differs = partial(is_mixed, batch_dim=self._batch.batch_dim, rows=self._rows)
         among_others = self._run(beside)  # on every rank, as everything here: votes follow
         if not self._communicator.exchange.any(_differ(reference, among_others, differs)):
@@ -182,10 +187,10 @@ class Probe:
         if not self._communicator.exchange.any(is_certain):
             return
         culprit = _first_to_differ(ours, theirs, differs)
-        is_excused = culprit is not None and repeated.gathers(culprit.layer)
+        is_excused = culprit is not None and (repeated.gathers(culprit.layer) or bool(when) and culprit.draws)
         self._refuse(
             culprit, is_excused,
-            "mixes the rows of the mini-batch: with other rows beside it, a row comes out otherwise"
+            f"mixes the rows of the mini-batch{when}: with other rows beside it, a row comes out otherwise"
         )
 
     def _check_places(self, reference: ProbeCall, resized: ProbeCall, places: Sequence[int]) -> None:

@@ -126,6 +126,28 @@ def test_chunks_of_one_row_are_refused_too() -> None:
             Pipe(around(calls(lambda h: h.cumsum(0))), [1, 1], rows)(flat(rows))
 
 
+class OwnBatchNorm(nn.Module):
+    """Divides by statistics of the rows in train mode, without a buffer for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = x.detach().mean(0)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_layers_that_mix_rows_in_train_mode_alone_are_refused(entry: str) -> None:
+    for layers in ([OwnBatchNorm()], [nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), OwnBatchNorm()]):
+        pipe = Pipe(around(*layers), [1, len(layers)], 2)
+        with pytest.raises(ValueError, match=rf"layer {len(layers)} \(OwnBatchNorm\) mixes the rows .* in train mode"):
+            ENTRIES[entry](pipe, flat())
+        ENTRIES[entry](pipe.eval(), flat())
+
+
 def test_float32_and_bfloat16_and_integers_are_told_apart_from_rounding() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for rows in (8, 64):
