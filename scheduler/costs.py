@@ -12,12 +12,12 @@ Each is a number, one number for each stage, or a function of (stage, chunk); in
 in the same. What travels and what is held are in links.py and memory_model.py; costs of real steps in measurement.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from scheduler.action import Action, Kind
-from scheduler.errors import ScheduleError, refuse_unless_cost
+from scheduler.errors import ScheduleError, plain, refuse_unless_cost
 from scheduler.links import Link, Links, between
 from scheduler.measurement import OF_ACTIONS, costs_of, links_of, measure
 from scheduler.memory_model import ChunkMemory
@@ -77,13 +77,14 @@ class Costs:
         if self.unit not in ("slots", "s"):
             raise ScheduleError(f'unit is {self.unit!r}. Use "slots", or "s" for seconds.')
         for name, cost in self._items():
+            numbers: Iterable[Any] = () if callable(cost) else (cost,)
             if isinstance(cost, Mapping):
-                numbers: Iterable[Any] = cost.values()
-            elif isinstance(cost, Iterable):
-                cost = numbers = tuple(cost)
-                object.__setattr__(self, name, cost)  # frozen from here on: hashable, and nobody else's list
-            else:
-                numbers = () if callable(cost) else (cost,)
+                numbers = cost.values()
+            elif isinstance(cost, Iterable) and not isinstance(cost, (Set, bytes)):  # the numbers have an order
+                numbers = tuple(map(plain, cost))
+                object.__setattr__(self, name, numbers)  # frozen from here on: hashable, and nobody else's list
+            elif numbers:
+                object.__setattr__(self, name, plain(cost))
             for number in numbers:
                 if not (name == "link" and isinstance(number, Link)):
                     refuse_unless_cost(name, number, above=name == "speed")
@@ -221,7 +222,7 @@ def _look_up(name: str, cost: Cost, stage: int, chunk: int) -> float:
     if isinstance(cost, (int, float)):  # first, because it is nearly always so
         return cost
     if callable(cost):
-        number = cost(stage, chunk)
+        number: float = plain(cost(stage, chunk))
         refuse_unless_cost(name, number)
         return number
     return cost[stage] if isinstance(cost, Sequence) else cost

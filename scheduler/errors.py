@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-__all__ = ["ScheduleError", "one_each", "refuse_unless_cost", "refuse_unless_whole"]
+__all__ = ["ScheduleError", "one_each", "plain", "refuse_unless_cost", "refuse_unless_whole"]
 
 
 class ScheduleError(ValueError):
@@ -64,6 +64,16 @@ Give forward as a number, one for each place, or a function that returns one.
         )
     if above and not number:
         raise ScheduleError(f"{name} is 0, but nothing would ever end. Give {name} as a number above 0.")
+
+
+def plain(number: Any) -> Any:
+    """A number of numpy's as Python's, which does not overflow; anything else as it is.
+
+    >>> import numpy
+    >>> plain(numpy.uint8(200)) + plain(numpy.uint8(100))
+    300
+    """
+    return number.item() if isinstance(number, Real) and hasattr(number, "item") else number
 
 
 def one_each(name: str, value: Any, lanes: int, kind: str = "numbers") -> list[Any]:

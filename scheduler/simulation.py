@@ -48,6 +48,8 @@ def simulate(
     >>> simulate(by_name("1f1b", lanes=4, chunks=8), Costs(forward=10, backward=20)).peak_in_flight
     (4, 3, 2, 1)
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"schedule is {schedule!r}. Give a Schedule, such as by_name('1f1b', lanes=4, chunks=8).")
     if release not in ("early", "block"):
         raise ScheduleError(f"release is {release!r}, but outputs of a block are there 'early' or with the 'block'.")
     costs.refuse_unless_for(schedule.placement)

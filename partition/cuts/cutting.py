@@ -12,7 +12,7 @@ The slowest stage is as fast as can be, exactly, but for the rounding of sums of
 with the smallest sum of squared times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 import numpy
@@ -63,7 +63,9 @@ def cut(
         >>> cut(layers, 3), cut(layers, [StageSpec(speed=2), StageSpec(), StageSpec()])
         ([3, 3, 3], [5, 2, 2])
     """
-    specs = [StageSpec()] * check_stages(stages, len(profile.layers)) if isinstance(stages, int) else list(stages)
+    specs = list(stages) if isinstance(stages, Iterable) else [StageSpec()] * check_stages(stages, len(profile.layers))
+    if any([not isinstance(spec, StageSpec) for spec in specs]):
+        raise PartitionError(f"stages is {specs}. Give the number of stages, or a StageSpec for each.")
     layers = layers_of(profile)
     if not (latency >= 0 and bandwidth > 0):
         raise PartitionError(f"latency is {latency} and bandwidth {bandwidth}. Give 0 or more, and a number above 0.")

@@ -13,6 +13,7 @@ between the two get it back: they are `astride`. So sums alone are never more th
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isnan
+from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy
@@ -57,6 +58,9 @@ class StageSpec:
     recompute: float = 0.0
 
     def __post_init__(self) -> None:
+        for name, number in vars(self).items():
+            if not isinstance(number, Real):
+                raise PartitionError(f"{name} is {number!r}, but must be a number.")
         if not 0 < self.speed < inf:
             raise PartitionError(f"speed is {self.speed!r}, but must be finite and above 0. 2 takes half the time.")
         if isnan(self.memory):

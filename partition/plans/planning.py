@@ -213,10 +213,11 @@ def _with_unit(machine: Machine, unit: str, flops: float | None, overhead: float
 def _chunks(chunks: int | Iterable[int] | None, rows: int, lanes: int) -> list[int]:
     """The numbers of chunks to try: those given, or divisors of the rows, each at least 1.4 times the one before."""
     if chunks is not None:
-        chunk_counts = sorted({chunks} if isinstance(chunks, int) else set(chunks))
-        if not chunk_counts or any((whole(number) or 0) < 1 or number > rows for number in chunk_counts):
-            raise PartitionError(f"chunks is {chunk_counts}, but must list whole numbers from 1 to {rows}, the rows.")
-        return chunk_counts
+        given = list(chunks) if isinstance(chunks, Iterable) else [chunks]
+        chunk_counts = {whole(number) or 0 for number in given}
+        if not chunk_counts or min(chunk_counts) < 1 or max(chunk_counts) > rows:
+            raise PartitionError(f"chunks is {given}, but must list whole numbers from 1 to {rows}, the rows.")
+        return sorted(chunk_counts)
     divisors = [1]
     for number in range(2, min(rows, _MOST * lanes) + 1):
         if rows % number == 0 and number >= _APART * divisors[-1]:

@@ -7,6 +7,7 @@ from itertools import accumulate, combinations, product
 from math import inf, isclose
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -301,11 +302,21 @@ def test_a_search_that_is_cut_short_says_so() -> None:
 
 @pytest.mark.parametrize("wrong, words", [
     ({"speed": 0}, "speed is 0, but must be finite and above 0"),
-    ({"memory": float("nan")}, "memory is nan"), ({"kept": -1}, "kept is -1, but must be finite and not negative"),
+    ({"memory": float("nan")}, "memory is nan"), ({"memory": "24GiB"}, "memory is '24GiB', but must be a number"),
+    ({"kept": -1}, "kept is -1, but must be finite and not negative"),
 ])  # fmt: skip
 def test_stages_that_cannot_be_are_refused(wrong: Any, words: str) -> None:
     with pytest.raises(PartitionError, match=words):
         StageSpec(**wrong)
+
+
+def test_stages_are_a_number_or_specs() -> None:
+    layers = profile(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.rand(8, 8), device="meta")
+    assert cut(layers, np.int64(2)) == cut(layers, 2) == cut(layers, (StageSpec() for _ in range(2)))
+    with pytest.raises(PartitionError, match=r"stages is \[1, 2\]. Give the number of stages, or a StageSpec for each"):
+        cut(layers, [1, 2])
+    with pytest.raises(PartitionError, match="stages must be a whole number, 1 or more; got 2.0"):
+        cut(layers, 2.0)
 
 
 def test_times_that_cannot_be_are_refused() -> None:

@@ -9,6 +9,7 @@ from itertools import combinations, permutations
 from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -380,6 +381,16 @@ def test_a_search_is_taken_where_it_is_shorter() -> None:
         Plan.from_json("{}")
 
 
+def test_numbers_of_numpy_count_as_pythons() -> None:
+    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.rand(8, 8)
+    plans = [
+        plan(model, x, devices=devices, chunks=chunks, device="meta", overhead=0.0)
+        for devices, chunks in ((2, [2, 4]), (np.int64(2), np.array([2, 4])), (2, (4, np.int8(2))))
+    ]
+    assert plans[0] == plans[1] == plans[2]
+    assert plan(model, x, devices=2, chunks=np.int64(4), device="meta").chunks == 4
+
+
 def test_what_cannot_be_planned_is_said() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), torch.rand(8, 8)
     words = r"no plan fits. The nearest, .*needs .* on device \d, which may hold 100 B: .* are parameters.* Take an "
@@ -392,6 +403,8 @@ def test_what_cannot_be_planned_is_said() -> None:
         "speed is 0, but must be a number above 0": {"speed": 0},
         "devices is 0, but there must be one or more": {"devices": 0},
         "chunks is .9., but must list whole numbers from 1 to 8": {"chunks": [9]},
+        "chunks is .'4'., but must list whole numbers": {"chunks": "4"},
+        "chunks is .2.5., but must list whole numbers": {"chunks": 2.5},
         "rows must be a whole number": {"rows": 0},
         "there is no schedule 'best'": {"schedules": ["best"]},
         "link is nan, but a message takes a number of seconds": {"link": float("nan")},

@@ -1,5 +1,6 @@
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from scheduler import Action, Costs, Kind, Link, Placement, ScheduleError
@@ -57,6 +58,22 @@ def test_what_is_not_a_cost_is_refused_with_its_name_and_value(what, number):
         Costs(**{what: number})
     with pytest.raises(ScheduleError, match=f"{what} costs "):
         Costs(**{what: [1, number]})
+
+
+@pytest.mark.parametrize("numbers", [{1, 2}, frozenset([1]), b"12", {1: 2}.keys()])
+def test_numbers_without_an_order_are_no_costs_of_stages(numbers):
+    with pytest.raises(ScheduleError, match="forward costs .*, but a cost is a finite number"):
+        Costs(forward=numbers)
+
+
+def test_numbers_of_numpy_count_as_pythons():
+    """Those of uint8 and float16 would overflow when they are added."""
+    small, half = np.array([200, 100], dtype=np.uint8), np.array([60000.0, 1.0], dtype=np.float16)
+    assert [cost(Costs(input=small, weight=100), f"{stage}B0") for stage in (0, 1)] == [300, 200]
+    assert cost(Costs(input=np.uint8(200), weight=np.uint8(200)), "0B0") == 400
+    assert cost(Costs(input=half, weight=half), "0B0") == 120_000
+    assert cost(Costs(input=lambda stage, chunk: small[stage], weight=lambda stage, chunk: small[0]), "0B0") == 400
+    assert Costs(forward=small) == Costs(forward=(200, 100))
 
 
 def test_a_function_that_gives_no_cost_is_refused_when_it_does():
