@@ -43,7 +43,7 @@ class Fault(NamedTuple):
 
 
 def refusal(wrong: Schedule | Program, faults: Sequence[Fault]) -> ScheduleError:
-    """The error that names all of `faults` and shows them in the grid.
+    """The error that names `faults`, the first hundred of them, and shows them in the grid.
 
     Args:
         wrong: the schedule or program that is refused
@@ -52,7 +52,9 @@ def refusal(wrong: Schedule | Program, faults: Sequence[Fault]) -> ScheduleError
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     kind = type(wrong).__name__.lower()
     head = f"{kind} {wrong.name} (lanes={wrong.lanes}, chunks={wrong.chunks}) has {count}:"
-    return ScheduleError("\n".join([head, *(f"  {fault.words}" for fault in faults), _picture(wrong, faults)]))
+    words = [f"  {fault.words}" for fault in faults[:_MOST]]
+    more = [f"  and {len(faults) - _MOST} more"] if len(faults) > _MOST else []
+    return ScheduleError("\n".join([head, *words, *more, _picture(wrong, faults)]))
 
 
 def _picture(wrong: Schedule | Program, faults: Sequence[Fault]) -> str:
@@ -74,3 +76,4 @@ def _picture(wrong: Schedule | Program, faults: Sequence[Fault]) -> str:
 # A grid wider than a screen hides what it should show: beyond this, only what is around the first failing cell.
 _COLUMNS = 32
 _BEFORE = 8
+_MOST = 100

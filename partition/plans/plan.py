@@ -126,7 +126,8 @@ class Plan(NotebookResult):
         if isinstance(self.costs.link, Mapping):  # by pairs of lanes, which are no keys in JSON
             fields["costs"]["link"] = {"lanes": [[*lanes, link] for lanes, link in self.costs.link.items()]}
         fields["expected"] = {**self.expected._asdict(), "peaks": [peak._asdict() for peak in self.expected.peaks]}
-        return json.dumps(fields, indent=1, default=_plain)
+        fields["memory"] = [limit if limit < inf else None for limit in self.memory]
+        return json.dumps(fields, indent=1, default=_plain, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -139,9 +140,11 @@ class Plan(NotebookResult):
             fields = frozen(json.loads(text))
             schedule, checkpoint = fields.pop("schedule"), fields.pop("checkpoint")
             expected, costs = fields.pop("expected"), fields.pop("costs")
+            memory = tuple([inf if limit is None else limit for limit in fields.pop("memory")])
             peaks = tuple([DevicePeak(**peak) for peak in expected.pop("peaks")])
             return cls(
                 **fields,
+                memory=memory,
                 schedule=Schedule.parse(schedule["text"]) if isinstance(schedule, Mapping) else schedule,
                 checkpoint=RecomputedStages(**checkpoint) if isinstance(checkpoint, Mapping) else checkpoint,
                 expected=ExpectedStep(**expected, peaks=peaks),
@@ -160,6 +163,8 @@ class Plan(NotebookResult):
             descriptions[self.checkpoint] if isinstance(self.checkpoint, str)
             else f"stage{'s' * (len(self.checkpoint.stages) > 1)} " + ", ".join(map(str, self.checkpoint.stages))
         )  # fmt: skip
+        least, most = self.rows // self.chunks, -(-self.rows // self.chunks)
+        each = f"{least} or {most}" if least < most else str(most)
         gap = f", {expected.step / expected.bound - 1:.1%} above" if expected.bound else ""
         order, limits = list(self.order), self.memory or (inf,) * count
         rows: list[tuple[str, ...]] = [("device", "stages", "layers", "busy", "state", "saved", "inputs", "peak", "of")]
@@ -173,7 +178,7 @@ class Plan(NotebookResult):
         orders = [f"the layers go through devices {order}, in this order"] if order != sorted(order) else []
         return "\n".join([
             *_wrapped(
-                f"{name}, {self.chunks} chunks of {-(-self.rows // self.chunks)} rows, {len(self.balance)} stages on "
+                f"{name}, {self.chunks} chunks of {each} rows, {len(self.balance)} stages on "
                 f"{count} devices, balance {list(self.balance)}",
                 f"recomputed: {recomputed}",
                 f"a step: {spelt_work(expected.step, expected.unit)}, bubble {expected.bubble:.1%}; "
@@ -185,8 +190,10 @@ class Plan(NotebookResult):
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    """A part of a plan for JSON: a Schedule as its text, a Link or RecomputedStages as their fields."""
-    return {"text": str(part)} if isinstance(part, Schedule) else vars(part)
+    """A part of a plan for JSON: a Schedule as its text, a Link or RecomputedStages as their finite fields."""
+    if isinstance(part, Schedule):
+        return {"text": str(part)}
+    return {name: value for name, value in vars(part).items() if not isinstance(part, Link) or value < inf}
 
 
 def _link_of(text: Any) -> Any:

@@ -1,5 +1,6 @@
 """Laws of plans: what they expect is what a Pipe holds, and no choice beside them is better."""
 
+import json
 import random
 import weakref
 from collections import Counter
@@ -28,7 +29,7 @@ from partition.profiles.profile import SplitBackwardBytes, Work
 from partition.profiles.profiling import with_rows
 from pipeline import Pipe, Place
 from pipeline.stage.split_backward import SplitBackward
-from scheduler import Schedule, by_name
+from scheduler import Link, Schedule, by_name
 
 
 class SavedByStage:
@@ -379,6 +380,16 @@ def test_a_search_is_taken_where_it_is_shorter() -> None:
     assert Plan.from_json(found.to_json()) == found and Plan.from_json(named.to_json()) == named
     with pytest.raises(PartitionError, match="this is no plan.*Give what Plan.to_json has written"):
         Plan.from_json("{}")
+
+
+def test_a_plan_as_text_is_json_also_where_a_number_is_infinite() -> None:
+    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.rand(5, 8)
+    links = {(0, 1): Link(latency=1.0), (1, 0): Link(latency=2.0, bandwidth=8.0)}
+    for link in (Link(latency=1.0), links):
+        found = plan(model, x, devices=2, memory=[1e9, inf], chunks=4, link=link, device="meta", flops=1.0)
+        assert "4 chunks of 1 or 2 rows" in str(found)
+        fields = json.loads(found.to_json(), parse_constant=pytest.fail)
+        assert fields["memory"] == [1e9, None] and Plan.from_json(found.to_json()) == found
 
 
 def test_numbers_of_numpy_count_as_pythons() -> None:

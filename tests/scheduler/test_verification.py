@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import depends, schedules
 
-from scheduler import Action, Kind, Schedule, ScheduleError, by_name, simulate, verify
+from scheduler import Action, Kind, Schedule, ScheduleError, by_name, from_csv, simulate, verify
 from scheduler.action import COMPUTE
 
 law = settings(derandomize=True, deadline=None, max_examples=examples(60))
@@ -192,3 +192,9 @@ def test_a_long_schedule_is_shown_around_its_first_failing_cell():
 def test_an_empty_order_misses_everything():
     assert "0F0 is missing: add it to lane 0" in words(lines("", lanes="0"))
     assert "0B0 is missing: add it to lane 0, or 0I0 and 0W0" in words(lines("", lanes="0"))
+
+
+def test_of_very_many_faults_a_hundred_are_named():
+    with pytest.raises(ScheduleError, match="has 19996 faults") as caught:
+        verify(from_csv("0F0,0B0,0F9999,0B9999"))
+    assert len(str(caught.value).splitlines()) < 110 and "and 19896 more" in str(caught.value)
