@@ -138,7 +138,7 @@ def on_ranks(schedule: Schedule, ranks: int) -> Schedule:
     if lanes < ranks:
         raise ScheduleError(
             f"schedule {schedule.name} has {lanes} lanes for {ranks} ranks, so {ranks - lanes} would have nothing to "
-            f"do. Use at least {ranks} stages, or fewer ranks (group=...)."
+            f"do. Use at least {ranks * schedule.stages // lanes} stages, or fewer ranks (group=...)."
         )
     rank_of_lane = [lane * ranks // lanes for lane in range(lanes)]
     rank_of = [rank_of_lane[lane] for lane in schedule.placement.lane_of]

@@ -97,7 +97,7 @@ class Comparison:
         raise MismatchError(
             f"{first_difference}.{remedy} All ranks run the same script: the same Pipe, the same calls in "
             "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
-            f"generators the same seed on every rank.{second}"
+            f"generators the same seed on every rank; no DistributedSampler, which gives each its own part.{second}"
         )
 
     def numbers(self) -> list[int]:

@@ -2,7 +2,7 @@
 
     pipe = Pipe(model, ...)               over ranks: rank 1 has model[3]; this rank's copy stays as it is
     pipe.step(...), loss.backward()       from now on model[3] of this rank is marked
-    model(x), model.state_dict()          RuntimeError
+    model(x), model.state_dict()          RuntimeError; torch.save(model): TypeError
     Pipe(model, ...) with model[3] here   RuntimeError
     model.load_state_dict(state)          ends it, until the next step
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.jit import ScriptModule
@@ -38,9 +38,13 @@ class StaleMark:
     def __init__(self) -> None:
         self.is_whole = False
 
-    def __reduce__(self) -> tuple[type[StaleMark], tuple[()]]:
+    def __deepcopy__(self, memo: Any) -> StaleMark:
         """A copy of a model is as stale, and no Pipe marks it anew."""
-        return StaleMark, ()
+        return StaleMark()
+
+    def __reduce__(self) -> NoReturn:
+        """A file with the values of before would be found out when it is read, or never."""
+        raise TypeError(f"a module of the model cannot be pickled or saved, {_REMEDY}")
 
     def put_on(self, module: nn.Module) -> None:
         marks = marks_of(module)

@@ -289,6 +289,6 @@ def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, com
     overflows = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     overflowed = communicator.exchange.any(any(bool(overflow.item()) for overflow in overflows.values()))
     if not overflows:  # no gradient here: all is frozen, or there are no parameters
-        overflows[torch.device("cpu")] = torch.zeros((), device="cpu")
+        overflows[torch.device("cpu")] = torch.zeros((), dtype=torch.float32, device="cpu")  # as the scaler asks
     for overflow in overflows.values():
         overflow.fill_(float(overflowed))

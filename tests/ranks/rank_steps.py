@@ -210,9 +210,23 @@ def everything(make: Make, stages: int, optimizer: str, schedule: str, checkpoin
     return found
 
 
-def scaled(make: Make, stages: int) -> Found:
-    """A GradScaler: the second step overflows on one rank, and no rank's parameters move."""
+def scaled(make: Make, stages: int, frozen: int | None = None) -> Found:
+    """A GradScaler: the second step overflows on one rank, and no rank's parameters move. One stage may be frozen.
+
+    The default dtype is float64: the scaler's own numbers are float32.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _scaled(make, stages, frozen)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _scaled(make: Make, stages: int, frozen: int | None) -> Found:
     pipe = piped(make, stages)
+    if frozen is not None:
+        for number in range(len(pipe)):
+            pipe[number].requires_grad_(number * stages // len(pipe) != frozen)
     stepper = torch.optim.SGD(pipe.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     found: Found = {}

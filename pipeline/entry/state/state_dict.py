@@ -132,6 +132,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         Raises:
             ValueError: names that no rank has, or that are missing.
         """
+        _check_state(state_dict, "full_optimizer_state_dict")
         if is_packed(state_dict):
             state_dict = by_name(state_dict, self._first_names())
         load_optimizer_state(self._all_places(), optimizer, state_dict, self.runtime.first_names)
@@ -165,6 +166,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
 
         A `Saved` may have a tied parameter under one of its names alone, as save_pretrained writes it.
         """
+        _check_state(state_dict, "full_state_dict")
         if isinstance(state_dict, Saved):
             state_dict = StateWithTiedNames(state_dict, self._first_names())
         remote = {number for number, layer in self._modules.items() if isinstance(layer, RemoteLayer)}
@@ -197,3 +199,11 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
 
 def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _check_state(state_dict: object, method: str) -> None:
+    if state_dict is None:
+        raise TypeError(
+            f"state_dict is None: over ranks {method}() gives it to rank 0 alone. Send it to the others with "
+            "torch.distributed.broadcast_object_list."
+        )

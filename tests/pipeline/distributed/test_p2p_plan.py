@@ -133,6 +133,8 @@ def by_same_actions(name: str, stages: int, chunks: int, schedule: Schedule):
 def test_fewer_lanes_than_ranks_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"2 lanes for 3 ranks, so 1 would have nothing to do. Use at least 3"):
         on_ranks(by_name("1f1b", 2, 4), 3)
+    with pytest.raises(ScheduleError, match=r"zb-v has 1 lanes for 2 ranks, .* Use at least 4 stages"):
+        on_ranks(by_name("zb-v", 1, 4), 2)
     with pytest.raises(ScheduleError, match=r"interleaved has as many stages on one rank .* 5 stages for 2 ranks"):
         schedule_over("interleaved", 5, 4, 2)
     with pytest.raises(ScheduleError, match=r"zb-v has 2 stages a lane but the balance has 3"):

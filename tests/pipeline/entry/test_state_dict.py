@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pipeline import Pipe
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
 from pipeline.entry.state.saved import Saved
@@ -493,3 +494,11 @@ def test_of_a_whole_state_only_own_values_are_read_and_all_keys_judged(own):
 
 def test_a_plain_dict_stays_without_versions():
     assert not hasattr(own_part({"0.weight": 1}, []), "_metadata")
+
+
+def test_what_full_state_dict_gives_other_ranks_is_not_loaded():
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), [1])
+    with pytest.raises(TypeError, match=r"state_dict is None: over ranks full_state_dict\(\) gives it to rank 0 alone"):
+        pipe.load_state_dict(None)
+    with pytest.raises(TypeError, match=r"over ranks full_optimizer_state_dict\(\) gives it to rank 0 .*broadcast_obj"):
+        pipe.load_optimizer_state_dict(torch.optim.SGD(pipe.parameters(), lr=0.1), None)
