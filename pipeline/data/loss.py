@@ -17,7 +17,7 @@ in float64: in their own type a few hundred tokens are too many for bfloat16 or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from math import ceil, log2
 from typing import Any, TypeAlias
 
@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_comparison import LossComparison, differences
-from pipeline.data.loss_means import Divisor, DivisorTrace, detached_number
-from pipeline.data.loss_proof import Proof, is_alike, proof
+from pipeline.data.loss_means import Divisor, DivisorTrace, LossForm, detached_number
+from pipeline.data.loss_proof import ChunkTrace, Proof, Shown, is_alike, proof
 from pipeline.data.metrics import Metrics, without_metrics
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
@@ -54,7 +54,7 @@ class Loss:
         reduction: "mean" or "sum"; None: `loss_fn.reduction` if it has one, else "mean".
         rows: the rows of each chunk.
         is_part: whether the mini-batch is one of several, whose parts are added up by their `weight`.
-        shown: the `proof` of the last comparison of this loss over as uneven chunks.
+        shown: by comparisons of this loss over as uneven chunks.
 
     Raises:
         TypeError: loss_fn is not callable.
@@ -67,7 +67,7 @@ class Loss:
         reduction: str | None,
         rows: Sequence[int],
         is_part: bool = False,
-        shown: Proof = (),
+        shown: Shown = Shown(),
     ) -> None:
         if isinstance(loss_fn, type):
             raise TypeError(f"loss_fn is the class {loss_fn.__name__}. Give an object of it: {loss_fn.__name__}().")
@@ -80,7 +80,7 @@ class Loss:
         self._shown = shown
         self._losses: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
         self._counts: dict[int, Tensor] = {}
-        self._divisors: dict[int, tuple[Divisor, ...] | None] = {}  # None: unknown
+        self._traces: dict[int, ChunkTrace] = {}
         self._is_single = len(rows) == 1 and not is_part
         self.is_counted = False  # not by loss_fn, which returned single losses
         self._has_fractions = False  # loss_fn returned counts that may not be whole
@@ -118,8 +118,8 @@ class Loss:
             if len(self._losses) != len(self._counts) or self.is_counted:
                 raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
             self._losses[chunk], self._counts[chunk] = map(detached_number, pair)
-            if trace is not None and (trace.branches or _is_bent(value, trace)):
-                self._divisors[chunk] = None
+            if trace is not None:
+                self._note(chunk, trace, None if trace.branches or _is_bent(value, trace) else ())
             return pair[0], self._scale
         return self._single(chunk, value, trace)
 
@@ -144,7 +144,8 @@ class Loss:
             raise ValueError(f"{self._name} returned {kind} for one chunk and a single loss for another.")
         is_blind = trace is None or trace.branches or total is None and trace.is_blind
         is_seen = origin is not None and not origin.is_bent and not is_blind
-        self._divisors[chunk] = origin.divisors if origin is not None and is_seen else None
+        divisors = origin.divisors if origin is not None and is_seen else None
+        self._note(chunk, trace, divisors)
         self.is_counted = total is not None
         if origin is None or total is None:
             self._losses[chunk] = detached_number(loss)
@@ -153,6 +154,10 @@ class Loss:
         summed, self._counts[chunk] = self._checked_pair((total, counts[0]))
         self._losses[chunk] = detached_number(summed)
         return summed, self._scale
+
+    def _note(self, chunk: int, trace: DivisorTrace | None, divisors: tuple[Divisor, ...] | None) -> None:
+        form, dtypes = (LossForm(), frozenset()) if trace is None else (trace.form, frozenset(trace.dtypes))
+        self._traces[chunk] = ChunkTrace(divisors, form, dtypes)
 
     def _share(self, chunk: int) -> float:
         return 1.0 if self._reduction == "sum" else self._rows[chunk] / self.all_rows
@@ -208,6 +213,7 @@ class Loss:
         rows = [self._rows[chunk] for chunk in chunks]
         part = Loss(self.loss_fn, self._requested, rows, True)
         part._losses = {index: self._losses[chunk] for index, chunk in enumerate(chunks)}
+        part._traces = {index: self._traces[chunk] for index, chunk in enumerate(chunks) if chunk in self._traces}
         part.is_counted = self.is_counted
         if not self._counts:
             return part, 1.0 if self._reduction == "sum" else sum(rows) / self.all_rows
@@ -233,6 +239,7 @@ class Loss:
         size = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
         size = size / self._count().abs() if self._counts else size
         dtypes = {loss.dtype for loss in self._losses.values()}
+        dtypes.update(*[trace.dtypes for trace in self._traces.values()])
         return LossComparison.of(tuple(self._rows), self.value, size, dtypes, whole, grads, may_overflow)
 
     def check(self, comparisons: Sequence[LossComparison]) -> None:
@@ -257,23 +264,39 @@ class Loss:
 
         What a comparison showed to vary with the rows is no constant that happens to be the same in all chunks.
         """
-        return self.proof is not None and is_alike(self.proof, self._shown)
+        return self.proof is not None and is_alike(self.proof, self._shown.proof)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the first chunk's loss has a form that no comparison has seen."""
+        seen = self._shown.form
+        return seen is not None and len(self._traces) == 1 < len(self._rows) and not self._form.is_within(seen)
+
+    @property
+    def _form(self) -> LossForm:
+        """The form of the loss in all chunks."""
+        return reduce(LossForm.joined, [trace.form for trace in self._traces.values()], LossForm())
+
+    @property
+    def shown(self) -> Shown:
+        """What comparisons have shown, after one in this call."""
+        return Shown(self.proof or (), self._form.joined(self._shown.form or LossForm()))
 
     @cached_property
     def proof(self) -> Proof | None:
         """The proof that the traced divisors give of the weights of the chunks. None: they prove nothing."""
-        chunks = sorted(self._divisors)
-        return proof([self._divisors[chunk] for chunk in chunks], self._rows, self.is_counted) if chunks else ()
+        divisors = [self._traces[chunk].divisors for chunk in sorted(self._traces)]
+        return proof(divisors, self._rows, self.is_counted) if divisors else ()
 
     def is_proven_beside(self, other: Loss) -> bool:
         """Whether the traced divisors prove the weights of the chunks beside that of another mini-batch's first.
 
         Of a sum there is nothing to prove: it has no weight.
         """
-        if self._reduction == "sum" or not self._divisors or not other._divisors:
+        if self._reduction == "sum" or not self._traces or not other._traces:
             return True
-        chunks, first = sorted(self._divisors), min(other._divisors)
-        divisors = [other._divisors[first], *[self._divisors[chunk] for chunk in chunks]]
+        chunks, first = sorted(self._traces), min(other._traces)
+        divisors = [other._traces[first].divisors, *[self._traces[chunk].divisors for chunk in chunks]]
         rows = [other._rows[first], *[self._rows[chunk] for chunk in chunks]]
         return proof(divisors, rows, self.is_counted) is not None
 

@@ -53,7 +53,7 @@ class LossComparison(NamedTuple):
         Args:
             rows, ours, whole: see above.
             size: the sum of the sizes of what was combined, to which rounding errors are relative.
-            dtypes: of the chunks' losses.
+            dtypes: of the chunks' losses, and in which rows were summed for them.
             grads: (that of the chunk's own loss, that of the whole).
             may_overflow: gradients of the chunks that are not finite are the scaler's affair.
         """
@@ -79,7 +79,7 @@ def differences(comparisons: Sequence[LossComparison]) -> Iterator[str]:
 
 
 def are_rounding(grads: Sequence[tuple[Tensor, Tensor]], moved: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Whether gradients are no further apart than rounding: than they move where the outputs do, in the last place.
+    """Whether gradients are no further apart than rounding: than each moves where the outputs do, in the last place.
 
     So are those of a loss that is at an extremum (a divergence from what the output is): nothing but rounding, and not
     near each other beside their own size.
@@ -89,30 +89,27 @@ def are_rounding(grads: Sequence[tuple[Tensor, Tensor]], moved: Sequence[Sequenc
         moved: those of the whole where the outputs are a little others.
     """
     with without_function_modes():
-        distance = _distance(grads)
-        noise = [
-            _distance([(whole, moved_grad) for (_, whole), moved_grad in zip(grads, moved_grads, strict=True)])
-            for moved_grads in moved
+        rounded = [
+            _distance(ours, whole) <= _ROUNDING * torch.stack([_distance(whole, each[place]) for each in moved]).sum()
+            for place, (ours, whole) in enumerate(grads)
         ]
-        return distance <= _ROUNDING * torch.stack(noise).sum()
+        return torch.stack([each.to(rounded[0].device) for each in rounded]).all()
 
 
 def _same_grads(grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool) -> Tensor:
     with without_function_modes():
         largest = [_largest(whole) for _, whole in grads]
         same = torch.ones((), dtype=torch.bool, device=largest[0].device if largest else "cpu")
-        for ours, whole in grads:
+        for (ours, whole), most in zip(grads, largest, strict=True):
             tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
-            most = torch.stack([size.to(ours.device, ours.real.dtype) for size in largest]).amax()
             near = _is_near(ours, whole, tolerance, tolerance * most)
             same = same & (near | ~ours.isfinite().all() if may_overflow else near).to(same.device)
     return same
 
 
-def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The sum of the sizes of all differences."""
-    device = pairs[0][0].device
-    return torch.stack([(one - other).abs().sum().to(device, torch.float64) for one, other in pairs]).sum()
+def _distance(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of the sizes of the differences."""
+    return (one - other).abs().sum(dtype=torch.float64)
 
 
 def _largest(tensor: Tensor) -> Tensor:

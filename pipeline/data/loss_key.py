@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeline.common.containers import length, reader_of
-from pipeline.data.loss_proof import Proof
+from pipeline.data.loss_proof import Shown
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
 _VALUES = frozenset([type(None), bool, int, float, str])
@@ -30,11 +30,11 @@ _MOST = 64  # distinct losses of one code or class; all further ones count as on
 class LossCounts:
     """The number of mini-batches of each loss function. Numbers 1, 2, 4, 8, ... validate.
 
-    Mini-batches whose chunks have unlike numbers of rows count by themselves.
+    Mini-batches of another kind count by themselves: whose chunks have unlike numbers of rows, or of another reduction.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[Hashable, dict[Hashable, LossCount]] = {}  # by code or class, by key
+        self._counts: dict[Hashable, dict[Hashable, dict[Hashable, LossCount]]] = {}  # by code or class, key, kind
 
     def __deepcopy__(self, memo: Any) -> LossCounts:
         return LossCounts()
@@ -42,27 +42,29 @@ class LossCounts:
     def __reduce__(self) -> tuple[type[LossCounts], tuple[()]]:
         return LossCounts, ()
 
-    def get(self, loss_fn: Callable[..., Any], is_uneven: bool = False) -> LossCount:
+    def get(self, loss_fn: Callable[..., Any], kind: Hashable = None) -> LossCount:
         """The count of mini-batches of a loss function."""
-        counts, key = self._place(loss_fn, is_uneven)
-        return counts.get(key, LossCount())
+        return self._kinds(loss_fn).get(kind, LossCount())
 
-    def set(self, loss_fn: Callable[..., Any], count: LossCount, is_uneven: bool = False) -> None:
+    def set(self, loss_fn: Callable[..., Any], count: LossCount, kind: Hashable = None) -> None:
         """Set the count of mini-batches of a loss function."""
-        counts, key = self._place(loss_fn, is_uneven)
-        counts[key] = count
+        self._kinds(loss_fn)[kind] = count
 
-    def _place(self, loss_fn: Callable[..., Any], is_uneven: bool) -> tuple[dict[Hashable, LossCount], Hashable]:
-        counts = self._counts.setdefault((_kind(loss_fn), is_uneven), {})
+    def forget(self, loss_fn: Callable[..., Any]) -> None:
+        """Count mini-batches of a loss function from zero, of all kinds."""
+        self._kinds(loss_fn).clear()
+
+    def _kinds(self, loss_fn: Callable[..., Any]) -> dict[Hashable, LossCount]:
+        counts = self._counts.setdefault(_kind(loss_fn), {})
         key = key_of(loss_fn)
-        return counts, key if key in counts or len(counts) < _MOST else None
+        return counts.setdefault(key if key in counts or len(counts) < _MOST else None, {})
 
 
 class LossCount(NamedTuple):
-    """The count of mini-batches of a loss function, and what the last comparison showed of its divisors."""
+    """The count of mini-batches of a loss function, and what comparisons have shown of it."""
 
     number: int = 0
-    shown: Proof = ()
+    shown: Shown = Shown()
 
 
 def key_of(loss_fn: Callable[..., Any]) -> Hashable:

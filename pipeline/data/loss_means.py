@@ -49,10 +49,12 @@ _TOKENS = frozenset(
     function for function in _REDUCING if function.__name__ in ("cross_entropy", "nll_loss", "linear_cross_entropy")
 )
 _NUMBERS = (int, float)
+_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv")
 _SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
+_WEIGHING = (*_SCALING, *_PRODUCTS, "einsum", "dot", "inner", "tensordot")
 _ADDING = ("add", "sub", "subtract", "__radd__")
 _SUMMING = ("sum", "mean", "nansum", "nanmean", "cumsum")
-_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv")
+_REDUCERS = (*_SUMMING, "amax", "amin", "max", "min", "prod", "std", "var", "logsumexp", "all", "any", "median")
 _KEEPING = (
     "view", "reshape", "squeeze", "clone", "contiguous", "mean", "sum", "to", "float", "double", "type", "flatten",
 )  # of one number
@@ -66,7 +68,30 @@ _LINEAR = frozenset((
 ))  # fmt: skip
 _OPAQUE = ("addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy")
 _TO_HOST = frozenset(["__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"])
-_ALONG = {"softmax": 1, "log_softmax": 1, "softmin": 1, "normalize": 2}  # the place of dim, if dim is that of the rows
+_ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given
+    "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
+    "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1),
+}  # fmt: skip
+
+
+class LossForm(NamedTuple):
+    """The form of a loss, as far as it shows: another one may weigh rows in another way.
+
+    Attributes:
+        names: of the torch functions that it calls.
+        factors: how many divisors and factors it has that are not zero.
+    """
+
+    names: frozenset[str] = frozenset()
+    factors: int = 0
+
+    def joined(self, other: LossForm) -> LossForm:
+        """The form with all that either has."""
+        return LossForm(self.names | other.names, max(self.factors, other.factors))
+
+    def is_within(self, other: LossForm) -> bool:
+        """Whether another form has all that this one has."""
+        return self.names <= other.names and self.factors <= other.factors
 
 
 class LossOrigin(NamedTuple):
@@ -109,6 +134,7 @@ class DivisorTrace(TorchFunctionMode):
     Attributes:
         is_over: whether the evaluation has ended.
         is_blind: whether a function was called that may divide unseen.
+        dtypes: in which rows of the output were summed.
         branches: whether the host has read what was reduced from the output: it may go on otherwise by it.
     """
 
@@ -122,7 +148,10 @@ class DivisorTrace(TorchFunctionMode):
         self._depth = 0
         self.is_over = False
         self.is_blind = False
+        self.dtypes: set[torch.dtype] = set()
         self.branches = False
+        self._names: set[str] = set()
+        self._factors = 0
         self._origins: dict[int, tuple[Callable[[], Tensor | None], LossOrigin]] = {}
         for tensor in target:
             self._note(tensor, LossOrigin((), None, False))
@@ -142,6 +171,11 @@ class DivisorTrace(TorchFunctionMode):
         if torch._C._len_torch_function_stack() > self._depth:  # an interrupt within torch may have popped it
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    @property
+    def form(self) -> LossForm:
+        """The form of the loss."""
+        return LossForm(frozenset(self._names), self._factors)
+
     def origin(self, tensor: Tensor) -> LossOrigin | None:
         """The origin of a tensor. None: it was not computed from output or target."""
         entry = self._origins.get(id(tensor))
@@ -156,10 +190,11 @@ class DivisorTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_over:
             return func(*args, **kwargs)
+        self._names.add(func.__name__)
         if func in _TOKENS and _is_mean(kwargs) and _has_labels(args, kwargs):
             return self._token_mean(func, args, kwargs)
         result = func(*args, **kwargs)
-        self.is_blind = self.is_blind or _divides_within(func, args, kwargs)
+        self.is_blind = self.is_blind or _divides_within(func, args, kwargs) or self._weighs_by_sums(func, args)
         if func.__name__ in _TO_HOST:
             origin = self._joined(args, kwargs)
             self.branches = self.branches or origin is not None and origin.is_reduced and origin.of_output
@@ -176,10 +211,13 @@ class DivisorTrace(TorchFunctionMode):
         amounts = self._amounts(func, args, kwargs, result)
         if amounts or origin.total is not None or origin.pending is not None:
             new_divisors = [Divisor(amount) for amount in amounts]
+            self._factors += sum([isinstance(amount, Tensor) or amount != 0 for amount in amounts])
             total = None if origin.total is None else self._total(func, args, kwargs)
             origin = origin._replace(divisors=(*origin.divisors, *new_divisors), total=total, pending=None)
         is_bent = origin.is_bent or origin.is_reduced and origin.of_output and _plain(func) not in _LINEAR
         is_reduced = origin.is_reduced or self._sums_rows(func, args, kwargs, result)
+        if is_reduced and origin.of_output and isinstance(result, Tensor):
+            self.dtypes.add(result.dtype)
         if is_bent is not origin.is_bent or is_reduced is not origin.is_reduced:
             origin = origin._replace(is_reduced=is_reduced, is_bent=is_bent)
         if isinstance(result, Tensor):
@@ -207,10 +245,18 @@ class DivisorTrace(TorchFunctionMode):
             None, any([origin.is_reduced for origin in origins]), any([origin.is_bent for origin in origins]),
         )  # fmt: skip
 
+    def _weighs_by_sums(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether a function scales by several sums over the target's rows (the rows that count of each column)."""
+        return _plain(func) in _WEIGHING and any([self._is_several_sums(value) for value in args])
+
+    def _is_several_sums(self, value: Any) -> bool:
+        origin = self.origin(value) if isinstance(value, Tensor) and value.numel() > 1 else None
+        return origin is not None and origin.is_reduced and not origin.of_output
+
     def _sums_rows(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
         """Whether a function sums over rows, or makes one number."""
-        if not isinstance(result, Tensor) or not result.dim():
-            return isinstance(result, Tensor)
+        if isinstance(result, Tensor) and not result.dim():
+            return True
         return any([
             dim in (place, place - value.dim())
             for value, dims in _summed(func, args, kwargs)
@@ -287,8 +333,10 @@ class DivisorTrace(TorchFunctionMode):
 
     def _token_mean(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         origin = self._joined(args, kwargs)
-        if origin is None or torch._C._functorch.peek_interpreter_stack() is not None:  # in vmap it is no number
-            mean: Tensor = func(*args, **kwargs)
+        is_weighed = self._is_several_sums(kwargs.get("weight"))
+        self.is_blind = self.is_blind or is_weighed
+        if origin is None or is_weighed or torch._C._functorch.peek_interpreter_stack() is not None:
+            mean: Tensor = func(*args, **kwargs)  # in vmap it is no number
             return mean
         with without_function_modes():
             count = _count(_target(args, kwargs), kwargs.get("weight"), kwargs.get("ignore_index"))
@@ -298,8 +346,10 @@ class DivisorTrace(TorchFunctionMode):
             mean = func(*args, **kwargs)
         else:
             mean, total = _mean_and_total(func, args, kwargs, count)
+        self._factors += 1
         divisors = (*origin.divisors, Divisor(count, True))
         pending = count if later else None
+        self.dtypes.add(mean.dtype)
         self._note(mean, LossOrigin(divisors, total, origin.of_output, pending, True, origin.is_bent))
         return mean
 
@@ -358,9 +408,11 @@ def _plain(func: Any) -> str:
 
 
 def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """The arguments that a function sums over, and the dimensions."""
+    """The arguments that a function sums or reduces over, and the dimensions."""
     name = _plain(func)
-    if name in _SUMMING and args:
+    if name in ("bincount", "histc"):
+        yield args[0], [0]
+    elif name in _REDUCERS and args:
         dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
         yield args[0], dims if isinstance(dims, (tuple, list)) else [dims]
     elif name in _PRODUCTS and len(args) == 2:
@@ -379,13 +431,14 @@ def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[
 
 
 def _divides_within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function may divide by something of the whole chunk, or gives the host what does."""
+    """Whether a function may divide by or choose from the whole chunk, or gives the host what does."""
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or func.__name__ in _OPAQUE:
         return True
     if func.__name__ not in _ALONG:
         return False
     values = args[0] if args else kwargs.get("input")
-    dim = kwargs.get("dim", args[_ALONG[func.__name__]] if len(args) > _ALONG[func.__name__] else 1)
+    place, default = _ALONG[func.__name__]
+    dim = kwargs.get("dim", args[place] if len(args) > place else default)
     return isinstance(values, Tensor) and isinstance(dim, int) and dim in (0, -values.dim())
 
 

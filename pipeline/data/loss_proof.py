@@ -2,9 +2,10 @@
 
 To compare with the loss of joined outputs in every step would compute each chunk's three times, and hold two outputs,
 which are the largest tensors of a language model. So comparisons in steps 1, 2, 4, 8, ... of a loss show how it is
-made, and every step shows whether what it divides by has changed since. Where nothing is seen, or something uneven that
-a comparison found right, every step of that loss compares; and where what was summed over rows goes through more than
-sums and factors (`(mean - 1).abs()`): on one side of the kink chunks combine, over it they do not. Steps with chunks of
+made, and every step shows whether what it divides by has changed since. A step compares whose first chunk shows another
+form of loss: torch functions or factors that no comparison has seen. Every step of a loss compares where nothing is
+seen, or something uneven that a comparison found right; and where what was summed over rows goes through more than sums
+and factors (`(mean - 1).abs()`): on one side of the kink chunks combine, over it they do not. Steps with chunks of
 unlike rows are counted by themselves: only they tell a constant from a number of rows, and what varies with rows in one
 of them is no constant in another.
 """
@@ -13,21 +14,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pipeline.common.torch_modes import without_function_modes
-from pipeline.data.loss_means import Divisor
+from pipeline.data.loss_means import Divisor, LossForm
 
 Proof: TypeAlias = tuple[bool | None, ...]  # whether each divisor varies with the chunks; None: it is nan or zero
 
 
-def is_alike(one: Proof, other: Proof) -> bool:
-    """Whether the same divisors vary in two proofs, as far as they can be compared."""
-    pairs = list(zip(one, other, strict=True)) if len(one) == len(other) else []
-    return all([first is None or second is None or first == second for first, second in pairs])
+class Shown(NamedTuple):
+    """What comparisons have shown of a loss.
+
+    Attributes:
+        proof: that of the last one.
+        form: of the loss, in all of them. None: there was none.
+    """
+
+    proof: Proof = ()
+    form: LossForm | None = None
+
+
+class ChunkTrace(NamedTuple):
+    """The trace of one chunk's loss.
+
+    Attributes:
+        divisors: its divisors. None: unknown.
+        form: the form of the loss.
+        dtypes: in which rows were summed.
+    """
+
+    divisors: tuple[Divisor, ...] | None
+    form: LossForm = LossForm()
+    dtypes: frozenset[torch.dtype] = frozenset()
+
+
+def is_alike(one: Proof, earlier: Proof) -> bool:
+    """Whether the same divisors vary in a proof as in an earlier one, as far as they can be compared.
+
+    One that was zero is another now: what it multiplied has not been seen.
+    """
+    pairs = list(zip(one, earlier, strict=True)) if len(one) == len(earlier) else []
+    return all([first is None or first == second for first, second in pairs])
 
 
 def proof(

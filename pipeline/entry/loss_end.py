@@ -62,7 +62,9 @@ class LossEnd(ChunkLosses):
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         ends = [edge(tensor) for tensor in differentiable]
         loss, weight, external = self.computed(self.loss, chunk, tree, loss_inputs, ends)
-        if is_apart and chunk == 0:
+        if not self.compares and self.loss.is_new:
+            self.compares = self._is_apart = is_apart = True
+        elif is_apart and chunk == 0:
             self._writes_output = any(map(_is_written, loss_inputs, tensors))
         if not loss.requires_grad:
             if self.compares:

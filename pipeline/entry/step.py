@@ -113,7 +113,7 @@ class RunWithLoss:
         self._scaler = scaler
 
     def play(self, make_listener: ListenerFactory | None = None) -> tuple[Call, Loss]:
-        """Run the call. Validating calls compare its loss with the un-pipelined one.
+        """Run the call. Validating calls, and those of a new form of loss, compare it with the un-pipelined one.
 
         Args:
             make_listener: makes what takes gradients while it runs.
@@ -121,8 +121,9 @@ class RunWithLoss:
         execution, arguments, counts = self.execution, self._arguments, self.runtime.history.losses
         rows = execution.batch.rows
         is_several, is_uneven = len(rows) > 1, len(set(rows)) > 1
-        number, earlier_proof = counts.get(arguments.loss_fn, is_uneven)
-        loss = Loss(arguments.loss_fn, arguments.loss_reduction, rows, arguments.is_part, earlier_proof)
+        kind = is_uneven, arguments.loss_reduction
+        number, shown = counts.get(arguments.loss_fn, kind)
+        loss = Loss(arguments.loss_fn, arguments.loss_reduction, rows, arguments.is_part, shown)
         number += is_several
         compare = is_several and validates(number)
         end = LossEnd(execution, loss, self._target, self._scaler, compare, arguments.outputs)
@@ -134,12 +135,11 @@ class RunWithLoss:
                 call.run_forward(None if make_listener is None else make_listener(call, end, loss))
                 end.check()
         except BaseException:  # the next call validates
-            for kind in (False, True):
-                counts.set(loss.loss_fn, LossCount(), kind)
+            counts.forget(loss.loss_fn)
             raise
         # Under its key after the call: a loss that counts its calls must not look new in each.
-        count = LossCount(number if loss.is_proven else 0, loss.proof or () if compare else earlier_proof)
-        counts.set(loss.loss_fn, count, is_uneven)
+        count = LossCount(number if loss.is_proven else 0, loss.shown if end.compares else shown)
+        counts.set(loss.loss_fn, count, kind)
         return call, loss
 
     def state_of_loss(self) -> ReachableState:
