@@ -101,6 +101,11 @@ def to_sequential(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+    if "_orig_mod" in model._modules:
+        raise PartitionError(
+            f"the model is compiled as a whole ({type(model).__name__}, by torch.compile). Give model._orig_mod, and "
+            "compile its blocks: block.compile()."
+        )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and module.state_dict():
             raise PartitionError(

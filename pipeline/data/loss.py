@@ -333,7 +333,11 @@ class Loss:
             )
         count = value[1]
         if isinstance(count, Tensor) and count.requires_grad:
-            raise ValueError(f"the count of {self._name} requires a gradient. Return count.detach().")
+            raise ValueError(
+                f"the second of the pair that {self._name} returned requires a gradient: a pair is read as (sum, "
+                "count). Return count.detach() if it is one; what is only to be logged goes into a dict: return (loss, "
+                "{'name': (sum, count)})."
+            )
         if not isinstance(count, (Tensor, int, float)):
             raise TypeError(f"{self._name} returned {count!r} as a count. Return a number or a 0-d tensor.")
         if isinstance(count, Tensor):

@@ -1,8 +1,9 @@
-"""Refusals of layers that communicate with other processes by themselves.
+"""Refusals of layers, and of what is around a Pipe, that communicate with other processes by themselves.
 
     DistributedDataParallel(layer)      averages gradients as they come, but in a Pipe they come together elsewhere
     fully_shard(layer)                  puts a layer's parameters together for each forward, and takes them apart
     SyncBatchNorm, DTensor, over ranks  speak to ranks that have other stages
+    DistributedDataParallel(pipe), ...  over the pipeline's own ranks take other stages for replicas
 
 The errors say what does the same around a Pipe, or instead.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +65,47 @@ def check_over_ranks(module: nn.Module) -> None:
         "Messages between ranks hold whole tensors only. Tensor parallelism works with devices=[...], all stages in "
         "one process; over ranks and with replicas use plain parameters."
     )
+
+
+def refuse_around(pipe: nn.Module, ranks: Collection[int]) -> None:
+    """Refuse a wrapper that takes the ranks of a pipeline, which have other stages, for replicas.
+
+    Args:
+        pipe: a Pipe over ranks, or in one process.
+        ranks: those of its pipeline, as the world numbers them.
+
+    Raises:
+        RuntimeError: one runs the Pipe, or has made it another class.
+    """
+    if isinstance(pipe, tuple(_imported("torch.distributed.fsdp", "FSDPModule"))):
+        raise RuntimeError(
+            "fully_shard was called on a Pipe. It takes parameters apart that a Pipe's chunks compute with. Leave it "
+            "out: the stages divide the parameters between the ranks already, and Pipe(..., replicas=group) averages "
+            "gradients."
+        )
+    outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if outer is not None:
+        _refuse_group(outer.process_group, ranks, "DistributedDataParallel(pipe)")
+
+
+def refuse_sharded(optimizer: object, ranks: Collection[int]) -> None:
+    """Refuse an optimizer that has its parameters stepped by other ranks of the pipeline, which have others.
+
+    Raises:
+        RuntimeError: it is one.
+    """
+    if isinstance(optimizer, tuple(_imported("torch.distributed.optim", "ZeroRedundancyOptimizer"))):
+        _refuse_group(getattr(optimizer, "process_group"), ranks, "ZeroRedundancyOptimizer")
+
+
+def _refuse_group(group: distributed.ProcessGroup, ranks: Collection[int], what: str) -> None:
+    common = sorted(set(distributed.get_process_group_ranks(group)).intersection(ranks))
+    if len(common) > 1:
+        raise RuntimeError(
+            f"{what} takes ranks {common} for replicas, but they have different stages of one pipeline: it would mix "
+            "their parameters, and has when it was built. Leave it out, or give it the ranks that have the same "
+            'stages: process_group=mesh["dp"].get_group(). Pipe(..., replicas=group) averages gradients over these.'
+        )
 
 
 def refuse_parts(named: Iterable[tuple[str, Tensor]], where: str, remedy: str) -> None:

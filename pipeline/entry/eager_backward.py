@@ -21,6 +21,7 @@ from torch import Tensor
 from partition.graph import nodes_of
 from pipeline.common.interrupts import DeferredSignals, calls_users_code
 from pipeline.distributed.wrapped import OF_PARTS, refuse_parts, refuse_reduced
+from pipeline.entry.eager_step import refuse_shared_memory
 from pipeline.entry.forward import Backward, GradientHandover
 from pipeline.gradients.clip import joined_norm
 from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
@@ -130,6 +131,7 @@ def _check(loss: Tensor, leaves: Sequence[_GraphLeaf], update: EagerUpdate, is_a
             f"the loss is detached (it has {'a' if loss.requires_grad else 'no'} gradient)."
         )
     if update.validates():
+        refuse_shared_memory(enumerate([leaf.tensor for leaf in leaves]), "number")
         refuse_reduced([leaf.tensor for leaf in leaves], "an EagerUpdate")
     params = [leaf.tensor for leaf in leaves] if update.optimizer is None else list(update.params)
     named = [(f"a parameter of shape {list(param.shape)}", param) for param in params]

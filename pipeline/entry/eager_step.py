@@ -14,14 +14,14 @@ A schedule's order (looped-bfs) makes the gradients of some stages whole early; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from time import perf_counter
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.common.graph import saved
 from pipeline.common.torch_modes import without_autocast
@@ -54,7 +54,9 @@ class EagerSink(Sink):
         update.get_ready()
         refuse_parts(named.items(), "a step with an EagerUpdate", OF_PARTS)
         others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
-        _refuse_shared_memory(run.execution.setup.stages, update)
+        stages = enumerate(run.execution.setup.stages)
+        params = [(stage, param) for stage, layers in stages for layer in layers for param in layer.parameters()]
+        refuse_shared_memory([(stage, param) for stage, param in params if update.holds(param)], "stage")
         check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
         norm: Tensor | None = None
         if update.needs_two_runs:
@@ -214,21 +216,28 @@ class EagerRun:
         return [(owner, divide_(grad, divisor)) for owner, grad in pairs], divisor
 
 
-def _refuse_shared_memory(stages: Sequence[Sequence[nn.Module]], update: EagerUpdate) -> None:
-    """Raise if parameters of different stages lie in the same memory: one is updated before the other's backward."""
+def refuse_shared_memory(placed: Iterable[tuple[int, Tensor]], where: str) -> None:
+    """Raise if parameters lie in the same memory: one is updated before the other's gradient is whole.
+
+    Args:
+        placed: (the place that a parameter has, it): those of one place are updated together.
+        where: what places are called.
+
+    Raises:
+        RuntimeError: two of different places do.
+    """
     spans: list[tuple[int, int, int, Tensor]] = []
-    for stage, layers in enumerate(stages):
-        for param in [param for layer in layers for param in layer.parameters() if update.holds(param)]:
-            if _memory(param) and param.numel():
-                start, numbers = param.data_ptr(), span_of(param.shape, param.stride())
-                spans.append((start, start + numbers * param.element_size(), stage, param))
+    for place, param in placed:
+        if _memory(param) and param.numel():
+            start, numbers = param.data_ptr(), span_of(param.shape, param.stride())
+            spans.append((start, start + numbers * param.element_size(), place, param))
     spans.sort(key=lambda span: span[:3])
     for before, after in pairwise(spans):
         if after[0] < before[1] and before[2] != after[2] and before[3] is not after[3]:
             raise RuntimeError(
-                f"parameters of shapes {list(before[3].shape)} (stage {before[2]}) and {list(after[3].shape)} (stage "
-                f"{after[2]}) lie in the same memory. An EagerUpdate updates one before the other's stage has gone "
-                "backward. Tie them as one Parameter (a.weight = b.weight), or step with the optimizer itself."
+                f"parameters of shapes {list(before[3].shape)} ({where} {before[2]}) and {list(after[3].shape)} "
+                f"({where} {after[2]}) lie in the same memory. An EagerUpdate updates one before the other's gradient "
+                "is whole. Tie them as one Parameter (a.weight = b.weight), or step with the optimizer itself."
             )
 
 

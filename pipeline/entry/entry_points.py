@@ -20,6 +20,7 @@ from partition.modes import modes_kept
 from pipeline.common.arguments import check_flags, check_limit, check_norm_type
 from pipeline.common.call_lock import turn
 from pipeline.data.microbatch import scatter
+from pipeline.distributed.wrapped import refuse_sharded
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
 from pipeline.entry.minibatches import cut
@@ -78,6 +79,7 @@ def step(
         **arguments.options, "clip_grad_norm": clip_grad_norm, "grads": grads, "scaler": type(scaler).__name__,
         "optimizer": optimizer if isinstance(optimizer, EagerUpdate) else type(optimizer).__name__,
     }  # fmt: skip
+    refuse_sharded(optimizer, runtime.world_ranks)
     with turn(), runtime.communicator("step", averages=True) as communicator:
         sink = sink_of(optimizer, clip_grad_norm, scaler, grads)
         result = _run(runtime, communicator, arguments, Request(plan_step, True, options, scaler=scaler), sink)

@@ -8,7 +8,7 @@ A Runtime is made for one operation and holds nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,9 +26,11 @@ from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SCALES,
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.communicator import DataParallelCommunicator
+from pipeline.distributed.data_parallel.replicas import members
 from pipeline.distributed.data_parallel.shards import layout_of
 from pipeline.distributed.stale import StaleModules
 from pipeline.distributed.topology import PipeTopology
+from pipeline.distributed.wrapped import refuse_around
 from pipeline.entry.plans import Planner
 from pipeline.entry.probe.probe import Probe
 from pipeline.entry.settings import Settings, stages_of
@@ -148,6 +150,11 @@ class Runtime:
         self.settings.origin.modes.follow()
         begin_call(self.module.children())
 
+    @property
+    def world_ranks(self) -> Sequence[int]:
+        """The ranks of the pipeline, as the world numbers them; in one process none."""
+        return () if self.topology is None else members(self.topology.ranks)
+
     def communicator(self, entry: str, averages: bool = False) -> Communicator:
         """The processes that run one operation, a context: within it a failure on one rank fails all.
 
@@ -156,6 +163,7 @@ class Runtime:
             averages: whether it averages gradients over replicas.
         """
         topology, replicas = self.topology, self.settings.processes.replicas
+        refuse_around(self.module, self.world_ranks)
         tied = [] if topology is None else topology.assignment.copies_in(self.module)
         inner: Communicator = (
             LocalCommunicator() if topology is None else DistributedCommunicator(topology, tied, entry)

@@ -101,5 +101,11 @@ def _compose(
 
 
 def _entered(owner: Tensor, gate: Gate) -> Tensor:
-    """An owner behind the gate. One that was frozen since the forward is a leaf of this call."""
-    return gate.enter(owner) if owner.requires_grad else owner.detach().requires_grad_()
+    """An owner behind the gate. One that was frozen since the forward is a part of the graph of that, as in torch."""
+    if owner.requires_grad:
+        return gate.enter(owner)
+    owner.requires_grad_(True)
+    try:
+        return gate.enter(owner)
+    finally:
+        owner.requires_grad_(False)

@@ -122,9 +122,9 @@ class ProbeCall:
         return layers
 
     def gathers(self, layer: nn.Module) -> bool:
-        """Whether a layer gathers statistics of its rows: it writes its buffers, or is a BatchNorm that has none."""
+        """Whether a layer gathers statistics of its rows: it writes its buffers, or is a BatchNorm in train mode."""
         return any([
-            id(module) in self._writer_ids or isinstance(module, _BatchNorm) and module.running_mean is None
+            id(module) in self._writer_ids or isinstance(module, _BatchNorm) and module.training
             for module in layer.modules()
         ])
 

@@ -448,6 +448,15 @@ def test_a_grad_that_is_set_on_a_parameter_the_loss_does_not_reach_is_refused_to
         eager_backward(module[0](batch()[0]).sum(), EagerUpdate(sgd(module)))
 
 
+def test_parameters_in_one_memory_are_refused_before_anything_changes():
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    module[2].weight.data = module[0].weight.data
+    before = module[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"\[4, 4\] \(number \d\) and .* lie in the same memory.*Tie them as one"):
+        eager_backward(module(torch.ones(3, WIDTH)).sum(), EagerUpdate(torch.optim.SGD(module.parameters(), lr=0.1)))
+    assert torch.equal(module[0].weight, before)
+
+
 @pytest.mark.parametrize("name", ["retain_graph", "create_graph"])
 def test_a_graph_that_is_to_be_kept_is_refused(name):
     module = linears("linear")

@@ -148,6 +148,15 @@ def test_layers_that_mix_rows_in_train_mode_alone_are_refused(entry: str) -> Non
         ENTRIES[entry](pipe.eval(), flat())
 
 
+def test_a_batch_norm_that_keeps_no_statistics_mixes_rows_in_eval_mode() -> None:
+    layers = around(nn.BatchNorm1d(WIDTH, track_running_stats=False))
+    pipe = Pipe(layers, [1, 1], 2)
+    pipe.step(flat(), loss_fn=square)
+    with pytest.raises(ValueError, match=r"layer 1 \(BatchNorm1d\) mixes the rows.*as BatchNorm does in train mode"):
+        pipe.evaluate(flat(), loss_fn=square)
+    Pipe(layers.eval(), [1, 1], 2, mixes_rows=True)(flat())
+
+
 def test_float32_and_bfloat16_and_integers_are_told_apart_from_rounding() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for rows in (8, 64):
@@ -461,7 +470,7 @@ def test_legal_layers_go_on_working(name: str) -> None:
         for _ in range(2):  # probes in calls 1, 2 and 4
             pipe(flat())
             pipe.step(flat(), loss_fn=square)
-        if name != "an error in eval mode":
+        if name not in ("an error in eval mode", "BatchNorm without statistics"):  # which mixes rows there
             pipe.evaluate(flat(), loss_fn=square)
 
 
