@@ -51,7 +51,7 @@ _TOKENS = frozenset(
 _NUMBERS = (int, float)
 _PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv")
 _SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
-_WEIGHING = (*_SCALING, *_PRODUCTS, "einsum", "dot", "inner", "tensordot")
+_WEIGHING = frozenset((*_SCALING, *_PRODUCTS, "einsum", "dot", "inner", "tensordot"))
 _ADDING = ("add", "sub", "subtract", "__radd__")
 _SUMMING = ("sum", "mean", "nansum", "nanmean", "cumsum")
 _REDUCERS = (*_SUMMING, "amax", "amin", "max", "min", "prod", "std", "var", "logsumexp", "all", "any", "median")
@@ -66,7 +66,10 @@ _LINEAR = frozenset((
     "bfloat16", "type_as", "requires_grad_", "dot", "inner", "matmul", "mv", "mm", "bmm", "einsum", "tensordot",
     "lerp",
 ))  # fmt: skip
-_OPAQUE = ("addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy")
+_OPAQUE = frozenset((
+    "addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy",
+))  # fmt: skip
+_OVER_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
 _TO_HOST = frozenset(["__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"])
 _ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given
     "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
@@ -257,7 +260,7 @@ class DivisorTrace(TorchFunctionMode):
         """Whether a function sums over rows, or makes one number."""
         if isinstance(result, Tensor) and not result.dim():
             return True
-        return any([
+        return _plain(func) in _OVER_ROWS and any([
             dim in (place, place - value.dim())
             for value, dims in _summed(func, args, kwargs)
             if isinstance(value, Tensor)

@@ -564,3 +564,9 @@ def test_what_is_compiled_in_place_runs_in_its_part(name):
         for parameter in model.parameters():
             torch.nn.init.uniform_(parameter)
         torch.testing.assert_close(layers(x), model(x))
+
+
+def test_a_model_that_is_compiled_whole_is_refused_in_words() -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    with pytest.raises(PartitionError, match=r"compiled as a whole \(OptimizedModule, .* Give model\._orig_mod, and "):
+        to_sequential(model, torch.ones(2, 4))
