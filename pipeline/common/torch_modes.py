@@ -4,7 +4,8 @@
     R:  with ambient.entered(...):   the same again, then back to what was found
 
 A default device is a torch-function mode too (`torch.set_default_device`, `with torch.device(...)`), so it is covered.
-Training flags belong to modules and are kept by the stage.
+Hooks of all modules (`register_module_forward_hook`) belong to the process. Training flags and other hooks belong to
+modules and are kept by the stage.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules import module as module_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
@@ -165,11 +167,28 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch._C._set_float32_matmul_precision(precision)
 
 
-# The switches of the process that change a layer's kernels or the dtype of its output: how to read and set each.
+def _hooks_of_all_modules() -> tuple[dict[int, Any], ...]:
+    return tuple(map(dict, _HOOK_TABLES)) if any(_HOOK_TABLES) else ()
+
+
+def _set_hooks_of_all_modules(hooks: tuple[dict[int, Any], ...]) -> None:
+    for table, entries in zip(_HOOK_TABLES, hooks or [{}] * len(_HOOK_TABLES), strict=True):
+        table.clear()  # it stays the same object, so handles stay valid
+        table.update(entries)
+
+
+_HOOK_TABLES: tuple[dict[int, Any], ...] = (
+    module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks,
+    module_hooks._global_forward_hooks_with_kwargs, module_hooks._global_forward_hooks_always_called,
+    module_hooks._global_backward_pre_hooks, module_hooks._global_backward_hooks,
+)  # fmt: skip
+
+# The switches of the process that change what a layer computes, or its gradient: how to read and set each.
 # A precision that is not set for an operation is that of its backend, or of all; so those come first. They are set by
 # what torch's own functions call, as it is now: these settings are none that a layer makes (touches.py).
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch._C._set_default_dtype),
+    (_hooks_of_all_modules, _set_hooks_of_all_modules),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),

@@ -1,9 +1,9 @@
 """The snapshot of a stage's forward: the state that a recomputation must find, and a check of what it computes.
 
-    before F(i)   buffers, attributes and private generators: kept where they will be needed
+    before F(i)   buffers, attributes, hooks and private generators: kept where they will be needed
     after F(i)    a few entries of each output are kept, now and then a sum over all of it
-    R(i)          within `as_at_forward(i)`: switches, training flags, buffers, attributes, generators; afterwards the
-    outputs are compared
+    R(i)          within `as_at_forward(i)`: switches, training flags, hooks, buffers, attributes, generators;
+                  afterwards the outputs are compared
 
 What a layer keeps elsewhere (in its class, a global, a closure) cannot be put back: the comparison finds it.
 
@@ -28,6 +28,7 @@ from pipeline.common.module_tables import training_flags
 from pipeline.common.torch_modes import Ambient
 from pipeline.recompute.buffers import Buffers
 from pipeline.recompute.fingerprints import Fingerprints
+from pipeline.recompute.module_hooks import ModuleHooks
 from pipeline.recompute.policy import Recomputing
 from pipeline.recompute.randomness import PrivateGenerators
 from pipeline.recompute.stage_attributes import StageAttributes
@@ -79,6 +80,7 @@ class ForwardSnapshot:
         copies = compares or index in traits.writes_attributes
         owners = {} if owners is None else owners
         self._attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies, owners, index)
+        self._hooks = ModuleHooks(modules)
         self._generators = PrivateGenerators(modules)
         self._fingerprints = Fingerprints(samples, sums=compares)
         self._modules = modules
@@ -97,6 +99,7 @@ class ForwardSnapshot:
         if not keep:
             return
         self._keeps = True
+        self._hooks.before_forward(chunk)
         if self.buffers:
             self.buffers.before_forward(chunk)
         if self._generators:
@@ -141,8 +144,9 @@ class ForwardSnapshot:
         self._generators.roll_back()
 
     def roll_attributes_back(self) -> None:
-        """Restore attributes, when the call runs again. After a failure they stay: they may help to explain it."""
+        """Restore attributes and hooks, when the call runs again. After a failure they stay: they may explain it."""
         self._attributes.roll_back()
+        self._hooks.roll_back()
 
     def put_back(self, chunk: int, first: bool) -> None:
         """Restore the state from before F of `chunk`, which has failed."""
@@ -152,13 +156,15 @@ class ForwardSnapshot:
         else:
             self.buffers.put_back(chunk)
             self._attributes.put_back(chunk)
+            self._hooks.put_back(chunk)
             self._generators.put_back(chunk)
 
     # ------------------------------------------------------------------------------------------ at the recomputation
 
     def resume(self, ambient: Ambient) -> None:
-        """Begin a backward: find the switches and flags that differ from those of the forward."""
+        """Begin a backward: find the switches and flags that differ from those of the forward; and tables of hooks."""
         self._differing = []
+        self._hooks.resume()
         if ambient != self._ambient:
             self._differing.append(partial(self._ambient.entered, ambient.switches != self._ambient.switches))
         _, flags = self.key
@@ -168,22 +174,26 @@ class ForwardSnapshot:
     def as_at_forward(
         self, chunk: int, again: bool = True, goes_backward: bool = False
     ) -> AbstractContextManager[None]:
-        """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`.
+        """Within: gradients are on; switches, flags, buffers, hooks and generators are as they were at F of `chunk`.
 
         Args:
             again: whether another recomputation of the chunk may come.
             goes_backward: whether `as_left` will ask for the attributes that are left within.
         """
-        if self._differing or self._attributes or self.buffers or self._generators:
-            return self._put_back(chunk, again, goes_backward)
+        hooks = self._hooks.as_before(chunk)
+        if hooks or self._differing or self._attributes or self.buffers or self._generators:
+            return self._put_back(chunk, again, goes_backward, hooks or _NOTHING)
         return Recomputing()
 
     @contextmanager
-    def _put_back(self, chunk: int, again: bool, goes_backward: bool) -> Iterator[None]:
+    def _put_back(
+        self, chunk: int, again: bool, goes_backward: bool, hooks: AbstractContextManager[None]
+    ) -> Iterator[None]:
         attributes = self._attributes.as_before(chunk, goes_backward) if self._attributes else _NOTHING
         buffers = self.buffers.as_before(chunk, again) if self.buffers else _NOTHING
         generators = self._generators.as_before(chunk) if self._generators else _NOTHING
-        with Recomputing(), _all_of(self._differing) if self._differing else _NOTHING, attributes, buffers, generators:
+        differing = _all_of(self._differing) if self._differing else _NOTHING
+        with Recomputing(), differing, hooks, attributes, buffers, generators:
             yield
 
     def check_same(self, chunk: int, outputs: Sequence[Tensor]) -> None:
@@ -201,12 +211,12 @@ class ForwardSnapshot:
         self._attributes.forget(chunk)
         if not self._keeps:
             return
-        for state in (self.buffers, self._generators, self._fingerprints):
+        for state in (self.buffers, self._hooks, self._generators, self._fingerprints):
             state.forget(chunk)
 
     def release(self) -> None:
         """Drop all state: no recomputation follows."""
-        for state in (self._attributes, self._generators, self._fingerprints):
+        for state in (self._attributes, self._hooks, self._generators, self._fingerprints):
             state.clear()
 
 
