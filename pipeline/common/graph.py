@@ -14,6 +14,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -145,6 +147,42 @@ def holds(roots: Sequence[Tensor | GradientEdge], name: str) -> bool:
     return any(name in node.name() for node in nodes_of(roots))
 
 
+def asks_for_all_leaves() -> bool:
+    """Whether the backward under way is for all leaves. With `inputs=`, autograd runs only what leads to these."""
+    return bool(_engine.is_checkpoint_valid())  # as torch's reentrant checkpoint asks
+
+
+def marked_under_way() -> frozenset[int]:
+    """The ids of all marked leaves behind the roots of the backward under way, for use within it.
+
+    Autograd is not to run the nodes in front of most of them if only some gradients are asked for, and says nothing of
+    these nodes. So the graph is walked from its roots, once for each backward.
+    """
+    task = torch._C._current_graph_task_id()
+    walked, marked = _walked.get()
+    if walked != task:
+        leaves = [node.variable for node in leaf_nodes(nodes_of(_roots_under_way()))]
+        marked = frozenset([id(leaf) for leaf in leaves if getattr(leaf, _MARK, None) is not None])
+        _walked.set((task, marked))
+    return marked
+
+
+_walked: ContextVar[tuple[int, frozenset[int]]] = ContextVar("walked", default=(-1, frozenset()))
+_RUNNER = torch.autograd.graph._engine_run_backward.__code__  # through it go backward() and grad()
+
+
+def _roots_under_way() -> Sequence[Tensor | GradientEdge]:
+    """The roots of all backwards under way. Torch's engine does not tell them, and runs nodes in threads of devices."""
+    roots: list[Tensor | GradientEdge] = []
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is _RUNNER:
+                roots.extend(frame.f_locals["t_outputs"])
+            frame = frame.f_back
+    return roots
+
+
 def edge(tensor: Tensor) -> GradientEdge:
     """The edge of the graph that leads to a tensor."""
     return GradientEdge(node_of(tensor), tensor.output_nr)
@@ -193,11 +231,14 @@ class StrayGradientGuard:
     Such a gradient comes, for example, of an auxiliary loss that a layer keeps and the caller adds to the loss. As a
     hook it costs too much for each alias in each backward, so aliases have it in validating calls, and when a graph
     still holds one after the stage's own backward. A gradient that came before is found as that begins.
+
+    With `inputs=`, autograd runs no node that does not lead to one of these, so nothing arrives: `marked_under_way`.
     """
 
-    __slots__ = ("_stage", "_is_on")
+    __slots__ = ("is_needed", "_stage", "_is_on")
 
     def __init__(self, stage: str) -> None:
+        self.is_needed = False  # a graph holds an alias after the stage's own backward
         self._stage = stage
         self._is_on = False
 
@@ -217,9 +258,9 @@ class StrayGradientGuard:
         if not self._is_on:
             raise RuntimeError(
                 f"a backward from outside reached {self._stage}: a tensor that a layer computed there was used "
-                "without passing through the output of the Pipe (an auxiliary loss kept on a module, an activity "
-                "penalty, a backward() within a forward). Its gradient would be lost. Return it as part of the "
-                "output."
+                "without passing through the output of the Pipe (an auxiliary loss left on a module, an activity "
+                "penalty, an activation that a hook keeps, a backward() within a forward). Its gradient would be lost. "
+                "Return it as part of the output."
             )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeline.common.call_lock import LockHold
 from pipeline.common.errors import CheckpointError
+from pipeline.common.graph import marked_under_way
 from pipeline.data.microbatch import row_dim
 from pipeline.data.pytrees import Grads, versions
 from pipeline.execution.call import Call
@@ -56,6 +57,16 @@ class AttachedCall(NamedTuple):
                 "the input of the pipe was changed in place between the forward and the recomputation that "
                 "create_graph=True needs. Change it after the backward, or give the pipe a clone."
             )
+
+    def refuse_stray(self) -> None:
+        """Raise if the backward under way reaches a stage past the output too: that part of a gradient would be lost.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        leaves = marked_under_way()
+        for stage in self.call.stages if leaves else ():
+            stage.refuse_stray(leaves)
 
     def parts(self, grads: Grads) -> list[Grads]:
         """The gradients of each chunk's outputs. None of any chunk where the last stage is not here."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipeline.common.accelerators import beside, current_streams, use_here
 from pipeline.common.call_lock import LockHold, turn
+from pipeline.common.graph import asks_for_all_leaves
 from pipeline.data.microbatch import gather
 from pipeline.data.pytrees import Grads, Tree, versions
 from pipeline.distributed.agreement import OPTIONS
@@ -132,6 +133,8 @@ class Backward:
                 "torch.func.vmap over torch.autograd.grad cannot go through a Pipe. Use torch.autograd.grad(..., "
                 "is_grads_batched=True), which gives the same."
             )
+        if self._call.execution.setup.compares or torch.is_grad_enabled() or not asks_for_all_leaves():
+            self._forward.refuse_stray()  # else the stages' guards see what arrives
         batched = any(map(is_batched, grads))
         moved = any(stage.snapshot.buffers.moved() for stage in self._call.stages)
         parts = self._forward.parts(grads)
@@ -159,6 +162,8 @@ class Backward:
             raise
         inputs = self._call.input_grads()
         sums = self._sums() if finalizer is None else joined(finalizer.rest())
+        if any([stage.aliases.are_held for stage in self._call.stages]):
+            self._forward.refuse_stray()  # before autograd goes on in a graph that is spent, and says only that
         if not retain:
             self._call.release()
         input_indices, owners = self._forward.input_indices, self._forward.owners

@@ -82,6 +82,7 @@ class SecondBackward:
             options = {OPTIONS: self._options()}
             communicator.open(lambda values: options, draws=False, tensors=CommonTensors((), of_input, _DIFFER))
             self._refuse(batched)
+            self._forward.refuse_stray()
             self._forward.check_input()
             with torch.no_grad():
                 of_leaves, of_grads = self._compute(cotangents)

@@ -33,9 +33,11 @@ POLICIES = ("always", "except_last", "never")
 
 NO_HOOKS = "don't yet support saved tensor hooks"  # part of torch.func's error where there are hooks
 _DROPPED = (
-    "a layer called autograd within its own forward, but this forward keeps nothing, since the chunk will be "
-    "recomputed; or it keeps a tensor from one chunk or call for the next (a cached weight). Call it for every chunk "
-    "or for none, compute such tensors anew in each forward, or use checkpoint='never'."
+    "a backward reached a tensor of a chunk that will be recomputed, and this forward keeps nothing for it. Either a "
+    "tensor that a layer left on a module (an auxiliary loss) was used outside: return it as part of the output. Or a "
+    "layer called autograd within its own forward, or keeps a tensor from one chunk or call for the next (a cached "
+    "weight): call it for every chunk or for none, compute such tensors anew in each forward, or use "
+    "checkpoint='never'."
 )
 
 _checkpointing: ContextVar[bool] = ContextVar("checkpointing", default=False)

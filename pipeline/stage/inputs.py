@@ -86,6 +86,9 @@ class InputCut:
         self._first_is_copied = True
         self._leaves: dict[torch.device, Tensor] = {}
 
+    def __contains__(self, leaf: int) -> bool:
+        return leaf in map(id, self._leaves.values())
+
     def begin(self, read: Bundle) -> None:
         """Begin a forward: the first chunk is copied unless it is known that the stage only reads."""
         if self.is_first:

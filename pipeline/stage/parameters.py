@@ -216,8 +216,15 @@ class Aliases:
         sums = [(real, grad) for real, alias in self._trained.values() if (grad := alias.grad) is not None]
         for _, alias in self._trained.values():
             alias.grad = None
-        self._guard_aliases(self._referenced)
+        referenced = self._referenced
+        self._guard.is_needed = bool(referenced)
+        self._guard_aliases(referenced)
         return sums
+
+    @property
+    def are_held(self) -> bool:
+        """Whether a graph held an alias when the sums were taken last."""
+        return self._guard.is_needed
 
     @property
     def _referenced(self) -> list[Tensor]:

@@ -277,6 +277,18 @@ class StageRun:
             if record.graph is not None:
                 yield from [root for root in record.graph.edges.edges if root is not None]
 
+    def refuse_stray(self, leaves: Collection[int]) -> None:
+        """Raise if a graph outside the Pipe has reached this stage.
+
+        Args:
+            leaves: the ids of those that it reached.
+
+        Raises:
+            RuntimeError: a leaf of this stage is among them.
+        """
+        if any([leaf in self.aliases or leaf in self._cut for leaf in leaves]):
+            self._cut.guard()
+
     def backward(self, chunk: int, find_roots: RootFinder, wanted: bool, retain: bool) -> list[Grads]:
         """B, or I: add to the sums, and return the gradients of each value that was read (empty: there are none).
 

@@ -5,8 +5,10 @@ The reference is the plain module, chunk by chunk.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -524,6 +526,145 @@ def test_a_gradient_of_a_parameter_from_outside_is_refused_in_every_call(
                 loss.backward()
             else:
                 (loss + layer.penalty).backward()
+
+
+class Leaves(nn.Linear):
+    """Leaves tensors of its forward where the caller finds them: on itself, and in a list."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__(wide, wide)
+        self.outputs: list[Tensor] = []
+        self.register_forward_hook(lambda module, args, out: self.outputs.__setitem__(slice(None), [out]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(super().forward(x))
+        self.loss = out.pow(3).mean()
+        self.penalty = self.weight.square().sum()
+        return out
+
+
+LEFT: dict[str, Callable[[Leaves], Tensor]] = {
+    "loss": lambda layer: layer.loss,
+    "penalty": lambda layer: layer.penalty,
+    "activation": lambda layer: layer.outputs[-1].pow(2).mean(),
+}
+LossOf = Callable[[Tensor], Tensor]
+Way = Callable[[LossOf, list[Tensor], Tensor, bool], Any]
+
+
+def by_backward(loss_of: LossOf, parameters: list[Tensor], x: Tensor, create_graph: bool) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # torch's, of create_graph=True
+        loss_of(x).backward(create_graph=create_graph)
+    return [parameter.grad for parameter in parameters]
+
+
+def by_backward_of_inputs(loss_of: LossOf, parameters: list[Tensor], x: Tensor, create_graph: bool) -> Any:
+    with warnings.catch_warnings(action="ignore"):
+        loss_of(x).backward(create_graph=create_graph, inputs=parameters)
+    return [parameter.grad for parameter in parameters]
+
+
+def by_grad(loss_of: LossOf, parameters: list[Tensor], x: Tensor, create_graph: bool) -> Any:
+    return torch.autograd.grad(loss_of(x), parameters, create_graph=create_graph)
+
+
+def by_grad_of_x(loss_of: LossOf, parameters: list[Tensor], x: Tensor, create_graph: bool) -> Any:
+    x = x.clone().requires_grad_() * 1
+    return torch.autograd.grad(loss_of(x), x, create_graph=create_graph)
+
+
+def by_batched_grad(loss_of: LossOf, parameters: list[Tensor], x: Tensor, create_graph: bool) -> Any:
+    rows = torch.stack([loss_of(x), torch.zeros((), dtype=x.dtype)])
+    vectors = torch.eye(2, dtype=x.dtype)
+    return torch.autograd.grad(rows, parameters, vectors, create_graph=create_graph, is_grads_batched=True)
+
+
+def by_hvp(loss_of: LossOf, parameters: list[Tensor], x: Tensor, create_graph: bool) -> Any:
+    return torch.autograd.functional.hvp(loss_of, x, torch.ones_like(x), create_graph=create_graph)[1:]
+
+
+def by_second_grad(loss_of: LossOf, parameters: list[Tensor], x: Tensor, create_graph: bool) -> Any:
+    """What was left is used at the second order only."""
+    assert isinstance(loss_of, Loss)
+    first, rest = loss_of.first(x), loss_of.rest()
+    parts = torch.autograd.grad(first, parameters, create_graph=True)
+    return torch.autograd.grad(torch.stack([part.square().sum() for part in parts]).sum() + rest, parameters)
+
+
+WAYS: list[Way] = [by_backward, by_backward_of_inputs, by_grad, by_grad_of_x, by_batched_grad, by_hvp, by_second_grad]
+
+
+class Loss:
+    """The loss of a model, and some times what a layer has left."""
+
+    def __init__(self, model: nn.Module, left: Callable[[], Tensor] | None) -> None:
+        self.model = model
+        self.left = left
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.rest()
+
+    def first(self, x: Tensor) -> Tensor:
+        return self.model(x).square().mean()
+
+    def rest(self) -> Tensor | float:
+        return 0.0 if self.left is None else 10 * self.left()
+
+
+def leaving() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(Leaves(3), nn.Linear(3, 3), Leaves(3), nn.Linear(3, 2)).double()
+
+
+USES: dict[str, list[Any]] = {
+    "way": WAYS,
+    "left": [*LEFT],
+    "place": [0, 2],
+    "checkpoint": MODES_OF_CHECKPOINTING,
+    "chunks": [1, 2],
+    "create_graph": [False, True],
+}
+
+
+@pytest.mark.parametrize(
+    [*USES], either([tuple(row.values()) for row in pairwise(USES)], [*product(*USES.values())])
+)
+def test_what_a_layer_left_is_refused_in_a_loss_in_every_call_and_way(
+    way: Way, left: str, place: int, checkpoint: str, chunks: int, create_graph: bool
+) -> None:
+    """Also where autograd would run nothing that leads there. Before and after, gradients are the plain module's."""
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for last in range(1, 5):
+        model, plain = leaving(), leaving()
+        pipe, layer = Pipe(model, [1, 3], chunks, checkpoint=checkpoint), model[place]
+        assert isinstance(layer, Leaves)
+        for call in range(1, last + 2):
+            model.zero_grad()
+            loss = Loss(pipe, partial(LEFT[left], layer) if call == last else None)
+            if call == last:
+                with pytest.raises(RuntimeError, match=f"a backward from outside reached stage {min(place, 1)}"):
+                    way(loss, list(model.parameters()), x, create_graph)
+            elif call > last - 2:
+                grads = way(loss, list(model.parameters()), x, create_graph)
+                plain.zero_grad()
+                torch.testing.assert_close(grads, way(Loss(plain, None), list(plain.parameters()), x, create_graph))
+            else:
+                loss(x).backward()
+
+
+@pytest.mark.parametrize("checkpoint", MODES_OF_CHECKPOINTING)
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_layer_left_may_go_into_what_asks_for_no_gradient_of_the_pipe(left: str, checkpoint: str) -> None:
+    x, scale = torch.randn(4, 3, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    model = leaving()
+    pipe, layer = Pipe(model, [1, 3], 2, checkpoint=checkpoint), model[2]
+    assert isinstance(layer, Leaves)
+    for _ in range(4):
+        loss = pipe(x).square().mean()
+        value = LEFT[left](layer)
+        (grad,) = torch.autograd.grad(loss + value * scale, scale, retain_graph=True)
+        assert torch.equal(grad, value)
+        (loss + value.detach() * scale).backward()
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
