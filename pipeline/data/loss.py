@@ -279,7 +279,7 @@ class Loss:
 
     @property
     def shown(self) -> Shown:
-        """What comparisons have shown, after one in this call."""
+        """The result of all comparisons, after one in this call."""
         return Shown(self.proof or (), self._form.joined(self._shown.form or LossForm()))
 
     @cached_property

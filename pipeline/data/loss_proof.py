@@ -26,7 +26,7 @@ Proof: TypeAlias = tuple[bool | None, ...]  # whether each divisor varies with t
 
 
 class Shown(NamedTuple):
-    """What comparisons have shown of a loss.
+    """The result of the comparisons of a loss so far.
 
     Attributes:
         proof: that of the last one.
