@@ -106,6 +106,7 @@ class LossOrigin(NamedTuple):
         of_output: whether it was computed with the output.
         pending: the count of a mean over tokens whose total is still to be computed.
         is_reduced: whether a part of it was summed over rows.
+        is_several: whether such sums are several numbers (one for each column), which are no divisors that are noted.
         is_bent: whether such a part of the output went through a function that is not linear: its kink, if it has one
             (`(mean - 1).abs()`), shows in no comparison as long as all chunks are on one side.
     """
@@ -115,6 +116,7 @@ class LossOrigin(NamedTuple):
     of_output: bool
     pending: Tensor | None = None
     is_reduced: bool = False
+    is_several: bool = False
     is_bent: bool = False
 
     def total_of(self, mean: Tensor) -> Tensor | None:
@@ -123,6 +125,9 @@ class LossOrigin(NamedTuple):
             return self.total
         with without_function_modes():
             return torch.where(self.pending == 0, 0.0, mean) * self.pending  # zero for no tokens
+
+
+_FLAGS = [LossOrigin._fields.index(name) for name in ("is_reduced", "is_several", "is_bent")]
 
 
 class DivisorTrace(TorchFunctionMode):
@@ -218,11 +223,13 @@ class DivisorTrace(TorchFunctionMode):
             total = None if origin.total is None else self._total(func, args, kwargs)
             origin = origin._replace(divisors=(*origin.divisors, *new_divisors), total=total, pending=None)
         is_bent = origin.is_bent or origin.is_reduced and origin.of_output and _plain(func) not in _LINEAR
-        is_reduced = origin.is_reduced or self._sums_rows(func, args, kwargs, result)
+        sums = self._sums_rows(func, args, kwargs, result)
+        is_several = origin.is_several or sums and not (isinstance(result, Tensor) and result.numel() == 1)
+        is_reduced = origin.is_reduced or sums
         if is_reduced and origin.of_output and isinstance(result, Tensor):
             self.dtypes.add(result.dtype)
-        if is_bent is not origin.is_bent or is_reduced is not origin.is_reduced:
-            origin = origin._replace(is_reduced=is_reduced, is_bent=is_bent)
+        if is_bent is not origin.is_bent or sums:
+            origin = origin._replace(is_reduced=is_reduced, is_several=is_several, is_bent=is_bent)
         if isinstance(result, Tensor):
             self._note(result, origin)
         else:
@@ -245,7 +252,7 @@ class DivisorTrace(TorchFunctionMode):
         totals = [origin.total for origin in origins if origin.total is not None]
         return LossOrigin(
             divisors, totals[0] if totals else None, any([origin.of_output for origin in origins]),
-            None, any([origin.is_reduced for origin in origins]), any([origin.is_bent for origin in origins]),
+            None, *[any([origin[place] for origin in origins]) for place in _FLAGS],
         )  # fmt: skip
 
     def _weighs_by_sums(self, func: Any, args: Sequence[Any]) -> bool:
@@ -253,8 +260,8 @@ class DivisorTrace(TorchFunctionMode):
         return _plain(func) in _WEIGHING and any([self._is_several_sums(value) for value in args])
 
     def _is_several_sums(self, value: Any) -> bool:
-        origin = self.origin(value) if isinstance(value, Tensor) and value.numel() > 1 else None
-        return origin is not None and origin.is_reduced and not origin.of_output
+        origin = self.origin(value) if isinstance(value, Tensor) else None
+        return origin is not None and origin.is_several and not origin.of_output
 
     def _sums_rows(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
         """Whether a function sums over rows, or makes one number."""
@@ -353,7 +360,7 @@ class DivisorTrace(TorchFunctionMode):
         divisors = (*origin.divisors, Divisor(count, True))
         pending = count if later else None
         self.dtypes.add(mean.dtype)
-        self._note(mean, LossOrigin(divisors, total, origin.of_output, pending, True, origin.is_bent))
+        self._note(mean, origin._replace(divisors=divisors, total=total, pending=pending, is_reduced=True))
         return mean
 
 

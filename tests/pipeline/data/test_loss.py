@@ -534,6 +534,8 @@ BENT_BY_ROW = {
     "product": lambda o, t: (errors(o, t) @ FEATURES).clamp(min=1).mean(),
     "from the left": lambda o, t: (FEATURES.T @ errors(o, t).unsqueeze(2)).clamp(min=1).mean(),
     "einsum": lambda o, t: torch.einsum("...d,dk->...k", errors(o, t), FEATURES).clamp(min=1).mean(),
+    "by a share of rows": lambda o, t: (errors(o, t).mean(1) * (t[:, 0].abs() > -1) / (t[:, 0].abs() > -1).sum()).sum(),
+    "by shares": lambda o, t: (errors(o, t).mean(1) * ((t[:, 0] < 99).double() / (t[:, 0] < 99).sum())).sum(),
     "running sum": lambda o, t: errors(o, t).cumsum(1).clamp(min=1).mean(),
     "class by class": lambda o, t: torch.zeros_like(o).index_add(
         1, torch.tensor([0, 0, 2, 3, 3]), errors(o, t)).clamp(min=1).mean(),
