@@ -173,14 +173,15 @@ _RUNNER = torch.autograd.graph._engine_run_backward.__code__  # through it go ba
 
 def _roots_under_way() -> Sequence[Tensor | GradientEdge]:
     """The roots of all backwards under way. Torch's engine does not tell them, and runs nodes in threads of devices."""
-    roots: list[Tensor | GradientEdge] = []
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code is _RUNNER:
-                roots.extend(frame.f_locals["t_outputs"])
-            frame = frame.f_back
-    return roots
+    return [root for innermost in sys._current_frames().values() for root in _roots_in(innermost)]
+
+
+def _roots_in(frame: FrameType | None) -> Iterator[Tensor | GradientEdge]:
+    """The roots of the backwards that the functions of one thread are in."""
+    while frame is not None:
+        if frame.f_code is _RUNNER:
+            yield from frame.f_locals["t_outputs"]
+        frame = frame.f_back
 
 
 def edge(tensor: Tensor) -> GradientEdge:
