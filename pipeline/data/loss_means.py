@@ -421,10 +421,11 @@ def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[
     """The arguments that a function sums or reduces over, and the dimensions."""
     name = _plain(func)
     if name in ("bincount", "histc"):
-        yield args[0], [0]
+        yield args[0] if args else kwargs["input"], [0]
     elif name in _REDUCERS and args:
         dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        yield args[0], dims if isinstance(dims, (tuple, list)) else [dims]
+        if not isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
+            yield args[0], dims if isinstance(dims, (tuple, list)) else [dims]
     elif name in _PRODUCTS and len(args) == 2:
         left, right = reversed(args) if name == "__rmatmul__" else args
         yield left, [-1]
