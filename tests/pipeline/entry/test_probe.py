@@ -665,4 +665,4 @@ def test_a_layer_that_keeps_its_first_batch_is_refused_where_that_would_be_a_chu
         Pipe(model, [2], 2, devices=["cpu"])(x)
     assert not model[0].done and torch.equal(model[0].bias, torch.zeros(4))
     assert torch.equal(Pipe(model, [1, 1], 1, checkpoint="never", devices=["cpu"] * 2)(x), plain(x))
-    assert torch.equal(Pipe(model, [1, 1], 2, devices=["cpu"] * 2)(x), plain(x))
+    torch.testing.assert_close(Pipe(model, [1, 1], 2, devices=["cpu"] * 2)(x), plain(x))
