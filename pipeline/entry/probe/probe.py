@@ -86,8 +86,7 @@ class Probe:
         """
         if self._checks_rows and self._is_trained and self._batch.chunks > 1:
             self._check_frequencies()
-        rows = self._rows
-        alone = self._picked(range(rows))
+        alone = self._picked(range(self._rows))
         parameters = [
             parameter
             for module in self._modules
@@ -106,10 +105,16 @@ class Probe:
                 self._check_order(alone, self._others())
             if self._batch.chunks == 1:  # of several mini-batches: it is not cut
                 return
+            self._modes = [False] * len(self._modules)
+            reference = self._run(alone)
+            if self._batch.rows[0] == 1 and self._communicator.exchange.any(None in reference.stage_outputs.values()):
+                self._rows = sum(self._batch.rows)  # a mask of that size fits all rows, and one: that is broadcast
+                alone = self._picked(range(self._rows))
+                reference = self._run(alone)
+            rows = self._rows
             beside = self._picked([row if row % 2 else row + 1 if row + 1 < rows else row - 1 for row in range(rows)])
             places = [1, 2, 2, 3] if rows == 3 else [1, rows - 1, rows]  # all have moved; another row is the last one
-            self._modes = [False] * len(self._modules)
-            reference, resized = self._run(alone), self._run(self._picked(places))
+            resized = self._run(self._picked(places))
             self._check_sizes(reference, resized, len(places))
             if self._checks_rows:
                 self._check_rows(alone, beside, reference)
@@ -228,7 +233,8 @@ class Probe:
             f"{subject} {words}. Chunks are cut along dim {batch_dim}, so each would see its own rows only, and "
             f"numbers would not be those of the plain module. If dim {other_dim} counts the rows, use Pipe(..., "
             f"batch_dim={other_dim}), or batch_first={batch_dim == 0} in nn.LSTM, nn.GRU, nn.TransformerEncoderLayer "
-            "and the like. If each chunk may be computed by itself, as BatchNorm does in train mode, use "
+            "and the like. If a tensor of the input has no rows (a mask of as many positions), mark it: NoChunk(mask). "
+            "If each chunk may be computed by itself, as BatchNorm does in train mode, use "
             "Pipe(..., mixes_rows=True); else chunks=1."
         )
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline import EagerUpdate, Pipe, is_recomputing
+from pipeline import EagerUpdate, NoChunk, Pipe, is_recomputing
 from pipeline.curvature import Hessian
 
 WIDTH = 4
@@ -124,6 +124,28 @@ def test_chunks_of_one_row_are_refused_too() -> None:
     for rows in (2, 3):
         with pytest.raises(ValueError, match="mixes the rows"):
             Pipe(around(calls(lambda h: h.cumsum(0))), [1, 1], rows)(flat(rows))
+
+
+class Masked(nn.Module):
+    """Attention of x [rows, positions, width] under a mask [positions, positions], which goes on with it."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mask = pair
+        return (x @ x.mT + mask).softmax(-1) @ x, mask
+
+
+@pytest.mark.parametrize("entry", ["forward", "step", "Hessian"])
+@pytest.mark.parametrize("positions", [2, 3, 5])
+def test_a_mask_that_is_as_long_as_the_batch_is_refused_where_chunks_of_one_row_broadcast_it(
+    positions: int, entry: str
+) -> None:
+    first = calls(lambda pair: pair[0], nn.Identity())
+    model = nn.Sequential(Masked(), Masked(), first, nn.Linear(WIDTH, 1)).double()
+    pipe = Pipe(model, [1, 3], chunks=positions)
+    x, mask = deep(positions, positions), torch.ones(positions, positions).triu(1).double() * -9
+    with pytest.raises(ValueError, match=r"layer 0 \(Masked\) mixes the rows.*no rows.*mark it: NoChunk\(mask\)"):
+        ENTRIES[entry](pipe, cast(Any, (x, mask)))
+    torch.testing.assert_close(pipe((x, NoChunk(mask))), model((x, mask)))
 
 
 class OwnBatchNorm(nn.Module):
