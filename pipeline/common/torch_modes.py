@@ -139,6 +139,22 @@ def without_counting_modes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def outside_vmap() -> Iterator[None]:
+    """Within: outside of the vmap in which torch.autograd.grad(is_grads_batched=True) runs a backward.
+
+    Only the gradients are batched, and layers that are recomputed may draw random numbers, which vmap refuses.
+    """
+    levels = torch._C._vmapmode_increment_nesting()
+    while torch._C._vmapmode_decrement_nesting() > 0:
+        pass
+    try:
+        yield
+    finally:
+        for _ in range(levels - 1):
+            torch._C._vmapmode_increment_nesting()
+
+
 def _saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The caller's hooks for saved tensors; but those of a checkpoint count what its own forward saves."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)

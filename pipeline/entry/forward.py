@@ -13,8 +13,7 @@ The nodes are in nodes.py. Over ranks [2] is [1] and a node of its own behind th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from pipeline.common.accelerators import beside, current_streams, use_here
 from pipeline.common.call_lock import LockHold, turn
 from pipeline.common.graph import asks_for_all_leaves
+from pipeline.common.torch_modes import outside_vmap
 from pipeline.data.microbatch import gather
 from pipeline.data.pytrees import Grads, Tree, versions
 from pipeline.distributed.agreement import OPTIONS
@@ -142,7 +142,7 @@ class Backward:
         if batched or moved or create_graph and (self.is_alone or self._call.communicator.averager is not None):
             self._refuse_over_ranks(batched, moved)
             self._forward.check_input()
-            with _outside_vmap(batched):
+            with outside_vmap():
                 inputs, totals = self._call.differentiate(parts, self._forward.owners, create_graph)
             if not retain:
                 self._call.release()
@@ -213,19 +213,3 @@ class Backward:
             "is_grads_batched=True cannot go through a Pipe over ranks or with replicas. Take the gradients one by "
             "one, or use devices=[...] in one process; pipeline.curvature has products with several vectors at once."
         )
-
-
-@contextmanager
-def _outside_vmap(batched: bool) -> Iterator[None]:
-    """Batched gradients run the backward within vmap, where layers may draw no random numbers; the layers are not
-    batched, only the gradients are, so the recomputation steps outside."""
-    levels = 0
-    if batched:
-        levels = 1
-        while torch._C._vmapmode_decrement_nesting() > 0:
-            levels += 1
-    try:
-        yield
-    finally:
-        for _ in range(levels):
-            torch._C._vmapmode_increment_nesting()

@@ -11,7 +11,8 @@ attribute is as before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from partition.graph import nodes_of
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import OF_SCRIPTS, holds
 from pipeline.common.interrupts import DeferredSignals, calls_users_code
-from pipeline.common.torch_modes import Ambient
+from pipeline.common.torch_modes import Ambient, outside_vmap
 from pipeline.data.pytrees import detached, versions
 from pipeline.recompute.fingerprints import addresses
 from pipeline.recompute.policy import NO_HOOKS, checkpointing
@@ -44,6 +45,7 @@ class _ReplayState(NamedTuple):
     snapshot: ForwardSnapshot
     inputs: _SavedArguments
     parameters: list[Tensor]
+    require_grad: list[bool]  # of the parameters
     versions: tuple[int, ...]  # of the parameters
     addresses: frozenset[int]  # of the parameters and the inputs
     generators: States
@@ -102,7 +104,10 @@ class Replay:
         tables = [module._parameters for module in self._modules]
         snapshot = ForwardSnapshot(self._modules, ambient, self._name, 0, self._traits, self._compares, tables=tables)
         known_addresses = addresses([*parameters, *tensors])
-        return _ReplayState(ambient, snapshot, inputs, parameters, versions(parameters), known_addresses, generators)
+        require_grad = [parameter.requires_grad for parameter in parameters]
+        return _ReplayState(
+            ambient, snapshot, inputs, parameters, require_grad, versions(parameters), known_addresses, generators
+        )
 
     def _compute_first(self, state: _ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -132,7 +137,10 @@ class Replay:
         snapshot = state.snapshot
         snapshot.resume(state.ambient.now())
         whole = self._compares and saved.is_over or not addresses(state.parameters) <= state.addresses
-        with DeferredSignals(), generators_at(state.generators), snapshot.as_at_forward(_CHUNK), checkpointing(False):
+        with (
+            DeferredSignals(), outside_vmap(), generators_at(state.generators), snapshot.as_at_forward(_CHUNK),
+            _requiring(state.parameters, state.require_grad), checkpointing(False),
+        ):  # fmt: skip
             recomputed = saved.filled(partial(_called, self._forward, args, kwargs), whole)
         if not recomputed.is_whole:
             return
@@ -174,6 +182,19 @@ class Replay:
             "tensor and was written (a cache). Make it a buffer, change it after backward(), or do not checkpoint "
             "this block."
         )
+
+
+@contextmanager
+def _requiring(parameters: Sequence[Tensor], require_grad: Sequence[bool]) -> Iterator[None]:
+    """Within: parameters require gradients as they did, also those that were frozen or thawed since."""
+    changed = [(one, flag) for one, flag in zip(parameters, require_grad, strict=True) if one.requires_grad is not flag]
+    for parameter, flag in changed:
+        parameter.requires_grad = flag
+    try:
+        yield
+    finally:
+        for parameter, flag in changed:
+            parameter.requires_grad = not flag
 
 
 @calls_users_code

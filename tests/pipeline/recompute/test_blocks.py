@@ -245,6 +245,41 @@ def test_a_gradient_penalty_has_the_plain_models_second_derivatives() -> None:
     check_equal(*found)
 
 
+@pytest.mark.parametrize("retain", [False, True])
+def test_batched_gradients_are_those_of_a_loop(retain: bool) -> None:
+    """No random number may be drawn under vmap, so the recomputation steps outside."""
+    _, patched = pair()
+    x = rows().requires_grad_()
+    for _ in range(2):
+        torch.manual_seed(3)
+        out, wanted = patched(x), [x, *patched.parameters()]
+        vectors = torch.randn(5, *out.shape, dtype=torch.float64)
+        how = {"allow_unused": True, "materialize_grads": True}
+        loop = [torch.autograd.grad(out, wanted, vector, retain_graph=True, **how) for vector in vectors]
+        state = torch.get_rng_state()
+        found = torch.autograd.grad(out, wanted, vectors, is_grads_batched=True, retain_graph=retain, **how)
+        assert torch.equal(torch.get_rng_state(), state)
+        for grad, grads in zip(found, zip(*loop, strict=True), strict=True):
+            torch.testing.assert_close(grad, torch.stack(grads))
+
+
+@pytest.mark.parametrize("trained_before", [True, False])
+@pytest.mark.parametrize("wants_input", [True, False])
+def test_where_a_parameter_was_frozen_or_thawed_since_the_forward_gradients_are_the_plain_models(
+    trained_before: bool, wants_input: bool
+) -> None:
+    found = []
+    for model in pair():
+        torch.manual_seed(3)
+        weight = model[1].linear.weight.requires_grad_(trained_before)
+        out = model(rows().requires_grad_(wants_input))
+        weight.requires_grad_(not trained_before)
+        out.square().sum().backward()
+        assert weight.requires_grad is not trained_before and weight.grad is None  # as autograd does
+        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    check_equal(*found)
+
+
 def test_third_derivatives_equal_the_plain_models() -> None:
     found = []
     for model in pair():
