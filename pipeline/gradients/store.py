@@ -121,11 +121,14 @@ class GradStore:
             slot.add(grad)
 
     def insert(self, key: GradKey, grad: Tensor) -> Tensor | None:
-        """Replace a gradient and return the earlier one. The store takes over `grad`. Raises as `add_`."""
+        """Replace a gradient and return the earlier one. The store takes over `grad`. Raises as `add_`.
+
+        Of an expanded tensor (the gradient of a sum is one) it takes a copy, as sums are written in place.
+        """
         slot = self._slot(key)
         check_grad(slot.param, grad)
         before = slot.sum
-        slot.put(grad)
+        slot.put(grad.clone() if not grad.is_sparse and 0 in grad.stride() else grad)
         return before
 
     def get(self, key: GradKey) -> Tensor | None:

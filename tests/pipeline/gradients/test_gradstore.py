@@ -189,6 +189,17 @@ def test_insert_returns_what_was_and_takes_the_gradient_over():
     assert GradStore([param]).insert(param, new) is None
 
 
+def test_an_expanded_gradient_is_copied_as_sums_are_written_in_place():
+    param = parameter(3, 2)
+    (grad,) = torch.autograd.grad(param.sum(), param)
+    assert 0 in grad.stride()
+    store = GradStore([param])
+    store.insert(param, grad)
+    store.add_(param, torch.ones(3, 2, dtype=torch.float64))
+    store.scale_(0.5)
+    assert torch.equal(store.get(param), torch.ones(3, 2, dtype=torch.float64)) and torch.equal(grad, store.get(param))
+
+
 def test_pop_takes_out():
     param = parameter(3)
     store, (grad,) = filled(param)
