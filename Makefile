@@ -14,7 +14,7 @@ TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(a
 # and beside torch's CPU build one breaks what imports it.
 PEERS := curvlinops-for-pytorch backpack-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: demo test test-accelerator check docs package soak bench test-gpu test-gpu-sanitize clean
+.PHONY: demo test test-long test-accelerator longest check docs package soak bench test-gpu test-gpu-sanitize clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -22,7 +22,14 @@ demo: $(READY)
 	$(BIN)/python examples/hessian_product.py
 
 test: $(READY)
-	$(ONE) $(TESTS)
+	$(ONE) $(TESTS) -m "not soak and not long"
+
+# The longest tests, which take two thirds of the time of all; make longest measures anew which these are.
+test-long: $(READY)
+	$(ONE) $(TESTS) -m "long and not soak"
+
+longest: $(READY)
+	$(ONE) $(TESTS) --longest
 
 # Pipes on a simulated accelerator, on which a missing wait is an error: tests/accelerator/simulated.py. Compiled once,
 # which takes a minute and a C++ compiler; without one the tests are skipped. Apart from the others, as the device is

@@ -4,7 +4,7 @@ All run on the host, but those of `make test-gpu`: a Pipe that does not say wher
 Processes that tests start inherit that.
 
 `make test` runs of each parametrized test some cases in which every value of every parameter occurs, `make soak` all
-(`--whole`): see cover.py.
+(`--whole`): see cover.py. The longest tests run in `make test-long`: see longest.py.
 """
 
 import gc
@@ -19,6 +19,7 @@ import torch
 from absent_devices import leave_absent_devices_unseeded
 from cover import WHOLE, chosen, examples, is_whole
 from hypothesis import HealthCheck, settings
+from longest import Stopwatch, function_of, names
 from nursery import ENVIRONMENT
 
 torch.set_num_threads(1)
@@ -45,12 +46,15 @@ def _what_others_made_is_no_garbage() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="all cases of every table and law, as in make soak")
+    parser.addoption("--longest", action="store_true", help="write the names of the longest tests to longest.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported and collected, none of which is ever garbage
     if config.getoption("--whole"):
         os.environ[WHOLE] = "1"
+    if config.getoption("--longest") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch())
     if "gpu" not in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     settings.register_profile(
@@ -66,7 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest orders what is left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not _is_long(item.nodeid))  # first what would else be left for one process at the end
+    items.sort(key=lambda item: not _goes_first(item.nodeid))  # what would else be left for one process at the end
+    longest = names()
+    for item in items:
+        if function_of(item.nodeid) in longest:
+            item.add_marker("long")
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -76,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        groups[item.nodeid.partition("[")[0]].append(item)
+        groups[function_of(item.nodeid)].append(item)
     kept = {id(group[place]) for group in groups.values() for place in chosen([(i.nodeid, _values(i)) for i in group])}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
@@ -106,12 +114,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 WAITING = "test_faults.py", "test_monitor.py"  # they start their ranks themselves
-LONG = (*WAITING, "test_families.py", "test_recipes.py")
+FIRST = (*WAITING, "test_families.py", "test_recipes.py")
 
 
-def _is_long(nodeid: str) -> bool:
+def _goes_first(nodeid: str) -> bool:
     file = nodeid.partition("::")[0]
-    return "/ranks/" in file or file.endswith(LONG)
+    return "/ranks/" in file or file.endswith(FIRST)
 
 
 def _values(item: pytest.Item) -> dict[Any, Any]:
