@@ -19,7 +19,7 @@ from partition.errors import PartitionError
 from partition.models.sequential import to_sequential
 from partition.plans import planning
 from partition.profiles import profiling
-from scheduler.command_line.options import number, with_all, write
+from scheduler.command_line.options import number, numbers, with_all, write
 from scheduler.command_line.running import CommandError
 from scheduler.command_line.targets import value_at
 from scheduler.links import Link
@@ -90,17 +90,17 @@ def profile(target: str, as_json: bool, path: str | None, **options: Any) -> int
 @click.option("--devices", required=True, metavar="N|NAMES", help="How many (ranks), or names: cuda:0,cuda:1.")
 @click.option("--memory", type=_sizes, metavar="BYTES", help="That each may hold: 24GiB, or one for each.")
 @click.option("--rows", type=int, metavar="N", help="Of the mini-batch to plan for; default: the sample's.")
-@click.option("--chunks", metavar="N[,N...]", help="The numbers to choose from; default: divisors of the rows.")
+@click.option("--chunks", type=numbers, metavar="N[,N...]", help="To choose from; default: divisors of the rows.")
 @click.option("--schedules", metavar="NAMES", help="To choose from: gpipe,1f1b; default: all.")
-@click.option("--speed", metavar="X[,X...]", help="Of each device, relative to the one that is measured.")
+@click.option("--speed", type=numbers, metavar="X[,X...]", help="Of each device, relative to the one that is measured.")
 @click.option("--latency", type=number, default=0.0, metavar="SECONDS", help="Of a message between devices.")
 @click.option("--bandwidth", type=number, metavar="BYTES", help="Of a link, in a second.")
 @click.option("--flops", type=number, metavar="X", help="That a device does in a second, with --device meta.")
 @click.option("--keep-order", is_flag=True, help="Let the layers go through the devices in the given order.")
 @click.option("--effort", type=number, default=0.0, metavar="X", help="Search for a better order than the named ones.")
 def plan(
-    target: str, as_json: bool, path: str | None, devices: str, chunks: str | None, schedules: str | None,
-    speed: str | None, latency: float, bandwidth: float | None, keep_order: bool, **options: Any,
+    target: str, as_json: bool, path: str | None, devices: str, schedules: str | None, latency: float,
+    bandwidth: float | None, keep_order: bool, **options: Any,
 ) -> int:  # fmt: skip
     """Chooses balance, chunks, schedule and what to recompute, by simulating what there is to choose from.
 
@@ -115,13 +115,8 @@ def plan(
     options["devices"] = int(devices) if devices.isdecimal() else devices.split(",")
     if keep_order:
         options["reorder"] = False
-    if chunks is not None:
-        options["chunks"] = [_number(text, int, "--chunks") for text in chunks.split(",")]
     if schedules is not None:
         options["schedules"] = schedules.split(",")
-    if speed is not None:
-        speeds = [_number(text, float, "--speed") for text in speed.split(",")]
-        options["speed"] = speeds[0] if len(speeds) == 1 else speeds
     if latency or bandwidth is not None:
         options["link"] = Link(latency, inf if bandwidth is None else bandwidth)
     return _answered(planning.plan, target, options, as_json, path)
@@ -130,13 +125,6 @@ def plan(
 for _command in (profile, plan):
     assert _command.help is not None
     _command.help = _command.help.replace("TARGETS", _ABOUT)
-
-
-def _number(text: str, kind: Callable[[str], Any], option: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise CommandError(f"{option} has {text!r}, which is no number. Give numbers with commas between.") from None
 
 
 def _answered(ask: Callable[..., Any], target: str, options: dict[str, Any], as_json: bool, path: str | None) -> int:
