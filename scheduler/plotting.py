@@ -36,7 +36,7 @@ from scheduler.schedule import Schedule
 from scheduler.simulation import simulate
 from scheduler.timeline import Timeline
 
-__all__ = ["plot", "svg"]
+__all__ = ["matplotlib", "plot", "svg"]
 
 
 def plot(what: Schedule | Timeline, *, title: str | None = None, memory: bool = True, width: int = 960) -> Any:
@@ -59,7 +59,7 @@ def plot(what: Schedule | Timeline, *, title: str | None = None, memory: bool = 
     timeline = simulate(what) if isinstance(what, Schedule) else what
     longest = max([len(f"{float(peak):.4g}") for peak in timeline.peak_memory]) if memory else 0
     page = _Page(timeline, width, memory, max(48.0, 10.0 + 7 * longest))
-    figure = _matplotlib("figure").Figure(figsize=(width / _DPI, page.height / _DPI), dpi=_DPI, facecolor="white")
+    figure = matplotlib("figure").Figure(figsize=(width / _DPI, page.height / _DPI), dpi=_DPI, facecolor="white")
     lanes = figure.add_axes(page.box(page.top, page.rows))
     _draw_lanes(lanes, what, page)
     words = _title(what) if title is None else "".join(filter(str.isprintable, title))
@@ -87,7 +87,7 @@ def svg(what: Schedule | Timeline, *, title: str | None = None, memory: bool = T
     True
     """
     text = StringIO()
-    with _matplotlib("style").context(["default", {"svg.fonttype": "none", "svg.hashsalt": "penstock"}]):
+    with matplotlib("style").context(["default", {"svg.fonttype": "none", "svg.hashsalt": "penstock"}]):
         plot(what, title=title, memory=memory, width=width).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
 
@@ -167,7 +167,7 @@ def _draw_lanes(axes: Any, drawn: Schedule | Timeline, page: _Page) -> None:
     _bare(axes, page)
     timeline = page.timeline
     axes.xaxis.set_visible(True)
-    axes.xaxis.set_major_locator(_matplotlib("ticker").MaxNLocator(max(2, int(page.plot / 90)), steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(matplotlib("ticker").MaxNLocator(max(2, int(page.plot / 90)), steps=[1, 2, 5, 10]))
     axes.tick_params(axis="x", labelsize=_points(10), colors=_FAINT)
     axes.set_xlabel(page.scale[1], fontsize=_points(10), color=_FAINT, labelpad=1)
     for lane in range(timeline.lanes):
@@ -240,7 +240,7 @@ def _shares(row: Sequence[Event], page: _Page) -> Any:
 
 
 def _draw_legend(axes: Any, stages_per_lane: int, has_blocks: bool, page: _Page) -> None:
-    patch = _matplotlib("patches").Patch
+    patch = matplotlib("patches").Patch
     entries = [patch(color=colour(kind), label=f"{kind} {_WORDS[kind]}") for kind in _kinds(page.timeline)]
     entries.append(patch(color=IDLE_COLOUR, label="idle"))
     if has_blocks:
@@ -342,11 +342,12 @@ def _points(pixels: float) -> float:
     return pixels * 72 / _DPI
 
 
-def _matplotlib(module: str) -> Any:
+def matplotlib(module: str) -> Any:
+    """A module of matplotlib. ImportError, where there is none, says what installs it."""
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
-        raise ImportError('figures are drawn by matplotlib: pip install "penstock-torch[plots]"') from error
+        raise ImportError('pictures need matplotlib: pip install "penstock-torch[plots]"') from error
 
 
 _WORDS = {

@@ -322,5 +322,5 @@ def test_a_schedule_that_cannot_end_is_refused():
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'drawn by matplotlib: pip install "penstock-torch\[plots\]"'):
+    with pytest.raises(ImportError, match=r'pictures need matplotlib: pip install "penstock-torch\[plots\]"'):
         plot(by_name("gpipe", 2, 2))

@@ -8,7 +8,6 @@ system: it is made without pyplot, whose back end stays as it was.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from io import StringIO
@@ -19,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.curvature.results.encoding import ResultError
+from scheduler.plotting import matplotlib
 
 _SUFFIXES = ".png", ".svg", ".pdf"
 
@@ -62,15 +62,8 @@ def svg(draw: Callable[[Any], None], inches: tuple[float, float]) -> str | None:
 
 def _new_axes(inches: tuple[float, float], on_screen: bool) -> Any:
     if on_screen:
-        return _matplotlib("pyplot").subplots(figsize=inches, layout="constrained")[1]
-    return _matplotlib("figure").Figure(figsize=inches, layout="constrained").subplots()
-
-
-def _matplotlib(module: str) -> Any:
-    try:
-        return importlib.import_module(f"matplotlib.{module}")
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install penstock-torch[curvature]") from error
+        return matplotlib("pyplot").subplots(figsize=inches, layout="constrained")[1]
+    return matplotlib("figure").Figure(figsize=inches, layout="constrained").subplots()
 
 
 def symlog(ax: Any, axis: str, *drawn: Tensor) -> None:

@@ -436,5 +436,5 @@ def test_a_picture_with_another_suffix_is_told(tmp_path):
 def test_without_matplotlib_plot_says_how_to_get_it(path, monkeypatch):
     for module in ("matplotlib", "matplotlib.pyplot", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"pip install penstock-torch\[curvature\]"):
+    with pytest.raises(ImportError, match=r'pip install "penstock-torch\[plots\]"'):
         Curve(torch.ones(2)).plot(path)
