@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from scheduler.errors import ScheduleError
 
-__all__ = ["COMPUTE", "Action", "Kind"]
+__all__ = ["COMPUTE", "WORDS", "Action", "Kind"]
 
 
 class Kind(StrEnum):
@@ -68,6 +68,11 @@ class Kind(StrEnum):
 
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)  # what schedules are made of
+WORDS = {
+    Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient",
+    Kind.SEND_F: "send", Kind.RECV_F: "receive", Kind.SEND_B: "send", Kind.RECV_B: "receive",
+    Kind.R: "recomputation", Kind.U: "update",
+}
 
 
 class Action(NamedTuple):

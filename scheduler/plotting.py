@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from scheduler.action import Kind
+from scheduler.action import WORDS, Kind
 from scheduler.drawing import duration, take_turns
 from scheduler.errors import refuse_unless_whole
 from scheduler.event import Event
@@ -241,7 +241,7 @@ def _shares(row: Sequence[Event], page: _Page) -> Any:
 
 def _draw_legend(axes: Any, stages_per_lane: int, has_blocks: bool, page: _Page) -> None:
     patch = matplotlib("patches").Patch
-    entries = [patch(color=colour(kind), label=f"{kind} {_WORDS[kind]}") for kind in _kinds(page.timeline)]
+    entries = [patch(color=colour(kind), label=f"{kind} {WORDS[kind]}") for kind in _kinds(page.timeline)]
     entries.append(patch(color=IDLE_COLOUR, label="idle"))
     if has_blocks:
         entries.append(patch(facecolor="none", edgecolor="#111111", label="one block"))
@@ -350,11 +350,6 @@ def matplotlib(module: str) -> Any:
         raise ImportError('pictures need matplotlib: pip install "penstock-torch[plots]"') from error
 
 
-_WORDS = {
-    Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient",
-    Kind.SEND_F: "send", Kind.RECV_F: "receive", Kind.SEND_B: "send", Kind.RECV_B: "receive",
-    Kind.R: "recomputation", Kind.U: "update",
-}
 _FAINT = "#444444"
 _DPI = 100
 _GAP = 0.06  # above and below a row, as a share of its height

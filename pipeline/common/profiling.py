@@ -10,11 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch.autograd.profiler as profiler
 
-from scheduler import Action, Kind
+from scheduler import Action
+from scheduler.action import WORDS
 
-_WORDS = {
-    Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.R: "recomputation"
-}  # fmt: skip
 _NOTHING = nullcontext()
 
 
@@ -23,5 +21,5 @@ def named(label: Action | str) -> AbstractContextManager[object]:
     if not profiler._is_profiler_enabled:
         return _NOTHING
     if isinstance(label, Action):
-        label = f"{label}: {_WORDS.get(label.kind, label.kind)}, stage {label.stage}, chunk {label.chunk}"
+        label = f"{label}: {WORDS[label.kind]}, stage {label.stage}, chunk {label.chunk}"
     return profiler.record_function(label)
