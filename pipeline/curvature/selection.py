@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from partition.names import ModelLayers
+from pipeline.common.arguments import few
 from pipeline.common.call_lock import turn
-from pipeline.curvature.products.sharded import ParameterSpace, SpaceParameter, few
+from pipeline.curvature.products.sharded import ParameterSpace, SpaceParameter
 from pipeline.curvature.space import HOST
 from pipeline.distributed.agreement import MismatchError, digest, values_in_words
 from pipeline.entry.validation import check_hooks
@@ -109,12 +110,11 @@ def space_of(pipe: Pipe, prefix: str, params: ParamSelection) -> ParameterSpace:
         communicator.open(lambda values: {"params": _in_words(params)}, draws=False)
         parameters, is_double = _space_parameters(pipe, prefix, params)
         is_double = bool(communicator.exchange.sum_over(torch.tensor([float(is_double)], **HOST)).item())
-    sum_over = _unsummed if runtime.topology is None else _sum_over_ranks(pipe)
+    is_cut = runtime.topology is not None
+    sum_over: Callable[[Tensor], Tensor] = partial(_sum_over_ranks, pipe) if is_cut else lambda numbers: numbers
+    collective: Callable[[], AbstractContextManager[object]] = partial(_collective, pipe) if is_cut else nullcontext
     dtype = torch.float64 if is_double else torch.float32
     check_ties = partial(_check_ties, pipe, sum_over)
-    collective: Callable[[], AbstractContextManager[object]] = nullcontext
-    if runtime.topology is not None:
-        collective = partial(_collective, pipe)
     space = ParameterSpace(parameters, dtype, runtime.rank, runtime.ranks, sum_over, check_ties, collective)
     if space.size == 0:
         raise ValueError(
@@ -192,13 +192,6 @@ def _collective(pipe: Pipe) -> Iterator[None]:
         communicator.open(lambda values: {"the curvature": "a vector"}, draws=False)
 
 
-def _unsummed(numbers: Tensor) -> Tensor:
-    return numbers
-
-
-def _sum_over_ranks(pipe: Pipe) -> Callable[[Tensor], Tensor]:
-    def sum_over(numbers: Tensor) -> Tensor:
-        with turn(), pipe.runtime.communicator("curvature") as communicator:
-            return communicator.exchange.sum_over(numbers)
-
-    return sum_over
+def _sum_over_ranks(pipe: Pipe, numbers: Tensor) -> Tensor:
+    with turn(), pipe.runtime.communicator("curvature") as communicator:
+        return communicator.exchange.sum_over(numbers)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.common.arguments import few
 from pipeline.curvature.space import HOST, Space, Vec
 
 
@@ -118,7 +119,7 @@ class ParameterSpace(Space):
             raise KeyError(
                 f"a vector has one entry for each parameter: {unknown or 'none'} are no parameters here, "
                 f"{missing or 'none'} are missing. Give zeros for those that you leave out; the names are "
-                f"{few(list(self.slots))}."
+                f"{few(self.slots)}."
             )
         vec = self.zeros()
         for name, slot in self.slots.items():
@@ -138,8 +139,3 @@ def _drawn(kind: str, seed: int, index: int, parameter: SpaceParameter) -> Tenso
     if kind == "normal":
         return torch.randn(parameter.shape, generator=generator, **HOST)
     return torch.randint(2, parameter.shape, generator=generator, device="cpu", dtype=torch.int8) * 2 - 1
-
-
-def few(names: list[str]) -> str:
-    """The first of some names, for an error."""
-    return str(names) if len(names) <= 6 else f"{names[:6]} and {len(names) - 6} more"
