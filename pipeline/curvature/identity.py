@@ -29,7 +29,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def architecture(module: nn.Module) -> str:
     """The classes of all modules, with what they print of themselves."""
-    return "; ".join([f"{name} {named(module)}({_printed(module)})" for name, module in module.named_modules()])
+    printed = [(name, named(module), module.extra_repr()) for name, module in module.named_modules()]
+    return "; ".join([f"{name} {kind}({re.sub(r' at 0x[0-9a-f]+', '', text)})" for name, kind, text in printed])
 
 
 def identity(value: Any, depth: int = _DEPTH) -> str:
@@ -68,18 +69,12 @@ def identity(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, (type, types.BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, nn.Module):
-        attributes = [identity(_attributes_of(item), depth - 1) for item in value.modules()]
+        tables = [vars(item).items() for item in value.modules()]
+        own = [{name: item for name, item in table if name not in OF_EVERY_MODULE} for table in tables]
+        attributes = _identities(own, depth)
         return f"{architecture(value)} {attributes} {values_in_words([*value.parameters(), *value.buffers()])}"
     return f"{named(value)} {identity(getattr(value, '__dict__', None), depth)}"
 
 
 def _identities(values: Iterable[Any], depth: int) -> list[str]:
     return [identity(value, depth - 1) for value in values]
-
-
-def _printed(module: nn.Module) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}

@@ -20,7 +20,6 @@ from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.sampling import SampledResult, draw_means, estimate, paired_dots
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
-from pipeline.curvature.space import Vec
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +102,6 @@ def frobenius_squared(
           3 products, stopped by: exact
     """
     sampling = SampleSize(A, samples, rel, abs, min_samples, seed, show, resume, save_every, kind)
-
-    def squares(vectors: list[Vec], products: list[Vec]) -> Tensor:
-        return paired_dots(A.space, products, products)
-
-    drawn = estimate(sampling, squares, "Frobenius norm")
+    drawn = estimate(sampling, lambda _, products: paired_dots(A.space, products, products), "Frobenius norm")
     value, stderr = float(drawn.mean), float(drawn.stderr)
     return Norm(value, stderr, drawn.spent, drawn.stopped, drawn.values[:, 0], A.name)

@@ -223,7 +223,8 @@ class Resumable:
 
 def settings_of(A: LinearMap) -> dict[str, SavedValue]:
     """The traits of a matrix that must be the same for a run with it to go on."""
-    space = {"dtype": str(A.space.dtype), "shards": shard_sizes(A.space), "ranks": A.space.ranks}
+    sizes = [len(shard) for shard in A.space.zeros()]  # a state fits only the same cut
+    space = {"dtype": str(A.space.dtype), "shards": sizes, "ranks": A.space.ranks}
     return {"matrix": A.name, "fingerprint": A.fingerprint(), **space}
 
 
@@ -246,11 +247,6 @@ def file_of_rank(path: Path, rank: int, ranks: int) -> Path:
         ('top.rank1of4.pt', 'top.pt')
     """
     return path if ranks == 1 else path.with_name(f"{path.stem}.rank{rank}of{ranks}{path.suffix}")
-
-
-def shard_sizes(space: Space) -> list[int]:
-    """The number of entries of this process on each shard: a state fits only the same cut."""
-    return [len(shard) for shard in space.zeros()]
 
 
 def _changes(saved: Mapping[str, SavedValue], current: Mapping[str, SavedValue]) -> list[str]:

@@ -17,20 +17,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.hutchpp import hutchpp
-from pipeline.curvature.estimates.sampling import (
-    Measure,
-    SampledResult,
-    SampleStatistics,
-    draw_means,
-    estimate,
-    paired_dots,
-)
+from pipeline.curvature.estimates.sampling import SampledResult, draw_means, estimate, paired_dots
 from pipeline.curvature.estimates.xtrace import xtrace
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
@@ -136,9 +130,10 @@ def trace(
     if sampling.is_exact or samples < 4:
         method = "hutchinson"
     if method == "hutchinson":
-        drawn = estimate(sampling, _quadratic(A), "trace", method=method)
+        drawn = estimate(sampling, partial(paired_dots, A.space), "trace", method=method)
     else:
-        drawn = _sketched(sampling, method, sketch)
+        with sampling.resumable("trace", method=method, sketch=sketch) as run:
+            drawn = xtrace(sampling, run) if method == "xtrace" else hutchpp(sampling, run, sketch)
     value, stderr = float(drawn.mean), float(drawn.stderr)
     method = "basis" if drawn.spent == A.space.size else method
     return Trace(value, stderr, drawn.spent, method, drawn.stopped, drawn.values[:, 0], A.name, A.space.size)
@@ -152,12 +147,3 @@ def _chosen_kind(method: str, kind: str | None, sketch: int | None) -> str:
     if method == "xtrace" and kind not in (None, "normal"):
         raise ValueError(f"kind is {kind!r}: method 'xtrace' is without bias for kind 'normal' alone; leave it out")
     return kind or ("normal" if method == "xtrace" else "rademacher")
-
-
-def _quadratic(A: LinearMap) -> Measure:
-    return lambda vectors, products: paired_dots(A.space, vectors, products)
-
-
-def _sketched(sampling: SampleSize, method: str, sketch: int | None) -> SampleStatistics:
-    with sampling.resumable("trace", method=method, sketch=sketch) as run:
-        return xtrace(sampling, run) if method == "xtrace" else hutchpp(sampling, run, sketch)
