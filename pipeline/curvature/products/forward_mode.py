@@ -27,12 +27,12 @@ own the adjoint is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -123,7 +123,7 @@ class ForwardMode:
         parameters, (tangents,) = stage.parameters, inbox.tangents
         constants = ConstantsWithoutGrad()
         try:
-            with forward_ad.dual_level(), _shape_hooks():
+            with forward_ad.dual_level(), saved_tensors_hooks(_pack_shape, _unpack_shape):
                 owners = parameters.aliases.trained
                 parts = [(owner, alias, parameters.parts(owner, alias)[0]) for owner, alias in owners]
                 duals = {id(owner): _dual(alias, part) for owner, alias, part in parts if part is not None}
@@ -143,7 +143,8 @@ class ForwardMode:
             self._compares = False
             adjoint_graph = _recomputed(stage, chunk, inbox)
             (adjoints,) = stage.push(adjoint_graph, inbox.tangents)
-            self._agrees[index] = _are_equal(graph.roots, adjoint_graph.roots) and _are_near(tangents, adjoints)
+            are_equal = all(map(torch.equal, graph.roots, adjoint_graph.roots))
+            self._agrees[index] = are_equal and _are_near(tangents, adjoints)
         return self._is_sound and self._agrees[index]
 
 
@@ -178,15 +179,11 @@ def _is_with_number(args: tuple[Any, ...]) -> bool:
     return len(args) == 2 and type(args[0]) in _PLAIN and type(args[1]) in (int, float)
 
 
-def _shape_hooks() -> AbstractContextManager[Any]:
-    """Within: autograd's graph holds shapes and no values. It can be looked at, but not differentiated.
+def _pack_shape(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Autograd's graph holds shapes and no values: it can be looked at, but not differentiated.
 
     Else it would hold what a backward through the tangents needs, which nobody asks for.
     """
-    return torch.autograd.graph.saved_tensors_hooks(_pack_shape, _unpack_shape)
-
-
-def _pack_shape(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
@@ -221,17 +218,10 @@ def is_sound(roots: Sequence[Tensor]) -> bool:
         differs = name in _MODES_DIFFER and not (name in _UNLESS and _UNLESS[name](node))
         if differs or "BackwardBackward" in name or OF_SCRIPTS in name or is_foreign(node):
             return False
-        if name == "EmbeddingBackward0" and _has_padding(node):  # reverse mode takes that row for a constant
+        # Reverse mode takes the row of padding for a constant; -1, as an unsigned number, stands for none.
+        if name == "EmbeddingBackward0" and 0 <= node._saved_padding_idx < 1 << 63:
             return False
     return True
-
-
-def _has_padding(node: Any) -> bool:
-    return bool(0 <= node._saved_padding_idx < 1 << 63)  # -1, as an unsigned number, stands for none
-
-
-def _are_equal(values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return all([torch.equal(one, other) for one, other in zip(values, others, strict=True)])
 
 
 def _are_near(tangents: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
