@@ -160,6 +160,11 @@ def nbytes_of(tensor: Tensor) -> int:
     return sum(inner.nbytes for inner in unwrapped(tensor))
 
 
+def version_of(value: Any) -> int:
+    """The number of writes in place into a tensor; 0 for an inference tensor, which does not count, and for others."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
 def storage_of(tensor: Tensor) -> int:
     """The key of the storage of a tensor; below 0 where it has none, as sparse ones."""
     try:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from partition.contents import version_of
 from partition.graph import node_of
 
 __all__ = ["REENTRANT", "LateGrads", "Site", "ends_without", "held_by", "late_gradients", "survey", "waiting"]
@@ -147,7 +148,7 @@ def late_gradients(parts: Sequence[LateGrads], graph_name: str) -> tuple[list[Gr
     grads: list[Tensor] = []
     with torch.no_grad():
         for site, gradient, versions in parts:
-            if _versions(site.saved_input, gradient) != versions:
+            if (version_of(site.saved_input), version_of(gradient)) != versions:
                 raise RuntimeError(
                     f"the input of a weight of {graph_name} (shape {list(site.saved_input.shape)}), or the gradient of "
                     "its output, was changed in place between the two halves of a backward (a layer that keeps a "
@@ -171,15 +172,8 @@ def held_by(parts: Iterable[LateGrads]) -> list[Tensor]:
 
 def _keep(parts: list[LateGrads], site: Site, grads: Sequence[Tensor | None]) -> None:
     if grads[0] is not None:
-        parts.append(LateGrads(site._replace(node=None), grads[0], _versions(site.saved_input, grads[0])))
-
-
-def _versions(saved_input: Tensor, gradient: Tensor) -> tuple[int, int]:
-    """The number of writes in place of each; inference tensors do not count them."""
-    input_version, gradient_version = (
-        0 if tensor.is_inference() else tensor._version for tensor in (saved_input, gradient)
-    )
-    return input_version, gradient_version
+        versions = version_of(site.saved_input), version_of(grads[0])
+        parts.append(LateGrads(site._replace(node=None), grads[0], versions))
 
 
 def _site(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from partition.contents import storage_of
+from partition.contents import storage_of, version_of
 from partition.models.as_found import Hook, as_found, tensors_of
 from partition.models.flow import Flow
 from partition.models.inputs import Leaves, called_with
@@ -320,4 +320,4 @@ def _calling(
 
 def _state(value: Any) -> tuple[int, int]:
     """A tensor as it is now: what is written in place is another one."""
-    return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    return id(value), version_of(value)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from partition.contents import version_of
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
 from partition.models.following import ModuleCopies
@@ -221,7 +222,7 @@ class Outline(nn.Module):
     def _versions(self, copies: Mapping[str, nn.Module]) -> dict[str, int]:
         """The versions of the buffers of modules that contain blocks, by name."""
         return {
-            f"{name}.{key}" if name else key: _version(buffer)
+            f"{name}.{key}" if name else key: version_of(buffer)
             for name in self.settings for key, buffer in copies[name]._buffers.items() if buffer is not None
         }  # fmt: skip
 
@@ -247,7 +248,8 @@ class Outline(nn.Module):
             end, device, threading.get_ident(), _stream(device), torch.is_inference_mode_enabled(),
             torch.is_grad_enabled(), autocast_of(device),
             *[
-                (id(leaf), _version(leaf)) if isinstance(leaf, Tensor) else leaf if type(leaf) is tuple else repr(leaf)
+                (id(leaf), version_of(leaf)) if isinstance(leaf, Tensor)
+                else leaf if type(leaf) is tuple else repr(leaf)
                 for leaf in travelling
             ],
         )  # fmt: skip
@@ -404,7 +406,3 @@ def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict
 
 def _stream(device: torch.device) -> int:
     return 0 if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from partition.contents import storage_of
+from partition.contents import storage_of, version_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.shapes import is_without_memory, lost
@@ -284,7 +284,7 @@ class OutlineRun:
             leaves = tree_leaves(absent(*args, **kwargs))
         for place, leaf in outputs.items():
             leaves[place] = leaf
-        self._hidden = [(leaves[place], _version(leaves[place])) for place in chain.exits]
+        self._hidden = [(leaves[place], version_of(leaves[place])) for place in chain.exits]
         return tree_unflatten(leaves, chain.tree)
 
     def _check_hidden(self, number: int, hidden: Sequence[Any]) -> None:
@@ -294,7 +294,7 @@ class OutlineRun:
             PartitionError: the model computes something between the two, which it did not on the sample.
         """
         for (output, version), leaf in zip(self._hidden, hidden, strict=True):
-            if id(leaf) not in self._before.ids and (leaf is not output or _version(leaf) != version):
+            if id(leaf) not in self._before.ids and (leaf is not output or version_of(leaf) != version):
                 names = [name for chain in self._chains for name in chain.blocks]
                 raise PartitionError(
                     f"block {names[number]!r} is not called with what block {names[number - 1]!r} returned, as it was "
@@ -336,10 +336,6 @@ def chain_of(chains: Iterable[BlockChain], number: int) -> BlockChain:
 
 
 this_run: ContextVar[OutlineRun] = ContextVar("run")
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _overwrite(target: Tensor, source: Tensor) -> None:

@@ -220,7 +220,8 @@ def _divided(
         for part, name in given:
             phases.add(part, unit_of(model, name))
         shares, part_names = shares_of(model, chains, phases, record.volatile)
-        unit_names = {*part_names, *[name for share in shares for name, unit in share.items() if _is_parameter(unit)]}
+        items = [item for share in shares for item in share.items()]
+        unit_names = {*part_names, *[name for name, unit in items if isinstance(unit, nn.Parameter | MadeUpBuffer)]}
         containers = containers_of(model, chains) - {""}
         sources = [Sources(model, run, called_again(run.calls, blocks), unit_names, containers) for run in runs]
         try:
@@ -252,10 +253,6 @@ def _check_draws(record: ModelRecord, names: Collection[str]) -> None:
                 f"random numbers of Python or numpy are drawn {(*places, 'behind the last block')[0]}, to drop layers, "
                 "say. Each part would draw them again: turn that off, or draw before the first block, or in a block."
             )
-
-
-def _is_parameter(unit: nn.Module | Tensor) -> bool:
-    return isinstance(unit, nn.Parameter | MadeUpBuffer)
 
 
 def _check_containers(record: ModelRecord, chains: Sequence[BlockChain]) -> None:
@@ -314,11 +311,12 @@ def _layers(
         copied_names = {
             name for name in (placed_names | shared_names) & set(share) if isinstance(share[name], nn.Module)
         }
-        units = {name: _sharing(unit) if name in copied_names else unit for name, unit in share.items()}
+        copies = {name: rebuilt(share[name], lambda tensor: tensor) for name in copied_names}  # of the same parameters
         outline.lead(
-            [pair for name in copied_names for pair in zip(share[name].modules(), units[name].modules(), strict=True)]
+            [pair for name in copied_names for pair in zip(share[name].modules(), copies[name].modules(), strict=True)]
         )
         placed_names.update(share)
+        units = {**share, **copies}
         if number == 0:
             layers.append(Beginning(outline, units))
         elif number < len(outline.chains):
@@ -338,11 +336,6 @@ def _of(model: nn.Module, layers: Iterable[nn.Module]) -> ModelLayers:
     container = ModelLayers(*layers, modes=Modes.of(model, layers))
     container.training = model.training
     return container
-
-
-def _sharing(module: nn.Module) -> nn.Module:
-    """Another module with the same parameters: two parts of the model hold it."""
-    return rebuilt(module, lambda tensor: tensor)
 
 
 def _plain(returned: Any) -> Any:

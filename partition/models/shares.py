@@ -119,12 +119,8 @@ def _called_from_without(
 
 
 def _written_buffers(unit: nn.Module, volatile: VolatileAttributes) -> list[str]:
-    return [name for name, _ in unit.named_buffers(remove_duplicate=False) if _is_volatile(unit, name, volatile)]
-
-
-def _is_volatile(unit: nn.Module, name: str, volatile: VolatileAttributes) -> bool:
-    parent, _, key = name.rpartition(".")
-    return (id(unit.get_submodule(parent)), key) in volatile
+    paths = [name.rpartition(".") for name, _ in unit.named_buffers(remove_duplicate=False)]
+    return ["".join(path) for path in paths if (id(unit.get_submodule(path[0])), path[2]) in volatile]
 
 
 def _used(name: str, unit: nn.Module | Tensor, modules: Mapping[str, nn.Module], phases: Phases) -> set[int]:
