@@ -66,6 +66,15 @@ Give forward as a number, one for each place, or a function that returns one.
         raise ScheduleError(f"{name} is 0, but nothing would ever end. Give {name} as a number above 0.")
 
 
+def refuse_unless_filled(name: str, parts: str, lanes: int, chunks: int, other: str) -> None:
+    """Refuses fewer chunks than two a lane for a schedule that fills these parts of a step with them."""
+    if chunks < 2 * lanes:
+        raise ScheduleError(
+            f"{name} fills {parts} with 2 chunks a lane, but there are {chunks} chunks for {lanes} lanes. "
+            f"Use chunks={2 * lanes} or more, or {other}, which takes any number."
+        )
+
+
 def plain(number: Any) -> Any:
     """A number of numpy's as Python's, which does not overflow; anything else as it is.
 

@@ -17,7 +17,7 @@ chunk.
 from collections import Counter, deque
 
 from scheduler.action import Action, Kind
-from scheduler.errors import ScheduleError
+from scheduler.errors import refuse_unless_filled
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 
@@ -34,11 +34,7 @@ def build(lanes: int, chunks: int) -> Schedule:
     Raises:
         ScheduleError: there are fewer chunks, which could not fill the warm-up and the cool-down.
     """
-    if chunks < 2 * lanes:
-        raise ScheduleError(
-            f"dualpipev fills its warm-up and its cool-down with 2 chunks a lane, but there are {chunks} chunks for "
-            f"{lanes} lanes. Use chunks={2 * lanes} or more, or zb-v, which takes any number."
-        )
+    refuse_unless_filled("dualpipev", "its warm-up and its cool-down", lanes, chunks, "zb-v")
     rows = [_cells(_words(lane, lanes, chunks), (lane, 2 * lanes - 1 - lane)) for lane in range(lanes)]
     return Schedule.of_cells("dualpipev", Placement.vee(lanes), chunks, rows)
 

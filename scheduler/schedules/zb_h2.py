@@ -13,7 +13,7 @@ take the same, no lane idles between its own start and end, and steps that need 
 (`span_bubble`); with a barrier (`bubble`) it is no faster than ZB-H1. All lanes hold 2 lanes - 1 chunks.
 """
 
-from scheduler.errors import ScheduleError
+from scheduler.errors import refuse_unless_filled
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
@@ -30,11 +30,7 @@ def build(lanes: int, chunks: int) -> Schedule:
     Raises:
         ScheduleError: there are fewer chunks, which could not fill the warm-up.
     """
-    if chunks < 2 * lanes:
-        raise ScheduleError(
-            f"zb-h2 fills its warm-up with 2 chunks a lane, but there are {chunks} chunks for {lanes} lanes. "
-            f"Use chunks={2 * lanes} or more, or zb-h1, which takes any number."
-        )
+    refuse_unless_filled("zb-h2", "its warm-up", lanes, chunks, "zb-h1")
     return in_turns("zb-h2", lanes, [chunks], lambda lane: 2 * (lanes - 1 - lane) + 1, late=lambda lane: 2 * lane)
 
 

@@ -156,10 +156,6 @@ class IncrementalTiming:
                     end[action] = whole
         return frozenset(joined)
 
-    def fits(self) -> bool:
-        """Whether no lane ever holds more than its cap."""
-        return self.problem.fits(self.plan())
-
     def _refresh(self) -> None:
         problem, times = self.problem, self.times
         self._topological, end = run(problem, self.orders, times.duration)

@@ -73,7 +73,7 @@ def test_changes_keep_times_tails_and_levels_as_a_new_course_has_them(costs, pla
             assert timing.value == pytest.approx(fresh.value)
             assert [timing.slack(action) for action in range(problem.count)] == pytest.approx(
                 [fresh.slack(action) for action in range(problem.count)])
-            assert timing.fits()
+            assert problem.fits(timing.plan())
 
 
 def test_what_a_lane_cannot_hold_is_refused():
