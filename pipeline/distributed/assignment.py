@@ -95,6 +95,18 @@ def assign(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) -
     return StageAssignment(rank, tuple(rank_of), tuple(tied))
 
 
+def schedule_named(name: str, stages: int, chunks: int) -> Schedule:
+    """The schedule of this name for so many stages, on as many lanes as that makes."""
+    per_lane = _stages_per_lane(name, chunks)
+    if stages % per_lane:
+        raise ScheduleError(
+            f"schedule {name} has {per_lane} stages a lane but the balance has {stages}, no multiple of that. Use a "
+            f"balance of {stages - stages % per_lane + per_lane} stages, or a schedule with one stage a lane, such as "
+            "1f1b."
+        )
+    return by_name(name, stages // per_lane, chunks)
+
+
 def schedule_over(name: str, stages: int, chunks: int, ranks: int) -> Schedule:
     """The schedule of this name for so many stages on so many ranks.
 
@@ -106,24 +118,15 @@ def schedule_over(name: str, stages: int, chunks: int, ranks: int) -> Schedule:
         >>> schedule_over("interleaved", stages=6, chunks=2, ranks=2).placement
         Placement(lane_of=(0, 1, 0, 1, 0, 1))
     """
-    stages_per_lane = by_name(name, 1, max(chunks, 2)).stages
-    if stages_per_lane == 1:
-        return on_ranks(by_name(name, stages, chunks), ranks)
-    if stages == stages_per_lane * ranks:
-        return by_name(name, ranks, chunks)
-    if stages % ranks:
+    per_lane = _stages_per_lane(name, chunks)
+    if per_lane > 1 and stages % ranks:
         raise ScheduleError(
             f"schedule {name} has as many stages on one rank as on another, but the balance has {stages} stages for "
-            f"{ranks} ranks. Use a multiple of {ranks}, such as {ranks * stages_per_lane}, or a schedule such as 1f1b."
+            f"{ranks} ranks. Use a multiple of {ranks}, such as {ranks * per_lane}, or a schedule such as 1f1b."
         )
-    if name in _ANY_STAGES_PER_LANE:
+    if name in _ANY_STAGES_PER_LANE and stages != per_lane * ranks:
         return by_name(name, ranks, chunks, stages_per_lane=stages // ranks)
-    if stages % stages_per_lane:
-        raise ScheduleError(
-            f"schedule {name} has {stages_per_lane} stages a lane but the balance has {stages}, no multiple of that. "
-            f"Use {ranks * stages_per_lane} stages for {ranks} ranks."
-        )
-    return on_ranks(by_name(name, stages // stages_per_lane, chunks), ranks)
+    return on_ranks(schedule_named(name, stages, chunks), ranks)
 
 
 def on_ranks(schedule: Schedule, ranks: int) -> Schedule:
@@ -145,6 +148,10 @@ def on_ranks(schedule: Schedule, ranks: int) -> Schedule:
     merged = merged_order(schedule.orders, needs_of(schedule.orders, schedule.stages, schedule.split))
     orders = tuple(tuple(action for action in merged if rank_of[action.stage] == rank) for rank in range(ranks))
     return Schedule(schedule.name, Placement(tuple(rank_of)), schedule.chunks, orders)
+
+
+def _stages_per_lane(name: str, chunks: int) -> int:
+    return by_name(name, 1, max(chunks, 2)).stages  # some are for two chunks a lane or more
 
 
 _ANY_STAGES_PER_LANE = ("interleaved", "interleaved-zb", "looped-bfs")

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 from pipeline.common.places import Place
 from pipeline.data.values import Values
-from pipeline.distributed.assignment import on_ranks, schedule_over
-from pipeline.entry.validation import schedule_named
+from pipeline.distributed.assignment import on_ranks, schedule_named, schedule_over
 from pipeline.execution.plan import CallPlan, OneRank, plan_forward
 from scheduler import Action, Kind, Placement, Schedule, ScheduleError
 

@@ -31,7 +31,7 @@ from pipeline.entry.state.meta_init import ValueSource, materialize
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.skip import SkipScope
 from pipeline.stage.batchnorm import batch_norms
-from scheduler import Action, Kind, Schedule, ScheduleError, by_name
+from scheduler import Action, Kind, Schedule, ScheduleError
 
 _ANEW = (
     "It is another model's, or was made before parameters were replaced (load_state_dict(assign=True), a cast that "
@@ -209,19 +209,6 @@ def check_shared(stages: Sequence[nn.Sequential], devices: Sequence[torch.device
                     f"buffer '{name}' is shared by stages {first} and {index}, which run different chunks at a "
                     f"time{where}. Put their layers into one stage, or give each a buffer of its own."
                 )
-
-
-def schedule_named(name: str, stages: int, chunks: int) -> Schedule:
-    """The schedule of this name for so many stages, on as many lanes as that makes."""
-    schedule = by_name(name, stages, chunks)
-    per_lane = schedule.stages // stages
-    if stages % per_lane:
-        raise ScheduleError(
-            f"schedule {name} has {per_lane} stages a lane but the balance has {stages}, no multiple of that. Use a "
-            f"balance of {stages - stages % per_lane + per_lane} stages, or a schedule with one stage a lane, such as "
-            "1f1b."
-        )
-    return schedule if per_lane == 1 else by_name(name, stages // per_lane, chunks)
 
 
 def check_schedule(schedule: Schedule, stages: int) -> None:
