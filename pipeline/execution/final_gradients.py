@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -78,7 +79,7 @@ class GradientFinalizer:
         parts = self._parts.pop(key, None)
         if parts is None:
             return
-        whole = joined(sorted(parts, key=_stage))
+        whole = joined(sorted(parts, key=itemgetter(0)))
         parts.clear()
         self._take(*whole.popitem()[1])
 
@@ -86,8 +87,4 @@ class GradientFinalizer:
         """The parts that were not handed over, by stage."""
         parts = [part for parts in self._parts.values() for part in parts]
         self._parts.clear()
-        return sorted(parts, key=_stage)
-
-
-def _stage(part: tuple[int, Tensor, Tensor]) -> int:
-    return part[0]
+        return sorted(parts, key=itemgetter(0))
