@@ -14,9 +14,9 @@ so is run by itself.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -29,6 +29,7 @@ from partition.models.parts import Block
 __all__ = ["Likeness", "LikenessCache"]
 
 Attribute = tuple[str, str]  # path of a module in a layer, name
+T = TypeVar("T")
 
 
 class Likeness(NamedTuple):
@@ -50,71 +51,65 @@ class Likeness(NamedTuple):
     result: Any
     output_form: Form
 
-    def output(self, x: Any) -> Any:
-        """An output like that of the layer that ran, for an input like its own."""
-        return self.output_form.build(pytree.tree_leaves(x))
-
 
 class LikenessCache:
     """The layers that have run without numbers, in one pass over all."""
 
     def __init__(self) -> None:
         self._entries: list[Likeness] = []
-        self._layer: nn.Module = nn.Identity()
-        self._around: tuple[Hashable, ...] = ()
-        self._input_forms: list[Form | None] = [None]
-        self._differing: frozenset[Attribute] = frozenset()
 
-    def find(self, layer: nn.Module, copy: nn.Module, x: Any) -> Likeness | None:
-        """An earlier layer that this one is like. None: it must run, within `watched`, and then `add` remembers it.
+    def run(
+        self, layer: nn.Module, copy: nn.Module, x: Any, visit: Callable[[], tuple[T, Any]],
+        reuse: Callable[[T, Any, Any], T],
+    ) -> tuple[T, Any]:  # fmt: skip
+        """The result and the output of a layer that runs, or that is like one that ran.
 
         Args:
             layer: the layer.
             copy: of it, that would run.
             x: its input, of fakes.
+            visit: runs the copy.
+            reuse: as of `each_layer`.
         """
-        self._layer, self._around, self._input_forms = layer, (), [Form.of(x)]
+        around: tuple[Hashable, ...] = ()
+        inner, input_forms = copy, [Form.of(x)]
         if isinstance(layer, Block) and isinstance(copy, Block):
             arguments = copy.called(x)
-            self._input_forms.append(None if arguments is None else Form.of(arguments, x))
+            input_forms.append(None if arguments is None else Form.of(arguments, x))
             if arguments is not None:
-                self._layer, self._around = layer.block, layer.around
-        self._differing = frozenset()
-        if None in self._input_forms:
-            return None
-        earlier: Likeness
-        for earlier in reversed(self._entries):
-            if (earlier.input_forms, earlier.around) == (self._input_forms, self._around):
-                differences = _differences(earlier.layer, self._layer)
+                around, inner, layer = layer.around, copy.block, layer.block
+        differing: frozenset[Attribute] = frozenset()
+        for earlier in reversed(self._entries if None not in input_forms else ()):
+            if (earlier.input_forms, earlier.around) == (input_forms, around):
+                differences = _differences(earlier.layer, layer)
                 if differences is not None and differences <= earlier.unread:
-                    return earlier
-                self._differing = self._differing or differences or frozenset()
-        return None
-
-    @contextmanager
-    def watched(self, copy: nn.Module) -> Iterator[set[Attribute]]:
-        """Within, what a copy of the layer reads of the attributes that differ is added to the set."""
-        inner = copy.block if isinstance(copy, Block) and self._around else copy
-        read: set[Attribute] = set()
-        by_path: dict[str, set[str]] = {}
-        for path, name in self._differing:
-            by_path.setdefault(path, set()).add(name)
-        modules = [(inner.get_submodule(path), path, names) for path, names in by_path.items()]
-        try:
-            for module, path, names in modules:
-                module.__class__ = _watching(type(module), path, frozenset(names), read)
-            yield read
-        finally:
-            for module, *_ in modules:
-                if len(type(module).__mro__) > 1 and "_watches" in vars(type(module)):
-                    module.__class__ = type(module).__mro__[1]
-
-    def add(self, x: Any, y: Any, result: Any, read: set[Attribute]) -> None:
-        """Remember the layer that was not found, once it has run."""
+                    y = earlier.output_form.build(pytree.tree_leaves(x))
+                    return reuse(earlier.result, x, y), y
+                differing = differing or differences or frozenset()
+        with _watched(inner, differing) as read:
+            result, y = visit()
         output_form = Form.of(y, x)
-        if None not in self._input_forms and output_form is not None:
-            unread = self._differing - read
-            self._entries.append(Likeness(self._layer, self._around, self._input_forms, unread, result, output_form))
+        if None not in input_forms and output_form is not None:
+            self._entries.append(Likeness(layer, around, input_forms, differing - read, result, output_form))
+        return result, y
+
+
+@contextmanager
+def _watched(layer: nn.Module, differing: frozenset[Attribute]) -> Iterator[set[Attribute]]:
+    """Within, what a layer reads of the attributes that differ is added to the set."""
+    read: set[Attribute] = set()
+    by_path: dict[str, set[str]] = {}
+    for path, name in differing:
+        by_path.setdefault(path, set()).add(name)
+    modules = [(layer.get_submodule(path), path, names) for path, names in by_path.items()]
+    try:
+        for module, path, names in modules:
+            module.__class__ = _watching(type(module), path, frozenset(names), read)
+        yield read
+    finally:
+        for module, *_ in modules:
+            if len(type(module).__mro__) > 1 and "_watches" in vars(type(module)):
+                module.__class__ = type(module).__mro__[1]
 
 
 def _watching(kind: Any, path: str, names: frozenset[str], read: set[Attribute]) -> Any:

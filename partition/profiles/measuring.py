@@ -11,6 +11,7 @@ stash for later ones is cut too. Nothing of the caller's is changed (sandbox.py)
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -86,7 +87,7 @@ def _each_layer(
                 layer_copy = sandbox.copy(layer)
                 with sandbox.running():
                     if sandbox.fake and not visited.stashes and not visited.pops:
-                        result, y = _remembered(cache, layer, layer_copy, x, visited, visit, reuse)
+                        result, y = cache.run(layer, layer_copy, x, partial(visit, layer_copy, x, visited), reuse)
                     else:
                         result, y = visit(layer_copy, x, visited)
                 del layer_copy
@@ -101,26 +102,6 @@ def _each_layer(
                     visited = VisitedLayer(len(module), sandbox, [], [], tensors_of(loss_layer.target))
                     results.append(visit(loss_layer, x, visited)[0])
     return results
-
-
-def _remembered(
-    cache: LikenessCache,
-    layer: nn.Module,
-    layer_copy: nn.Module,
-    x: Any,
-    visited: VisitedLayer,
-    visit: Visit[T],
-    reuse: Reuse[T],
-) -> tuple[T, Any]:
-    """The result and the output of a layer that runs, or that is like one that ran."""
-    earlier = cache.find(layer, layer_copy, x)
-    if earlier is not None:
-        y = earlier.output(x)
-        return reuse(earlier.result, x, y), y
-    with cache.watched(layer_copy) as read:
-        result, y = visit(layer_copy, x, visited)
-    cache.add(x, y, result, read)
-    return result, y
 
 
 @contextmanager
