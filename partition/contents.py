@@ -111,7 +111,12 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if not places:
         return []
     values = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
-    return [leaf for value in values for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+    return tensors_in(values)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a pytree."""
+    return [value] if isinstance(value, Tensor) else [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
 
 
 @cache

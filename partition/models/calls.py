@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from partition.contents import storage_of, version_of
+from partition.contents import storage_of, tensors_in, version_of
 from partition.models.as_found import Hook, as_found, tensors_of
 from partition.models.flow import Flow
 from partition.models.inputs import Leaves, called_with
@@ -174,7 +174,7 @@ class ModelRecord(NamedTuple):
 def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> ModelRecord:
     """Run a model on its sample, in train mode and in eval mode, and watch it; `make` chooses of what it returns."""
     always = always_of(model, sample)
-    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(sample)
     runs: list[ModelRun] = []
     attribute_keys: set[tuple[int, str]] = set()
     flags: set[tuple[int, str]] = set()  # set to True by one of the runs: they say that something is done

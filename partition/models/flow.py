@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from partition.contents import storage_of, written_by
+from partition.contents import storage_of, tensors_in, written_by
 from partition.randomness import states_of_torch
 
 
@@ -133,7 +133,7 @@ class _OperationObserver(TorchDispatchMode):
         for tensor in written:
             self._flow.before_write(tensor)
         result = func(*args, **kwargs)
-        arguments = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        arguments = tensors_in((args, kwargs))
         outputs = list(tree_iter(result))
         host_reads = _host_reads(func, arguments)
         if host_reads:

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from partition.contents import tensors_in
 from partition.errors import PartitionError
 from partition.models.shapes import MadeUpBuffer
 
@@ -76,7 +76,7 @@ def twin_of(model: nn.Module, sample: Any) -> Twin | None:
             f"on the meta device, so without numbers, are buffers that no state_dict has: {', '.join(unsaved[:5])}"
             f"{more}. Build the model under pipeline.meta_parameters(), where they get theirs."
         )
-    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(sample)
     if any(leaf.is_meta for leaf in tensors):
         raise PartitionError("the sample is on the meta device: the model is run on it, and needs its numbers.")
     return Twin(model, tensors[0].device if tensors else torch.device("cpu"))

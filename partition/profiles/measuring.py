@@ -18,11 +18,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from partition.contents import tensors_in
 from partition.profiles.alike import LikenessCache
 from partition.profiles.sandbox import Sandbox
 from partition.profiles.skips import renew, skips_of, values_of
 
-__all__ = ["RunInput", "VisitedLayer", "VisitedLoss", "each_layer", "outputs_of", "tensors_of"]
+__all__ = ["RunInput", "VisitedLayer", "VisitedLoss", "each_layer", "outputs_of"]
 
 T = TypeVar("T")
 Visit = Callable[[nn.Module, Any, "VisitedLayer"], tuple[T, Any]]
@@ -99,7 +100,7 @@ def _each_layer(
             with _noted("loss" if loss.target is not None else "loss, without a target=", loss.function, sandbox):
                 loss_layer = _LossLayer(loss, sandbox)
                 with sandbox.running():
-                    visited = VisitedLayer(len(module), sandbox, [], [], tensors_of(loss_layer.target))
+                    visited = VisitedLayer(len(module), sandbox, [], [], tensors_in(loss_layer.target))
                     results.append(visit(loss_layer, x, visited)[0])
     return results
 
@@ -129,14 +130,9 @@ class _LossLayer(nn.Module):
 # ------------------------------------------------------------------------------------------------------- input, output
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a pytree."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def outputs_of(y: Any, stashes: list[Hashable]) -> list[Tensor]:
     """The tensors that a layer returns or stashes, and that need a gradient."""
-    return [tensor for tensor in tensors_of([y, values_of(stashes)]) if tensor.requires_grad]
+    return [tensor for tensor in tensors_in([y, values_of(stashes)]) if tensor.requires_grad]
 
 
 class _InputsFromLeaf(torch.autograd.Function):

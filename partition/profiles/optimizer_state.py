@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from partition.contents import tensors_in
 from partition.errors import PartitionError
-from partition.profiles.measuring import tensors_of
 
 __all__ = ["OptimizerLike", "state_bytes"]
 
@@ -69,7 +69,7 @@ def _stepped(optimizer: Any, kinds: Sequence[tuple[torch.Size, torch.dtype]]) ->
                 f"{type(instance).__name__} cannot step without numbers ({type(error).__name__}: {error}), so its "
                 "state is not known. Give a factor: bytes of state for a byte of parameter, such as 2 for two moments."
             ) from error
-        return [sum(tensor.nbytes for tensor in tensors_of(instance.state.get(fake, {}))) for fake in fakes]
+        return [sum(tensor.nbytes for tensor in tensors_in(instance.state.get(fake, {}))) for fake in fakes]
 
 
 def _instance(optimizer: Any, fakes: list[nn.Parameter]) -> torch.optim.Optimizer:

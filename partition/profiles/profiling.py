@@ -14,7 +14,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from partition.contents import nbytes_of
+from partition.contents import nbytes_of, tensors_in
 from partition.contiguous import whole
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, MedianSpread
@@ -147,7 +147,7 @@ def rows_of(sample: Any) -> int:
     Raises:
         PartitionError: it has no tensor, or no rows.
     """
-    lengths = [len(leaf) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
+    lengths = [len(tensor) for tensor in tensors_in(sample) if tensor.dim()]
     if not lengths or not lengths[0]:
         raise PartitionError("the sample has no rows: give a mini-batch of tensors with rows along dim 0.")
     return lengths[0]

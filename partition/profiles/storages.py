@@ -17,11 +17,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from partition.contents import nbytes_of, storage_of
+from partition.contents import nbytes_of, storage_of, tensors_in
 from partition.halves import held_by
 from partition.profiles.amounts import Bytes
 from partition.profiles.backwards import first_half
-from partition.profiles.measuring import RunInput, VisitedLayer, outputs_of, tensors_of
+from partition.profiles.measuring import RunInput, VisitedLayer, outputs_of
 from partition.profiles.profile import SkipTraffic, SplitBackwardBytes
 from partition.profiles.skips import values_of
 
@@ -84,7 +84,7 @@ class Storages:
         """Run F of a layer twice, on a clone and on its input: what both save is no activation. Then its I."""
         self._number(x)
         if not visited.number:
-            self.entry = tuple([(self._numbers[storage_of(tensor)], tensor.nbytes) for tensor in tensors_of(x)])
+            self.entry = tuple([(self._numbers[storage_of(tensor)], tensor.nbytes) for tensor in tensors_in(x)])
         first = copy_context().run(_WatchedForward, layer, pytree.tree_map_only(Tensor, _cloned, x), visited).saved
         popped = tuple([self._skips.pop(key) for key in visited.pops])
         run = _WatchedForward(layer, x, visited)
@@ -129,25 +129,25 @@ class Storages:
         return earlier._replace(saved=renumbered(earlier.saved), waits=waits, leaves=leaves)
 
     def _leaves(self, x: Any, y: Any) -> tuple[int, ...]:
-        return tuple([self._numbers[storage_of(tensor)] for tensor in tensors_of([x, y])])
+        return tuple([self._numbers[storage_of(tensor)] for tensor in tensors_in([x, y])])
 
     def _leave(self, y: Any, visited: VisitedLayer) -> None:
         self._number(y)
         for key, value in zip(visited.stashes, values_of(visited.stashes), strict=True):
             self._number(value)
-            tensors = tensors_of(value)
+            tensors = tensors_in(value)
             number = self._numbers[storage_of(tensors[0])] if tensors else next(self._count)
             self._skips[key] = number, _message(value)
 
     def _number(self, value: Any) -> None:
-        for tensor in tensors_of(value):
+        for tensor in tensors_in(value):
             if storage_of(tensor) not in self._numbers:
                 self._numbers[storage_of(tensor)] = next(self._count)
                 self._alive.append(tensor.detach())
 
     def _forget(self, y: Any) -> None:
         """Forget storages that no later layer reads."""
-        between = {storage_of(tensor) for tensor in tensors_of([y, values_of(self._skips)])}
+        between = {storage_of(tensor) for tensor in tensors_in([y, values_of(self._skips)])}
         self._numbers = {storage: number for storage, number in self._numbers.items() if storage in between}
         self._alive = [tensor for tensor in self._alive if storage_of(tensor) in between]
 
@@ -213,7 +213,7 @@ class _Token:
 
 
 def _message(value: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors_of(value))
+    return sum(tensor.nbytes for tensor in tensors_in(value))
 
 
 def _nbytes(tensor: Tensor) -> int:

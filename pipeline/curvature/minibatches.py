@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from partition.contents import tensors_in
 from pipeline.data.microbatch import bare
 from pipeline.distributed.agreement import digest, values_in_words
 
@@ -69,8 +69,7 @@ class MiniBatches:
         Raises:
             ValueError: it held something else the first time.
         """
-        tensors = [leaf for leaf in pytree.tree_leaves(bare(pair)) if isinstance(leaf, Tensor)]
-        checksum = str(digest(values_in_words(tensors)))
+        checksum = str(digest(values_in_words(tensors_in(bare(pair)))))
         if not self._is_complete:
             self._digests[number:] = [checksum]
         elif number >= len(self._digests) or self._digests[number] != checksum:

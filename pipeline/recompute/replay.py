@@ -22,6 +22,7 @@ from torch._C._autograd import _make_saved_tensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from partition.contents import tensors_in
 from partition.graph import nodes_of
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import OF_SCRIPTS, holds
@@ -121,9 +122,9 @@ class Replay:
                 "where a checkpoint drops what autograd saves. Let it call torch.autograd.grad, or do not checkpoint "
                 "this block."
             ) from error
-        outputs = _tensors(result)
+        outputs = tensors_in(result)
         if self._compares:
-            self._nodes = _nodes(outputs, _tensors((args, kwargs)))
+            self._nodes = _nodes(outputs, tensors_in((args, kwargs)))
         state.snapshot.after_forward(_CHUNK, True, detached(outputs))
         state.snapshot.note()
         self._outputs = len(outputs)
@@ -144,9 +145,9 @@ class Replay:
             recomputed = saved.filled(partial(_called, self._forward, args, kwargs), whole)
         if not recomputed.is_whole:
             return
-        outputs = _tensors(recomputed.result)
+        outputs = tensors_in(recomputed.result)
         if self._nodes and holds(_with_graphs(outputs), OF_SCRIPTS):
-            self._check_path(_nodes(outputs, _tensors((args, kwargs))))
+            self._check_path(_nodes(outputs, tensors_in((args, kwargs))))
         if self._outputs is not None:  # else the module calls autograd within its forward: nothing to compare with yet
             self._check_same(snapshot, outputs, recomputed.matches)
 
@@ -277,9 +278,3 @@ def _nodes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
 
 def _with_graphs(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
