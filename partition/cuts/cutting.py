@@ -25,7 +25,7 @@ from partition.cuts.windows import DeviceStages, Floats, HeldChunks, StageSpec, 
 from partition.errors import PartitionError
 from partition.profiles.profile import Profile
 
-__all__ = ["cut", "cut_layers", "slowest"]
+__all__ = ["cut", "cut_layers"]
 
 
 def cut(
@@ -103,7 +103,7 @@ def cut_layers(
         layers: all of them.
         specs: of the stages.
         messages: for each boundary of two stages, the time of a chunk's messages there at each cut; none: no time.
-        lanes: devices whose stages share their memory; none: each stage has that of its spec.
+        lanes: devices, with the memory that their stages share; none: they hold any amount.
         splits: of the memory of shared devices to try at the most, before the best that is known is taken.
 
     Returns:
@@ -131,28 +131,11 @@ def cut_layers(
             f"no balance is known to fit: devices with several stages hold too much in each of {splits} ways to split "
             f"their memory. {_REMEDY}"
         )
-    raise PartitionError(_unfit(windows, specs, lanes))
+    raise PartitionError(_unfit(windows, [spec.memory for spec in specs]))
 
 
-def slowest(
-    layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]], balance: Sequence[int],
-    lanes: Sequence[DeviceStages] = (),
-) -> float:  # fmt: skip
-    """The time of the slowest stage of a balance; inf where one does not fit."""
-    windows = Windows(layers, specs, messages, lanes)
-    if windows.over(windows.bytes(balance)) > 0:
-        return inf
-    stops = numpy.cumsum(balance).tolist()
-    spans = zip(windows.lines, [0, *stops[:-1]], stops, strict=True)
-    return max(float(line.ends[stop] - line.begins[start]) for line, start, stop in spans)
-
-
-def _unfit(windows: Windows, specs: Sequence[StageSpec], lanes: Sequence[DeviceStages]) -> str:
-    """The reason that nothing fits, in words."""
-    memory = [spec.memory for spec in specs]
-    for lane in lanes:
-        for stage in lane.stages:
-            memory[stage] = lane.memory
+def _unfit(windows: Windows, memory: Sequence[float]) -> str:
+    """The reason that nothing fits, in words. `memory`: of each stage's device."""
     caps = loosest_caps(windows)
     first, reached = 0, numpy.zeros(1)  # inf where no stage may end
     for stage, size in enumerate(memory):

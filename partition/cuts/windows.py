@@ -163,7 +163,7 @@ class Windows:
         layers: all of them.
         specs: of the stages.
         messages: for each boundary of two stages, the time of a chunk's messages there at each cut; none: no time.
-        lanes: that share memory; none: each stage has the memory of its StageSpec.
+        lanes: devices, with the memory that their stages share.
 
     Attributes:
         layers, stages: how many.
@@ -205,7 +205,7 @@ class Windows:
             self.lines.append(line_of[kind])
         self.rounding = 8 * float(numpy.finfo(float).eps) * max(
             float(numpy.abs(part).max()) for line in line_of.values() for part in (line.ends, line.begins))
-        self._rows = _Rows(layers, specs, [lane for lane in lanes or _one_stage_each(specs) if lane.memory < inf])
+        self._rows = _Rows(layers, specs, [lane for lane in lanes if lane.memory < inf])
         self.limits = self._rows.limits
 
     @property
@@ -409,10 +409,3 @@ def _sums(values: Sequence[float] | Floats) -> Floats:
 
 
 _NARROW = 32  # lengths: to find out which can be left out takes as long
-
-
-def _one_stage_each(specs: Sequence[StageSpec]) -> list[DeviceStages]:
-    return [
-        DeviceStages((stage,), spec.memory, ((HeldChunks(spec.kept, spec.inputs),),))
-        for stage, spec in enumerate(specs)
-    ]
