@@ -59,15 +59,12 @@ def put_in(module: nn.Module, references: Mapping[str, Any], root: nn.Module) ->
     """Let the attributes of a module refer to what has these names in a root."""
     for key, value in references.items():
         vars(module)[key] = tree_map_only(
-            NameReference, lambda reference: reference.resolve(root), value, is_leaf=_is_reference
-        )
+            NameReference, lambda reference: reference.resolve(root), value,
+            is_leaf=lambda leaf: isinstance(leaf, NameReference),
+        )  # fmt: skip
 
 
 def renewed_references(module: nn.Module, copies: Mapping[int, Any]) -> None:
     """Let the attributes of a copy refer to `copies`, by the ids of what they were made of."""
     for key, value in references_of(module).items():
         vars(module)[key] = tree_map_only(_KINDS, lambda leaf: copies.get(id(leaf), leaf), value)
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, NameReference)

@@ -49,7 +49,8 @@ class Sandbox:
 
     def __init__(self, device: torch.device) -> None:
         self.fake = device.type == "meta"
-        self.device = _default() if self.fake else device
+        accelerator = torch.accelerator.current_accelerator(check_available=True) if self.fake else device
+        self.device = accelerator or torch.device("cpu")
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._outlines: dict[int, Outline] = {}
 
@@ -113,7 +114,3 @@ class Sandbox:
         with self._mode:
             fake = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-def _default() -> torch.device:
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from partition.contents import tensors_in
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.pytrees import Activations, Grads, Tree, add_grads, detached, flatten, memory_of, same_structure
 from pipeline.data.values import CALLER
@@ -334,30 +335,20 @@ def _take_apart(value: Any, name: str) -> tuple[Tree, tuple[bool, ...]]:
     """A tree without its NoChunk marks, and which of its tensors are cut."""
     if isinstance(value, Tensor):
         return flatten(value, name), (True,)
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_stays_whole)
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, (NoChunk, PackedSequence)))
     if any([isinstance(leaf, PackedSequence) for leaf in leaves]):
         raise TypeError(
             f"{name} holds a PackedSequence, which lies by time steps: it has no dim that counts rows. Give the padded "
             "tensor and its lengths, and pack them within the first layer; between layers it may be packed. One that "
             "every chunk needs whole stands in NoChunk(...)."
         )
-    whole_ids = {
-        id(tensor)
-        for leaf in leaves
-        if isinstance(leaf, NoChunk)
-        for tensor in pytree.tree_leaves(leaf.value)
-        if isinstance(tensor, Tensor)
-    }
+    whole_ids = {id(tensor) for leaf in leaves if isinstance(leaf, NoChunk) for tensor in tensors_in(leaf.value)}
     doubles = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in whole_ids]
     if doubles:
         raise ValueError(f"a tensor of shape {list(doubles[0].shape)} stands in {name} both bare and in NoChunk(...).")
     unmarked = pytree.tree_unflatten([leaf.value if isinstance(leaf, NoChunk) else leaf for leaf in leaves], spec)
     tree = flatten(unmarked, name)
     return tree, tuple(id(tensor) not in whole_ids for tensor in tree.tensors)
-
-
-def _stays_whole(value: Any) -> bool:
-    return isinstance(value, (NoChunk, PackedSequence))
 
 
 def _rows(tree: Tree, cut: Sequence[bool], name: str, batch_dim: int) -> int:

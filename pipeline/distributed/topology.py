@@ -66,14 +66,10 @@ class PipeTopology(Topology):
         name, reference = self.named_references.get(id(leaf), (None, None))
         return name if reference is not None and reference() is leaf else None
 
-    def is_own(self, name: str) -> bool:
-        """Whether this rank alone has a parameter."""
-        return self.first_names.get(name, name) in self.own_names
-
     def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         for leaf in leaves:
             name = self.name_of(leaf)
-            if name is not None and stage is not None and self.is_own(name):
+            if name is not None and stage is not None and self.first_names.get(name, name) in self.own_names:
                 continue  # only this rank needs its gradient
             if name is not None:
                 raise RuntimeError(

@@ -122,7 +122,7 @@ def _run(
         result = sink.run(RunWithLoss(runtime, execution, arguments, target, request.scaler))
     end = perf_counter()
     for trace in execution.setup.traces:
-        trace.record_step(start, end)
+        trace.steps.append((start, end))
     if recorder is None:
         return result
     recorder.join(*communicator.exchange.share_events(recorder.events, recorder.steps))

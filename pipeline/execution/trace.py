@@ -53,10 +53,6 @@ class TraceRecorder:
         """Note what ran, in seconds of `perf_counter`."""
         self.events.append(event)
 
-    def record_step(self, begun: float, ended: float) -> None:
-        """Note when a step began and ended in this process."""
-        self.steps.append((begun, ended))
-
     def __len__(self) -> int:
         """The number of recorded actions."""
         return len(self.events)

@@ -83,7 +83,7 @@ class Attributes:
                 continue
             table = vars(module)
             names = list(filterfalse(_ELSEWHERE.__contains__, table))
-            get = itemgetter("_modules", *names) if names else _no_names
+            get = itemgetter("_modules", *names) if names else lambda table: (table["_modules"],)
             values = get(table)
             self.modules.append(ModuleEntries(table, names, get, keep(values)))
             self._look(values[1:], 0, package_of(type(module)), keep)
@@ -352,10 +352,6 @@ def _write_array(holder: Any, content: list[bytes]) -> None:
 def _slots(kind: type) -> list[str]:
     slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     return [name for names in slots for name in ([names] if isinstance(names, str) else names) if name[:2] != "__"]
-
-
-def _no_names(table: dict[str, Any]) -> tuple[Any, ...]:
-    return (table["_modules"],)
 
 
 FREED, _NONE = object(), object()

@@ -369,12 +369,8 @@ def _adapter(kind: type) -> Callable[[Any], Generator] | None:
     return next((adapter for base, adapter in _ADAPTERS if issubclass(kind, base)), None)
 
 
-def _as_it_is(generator: torch.Generator) -> Generator:
-    return generator
-
-
 _ADAPTERS: tuple[tuple[type, Callable[[Any], Generator]], ...] = (
-    (torch.Generator, _as_it_is),
+    (torch.Generator, lambda generator: generator),
     (random.Random, PythonGenerator),
     (numpy.random.RandomState, NumpyGenerator),
     (numpy.random.Generator, NumpyBits),

@@ -83,10 +83,6 @@ def _itself(value: Any) -> Json:
     return value
 
 
-def _write_int(value: int) -> Json:
-    return value if abs(value) < 2**63 else {"int": hex(value)}
-
-
 def _read_float(written: str) -> float:
     (value,) = struct.unpack("<d", bytes.fromhex(written))
     return float(value)
@@ -96,7 +92,7 @@ _WRITE: dict[type, Callable[[Any], Json]] = {
     type(None): _itself,
     bool: _itself,
     str: _itself,
-    int: _write_int,
+    int: lambda value: value if abs(value) < 2**63 else {"int": hex(value)},
     float: write_float,
     list: lambda value: [encode_plain(item) for item in value],
     tuple: lambda value: {"tuple": [encode_plain(item) for item in value]},

@@ -155,7 +155,8 @@ class Passes:
                     numbers: list[float] = totals.tolist()
                     return numbers
                 with self._prepared(self.seed + number):
-                    x, target = tree_map_only(Tensor, _no_inference, item[:2])
+                    # Tensors that autograd may save.
+                    x, target = tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, item[:2])
                     batch = scatter(x, self.pipe.chunks, "x", self.pipe.batch_dim)
                     target_batch = scatter_like(target, batch, "the target")
                     labels = {"mini-batch": number, "its values": item.digest, "first vector": vector}
@@ -280,8 +281,3 @@ def in_mode(modules: Iterable[nn.Module], training: bool | None) -> Iterator[Non
 @calls_users_code
 def _next(batches: Iterator[MiniBatch]) -> MiniBatch | None:
     return next(batches, None)
-
-
-def _no_inference(tensor: Tensor) -> Tensor:
-    """A tensor that autograd may save."""
-    return tensor.clone() if tensor.is_inference() else tensor

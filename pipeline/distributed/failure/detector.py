@@ -133,7 +133,8 @@ class FailureDetector:
     def _stuck(self, own_beat: Heartbeat, now: float) -> Failure | None:
         if now - self._moved_at <= self._timeout:
             return None
-        absent = [rank for rank in range(self._size) if not self._has_entered(rank, own_beat)]
+        entered = [rank for rank, beat in self._beats.items() if beat.has_entered(own_beat)]
+        absent = [rank for rank in range(self._size) if rank not in entered]
         if absent:
             return silence(absent[0], own_beat.call, self._missed(absent, own_beat), self.waits())
         message = (
@@ -141,9 +142,6 @@ class FailureDetector:
             f"all ranks are alive. If one action may take that long, give a larger timeout."
         )
         return silence(self._rank, own_beat.call, message, self.waits())
-
-    def _has_entered(self, rank: int, own_beat: Heartbeat) -> bool:
-        return rank in self._beats and self._beats[rank].has_entered(own_beat)
 
     def _missed(self, absent: list[int], own_beat: Heartbeat) -> str:
         parts = []

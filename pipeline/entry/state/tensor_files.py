@@ -33,17 +33,16 @@ def tensor_file(path: Path) -> Path | None:
     if path.name.endswith((_FILE, _INDEX)):
         return path
     files = sorted(path.glob(f"*{_INDEX}"))
-    files += [file for file in sorted(path.glob(f"*{_FILE}")) if not files or _index_of(file) in files]
+    files += [
+        file for file in sorted(path.glob(f"*{_FILE}"))
+        if not files or file.with_name(f"{file.name}.index.json") in files
+    ]  # fmt: skip
     if len(files) > 1:
         raise ValueError(
             f"several states in {str(path)!r}: {few([file.name for file in files])}. Give the path of "
             f"the file, or of the index of its shards (*{_INDEX})."
         )
     return files[0] if files else None
-
-
-def _index_of(file: Path) -> Path:
-    return file.with_name(f"{file.name}.index.json")
 
 
 class TensorFiles:
