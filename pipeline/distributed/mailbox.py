@@ -9,7 +9,7 @@ A message travels with its spec (transports/link.py). The P2PPlan of a phase has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads, MemoryId
@@ -110,13 +110,6 @@ class RankMailbox(Mailbox):
         if key in self._gradients or row.reader == CALLER:
             return self._gradients.pop(key)
         return self._receive(key).tensors
-
-    def under_way(self, chunk: int) -> Iterator[MemoryId]:
-        of_chunk = [message for (_, number, _), (message, _) in self._activations.items() if number == chunk]
-        return (memory for message in of_chunk for memory in message.memory)
-
-    def __len__(self) -> int:
-        return len(self._activations) + len(self._gradients)
 
     def _send(self, key: MessageKey, message: Message) -> None:
         messages = self._current()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
+from typing import Any
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads, MemoryId, Tree
@@ -28,6 +29,8 @@ class Mailbox(ABC):
     """
 
     arrived: float = -inf
+    _activations: Mapping[Any, tuple[Activations, Parcel | None]]  # by name and chunk
+    _gradients: Mapping[Any, object]
 
     def begin(self, phase: int, messages: P2PPlan | None) -> None:
         """Begin a phase, before its first action.
@@ -56,13 +59,14 @@ class Mailbox(ABC):
     def take_grads(self, stage: int, chunk: int) -> list[Grads]:
         """Take the gradients of the values that `stage` (or the caller) made."""
 
-    @abstractmethod
     def under_way(self, chunk: int) -> Iterator[MemoryId]:
         """Identities of the memory of those tensors of `chunk` that were made and are not read yet."""
+        of_chunk = [message for (_, number, *_), (message, _) in list(self._activations.items()) if number == chunk]
+        return (memory for message in of_chunk for memory in message.memory)
 
-    @abstractmethod
     def __len__(self) -> int:
         """The number of values under way."""
+        return len(self._activations) + len(self._gradients)
 
 
 class LocalMailbox(Mailbox):
@@ -113,13 +117,6 @@ class LocalMailbox(Mailbox):
             grads, parcel = self._gradients.pop((row.name, chunk))
             of_rows.append(grads if parcel is None else self._transport.receive(parcel))
         return of_rows
-
-    def under_way(self, chunk: int) -> Iterator[MemoryId]:
-        of_chunk = [message for (_, number), (message, _) in list(self._activations.items()) if number == chunk]
-        return (memory for message in of_chunk for memory in message.memory)
-
-    def __len__(self) -> int:
-        return len(self._activations) + len(self._gradients)
 
 
 def check_alone(index: int, name: str, inbox: Sequence[Activations], under_way: Iterable[MemoryId]) -> None:
