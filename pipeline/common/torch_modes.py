@@ -34,7 +34,7 @@ class Ambient(NamedTuple):
     switches: tuple[Any, ...]  # of the whole process, in the order of _SWITCHES
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
-    saved_tensors_hooks: tuple[Any, Any] | None
+    saved_tensors_hooks: tuple[Any, Any] | None  # those of a checkpoint count what its own forward saves: None
 
     @classmethod
     def capture(cls, device_types: Iterable[str]) -> Ambient:
@@ -45,7 +45,7 @@ class Ambient(NamedTuple):
             switches(),
             tuple(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else (),
-            _saved_tensors_hooks(),
+            None if within_checkpoint() else torch._C._autograd._top_saved_tensors_default_hooks(False),
         )
 
     def now(self) -> Ambient:
@@ -153,12 +153,6 @@ def outside_vmap() -> Iterator[None]:
     finally:
         for _ in range(levels - 1):
             torch._C._vmapmode_increment_nesting()
-
-
-def _saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """The caller's hooks for saved tensors; but those of a checkpoint count what its own forward saves."""
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if hooks is None or within_checkpoint() else hooks
 
 
 def within_checkpoint() -> bool:

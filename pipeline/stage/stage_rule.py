@@ -187,18 +187,16 @@ class StageRule:
         """For each direction the tangents of the roots: the adjoint of the adjoint."""
         if not tangents:
             return []
-        with self.parameters.hooks_asleep():
-            return self._pushed(graph, tangents)
-
-    def _pushed(self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         seeds = [torch.zeros_like(root, requires_grad=True) for root in graph.roots]
-        grads = gradients_of(graph.roots, self.targets(graph), seeds, True)
-        self._check(grads)
         pushed = []
-        for number, parts in enumerate(self.parameters.directions(tangents)):
-            outs, along = self._paired(grads, parts)
-            second = gradients_of(outs, seeds, along, retain=not self.parameters.is_last(number))
-            pushed.append([seed.detach() if grad is None else grad for seed, grad in zip(seeds, second, strict=True)])
+        with self.parameters.hooks_asleep():
+            grads = gradients_of(graph.roots, self.targets(graph), seeds, True)
+            self._check(grads)
+            for number, parts in enumerate(self.parameters.directions(tangents)):
+                outs, along = self._paired(grads, parts)
+                second = gradients_of(outs, seeds, along, retain=not self.parameters.is_last(number))
+                rows = zip(seeds, second, strict=True)
+                pushed.append([seed.detach() if grad is None else grad for seed, grad in rows])
         return pushed
 
     def _check(self, grads: Sequence[Tensor | None]) -> None:
