@@ -14,12 +14,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 from uuid import uuid4
 
 from torch import nn
 
 __all__ = ["skippable", "stash", "pop", "Namespace", "verify_skippables"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     stashed: dict[Key, str] = {}
     popped: set[Key] = set()
     faults: list[str] = []
-    for path, layer in _skippables(module):
+    for path, layer in within_scope(module, Skippable):
         ambiguous = layer.stashable_names & layer.poppable_names
         faults += [f"'{path}' declared '{name}' both as stashable and as poppable" for name in sorted(ambiguous)]
         for key in layer.stashable():
@@ -315,18 +317,21 @@ def routes(stages: Iterable[Iterable[nn.Module]]) -> list[tuple[Key, int, int]]:
     crossing = []
     for index, layers in enumerate(stages):
         for layer in layers:
-            for _, skippable_layer in _skippables(layer):
+            for _, skippable_layer in within_scope(layer, Skippable):
                 crossing += [(key, stashed[key], index) for key in skippable_layer.poppable() if stashed[key] != index]
                 stashed.update(dict.fromkeys(skippable_layer.stashable(), index))
     return crossing
 
 
-def _skippables(module: nn.Module, path: str = "") -> Iterator[tuple[str, Skippable]]:
-    """The skippable layers in a module, in the order of the modules; one that stands twice, twice."""
+def within_scope(module: nn.Module, kind: type[T], path: str = "") -> Iterator[tuple[str, T]]:
+    """The modules of a kind in a module, in their order, with their paths: not those in a nested Pipe.
+
+    Of an nn.Sequential one that stands twice, twice.
+    """
     if isinstance(module, SkipScope):
         return
-    if isinstance(module, Skippable):
+    if isinstance(module, kind):
         yield path, module
     for name, child in module.named_children() if not isinstance(module, nn.Sequential) else module._modules.items():
         if child is not None:
-            yield from _skippables(child, f"{path}.{name}" if path else name)
+            yield from within_scope(child, kind, f"{path}.{name}" if path else name)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
@@ -29,8 +30,7 @@ from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.distributed.stale import refuse_stale
 from pipeline.entry.state.meta_init import ValueSource, materialize
 from pipeline.gradients.eager import EagerUpdate
-from pipeline.skip import SkipScope
-from pipeline.stage.batchnorm import batch_norms
+from pipeline.skip import SkipScope, within_scope
 from scheduler import Action, Kind, Schedule, ScheduleError
 
 _ANEW = (
@@ -198,7 +198,7 @@ def check_shared(stages: Sequence[nn.Sequential], devices: Sequence[torch.device
     owner: dict[int, int] = {}
     named: dict[str, int] = {}
     for index, stage in enumerate(stages):
-        written = {id(buffer) for _, norm in batch_norms(stage) for buffer in norm.buffers()}
+        written = {id(buffer) for _, norm in within_scope(stage, _BatchNorm) for buffer in norm.buffers()}
         for name, buffer in stage.named_buffers():
             first = owner.setdefault(id(buffer), index)
             if id(buffer) in written:  # by name: two parts of a model, of which each has been cast

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import buffers_of
-from pipeline.skip import SkipScope
+from pipeline.skip import within_scope
 
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -48,7 +48,7 @@ class DeferredBatchNorms:
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._norms = list(dict.fromkeys(norm for layer in layers for _, norm in batch_norms(layer)))
+        self._norms = list(dict.fromkeys(norm for layer in layers for _, norm in within_scope(layer, _BatchNorm)))
         self._moments: dict[int, dict[tuple[int, int], _Moments]] = {}  # by chunk, by norm and number of its call
 
     @contextmanager
@@ -99,16 +99,6 @@ class DeferredBatchNorms:
         return [norm for number, norm in enumerate(self._norms) if number in updated or _tracks(norm)]
 
 
-def batch_norms(module: nn.Module, path: str = "") -> Iterator[tuple[str, _BatchNorm]]:
-    """The batch norms in a module. A nested Pipe handles those in it itself."""
-    if isinstance(module, SkipScope):
-        return
-    if isinstance(module, _BatchNorm):
-        yield path, module
-    for name, child in module.named_children():
-        yield from batch_norms(child, f"{path}.{name}" if path else name)
-
-
 def check_deferrable(module: nn.Module) -> None:
     """
     Raises:
@@ -120,7 +110,7 @@ def check_deferrable(module: nn.Module) -> None:
                 f"deferred_batch_norm=True cannot put off layer '{path}', which torch.jit has compiled. Leave it as it "
                 "is, an nn.BatchNorm, or use deferred_batch_norm=False."
             )
-    for path, norm in batch_norms(module):
+    for path, norm in within_scope(module, _BatchNorm):
         if isinstance(norm, nn.SyncBatchNorm):
             raise TypeError(
                 f"deferred_batch_norm=True cannot put off layer '{path}', a SyncBatchNorm: its statistics are those of "

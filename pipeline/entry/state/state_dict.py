@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from partition.names import LayeredModule, Names
 from pipeline.common.call_lock import turn
@@ -26,8 +27,7 @@ from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer
 from pipeline.entry.state.saved import Saved, StateWithTiedNames
 from pipeline.entry.state.whole_optimizer_state import by_name, first_names_of, is_packed, own_entries, whole_state
 from pipeline.execution.communicator import Verdict
-from pipeline.skip import SkipScope
-from pipeline.stage.batchnorm import batch_norms
+from pipeline.skip import SkipScope, within_scope
 
 
 class StateDictMixin(LayeredModule, SkipScope, ABC):
@@ -185,7 +185,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         """Read torchgpipe's keys too: `partitions.<stage>.<layer>...` names the layer as the plain module does."""
         old = f"{prefix}partitions."
         if "partitions" not in self._modules:
-            norms = {path for path, _ in batch_norms(self.to_sequential())}
+            norms = {path for path, _ in within_scope(self.to_sequential(), _BatchNorm)}
             for key in [key for key in state_dict if key.startswith(old)]:
                 value = state_dict.pop(key)
                 _, _, name = key[len(old) :].partition(".")
