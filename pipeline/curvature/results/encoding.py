@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 _NAMES = "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128 bfloat16"
 _DTYPES = {name: getattr(torch, name) for name in _NAMES.split()}
@@ -87,7 +88,7 @@ def as_data(value: Tensor, where: str) -> dict[str, Any]:
     real = torch.view_as_real(value) if value.is_complex() else value
     data = real.tolist()
     if real.is_floating_point() and not bool(real.isfinite().all()):
-        data = _texts_for_infinite(data)
+        data = tree_map(lambda number: number if math.isfinite(number) else repr(number), data)
     return {"shape": list(value.shape), "data": data}
 
 
@@ -126,19 +127,8 @@ def _tensor(value: Mapping[str, Any], arrays: Mapping[str, Any]) -> Tensor:
         if stored.dtype is not (torch.int16 if dtype is torch.bfloat16 else dtype):
             raise ValueError(f"array {value['array']} has {stored.dtype} where {dtype} is told")
         return stored.view(dtype)
+    data = tree_map(lambda number: float(number) if isinstance(number, str) else number, value["data"])
     if not dtype.is_complex:
-        return torch.tensor(_infinite_for_texts(value["data"]), dtype=dtype, device="cpu").reshape(value["shape"])
-    pairs = torch.tensor(_infinite_for_texts(value["data"]), dtype=dtype.to_real(), device="cpu")
+        return torch.tensor(data, dtype=dtype, device="cpu").reshape(value["shape"])
+    pairs = torch.tensor(data, dtype=dtype.to_real(), device="cpu")
     return torch.view_as_complex(pairs.reshape([*value["shape"], 2]))
-
-
-def _texts_for_infinite(data: Any) -> Any:
-    if isinstance(data, list):
-        return [_texts_for_infinite(item) for item in data]
-    return data if math.isfinite(data) else repr(data)
-
-
-def _infinite_for_texts(data: Any) -> Any:
-    if isinstance(data, list):
-        return [_infinite_for_texts(item) for item in data]
-    return float(data) if isinstance(data, str) else data
