@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from partition.contiguous import balance_costs, check_stages, whole
+from partition.contiguous import balance_costs, check_stages
 from partition.errors import PartitionError
 from partition.profiles.profiling import check_timeout, layer_bytes, layer_work
 from partition.profiles.sandbox import DeviceLike, device_of
 from partition.splitting import check_module
+from scheduler.errors import whole
 
 __all__ = ["balance_by_time", "balance_by_size"]
 

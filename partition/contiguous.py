@@ -24,8 +24,9 @@ from itertools import accumulate, pairwise
 from typing import SupportsFloat, SupportsIndex
 
 from partition.errors import PartitionError
+from scheduler.errors import whole
 
-__all__ = ["balance_costs", "check_stages", "whole"]
+__all__ = ["balance_costs", "check_stages"]
 
 
 def balance_costs(costs: Iterable[SupportsFloat | SupportsIndex], stages: int) -> list[int]:
@@ -71,16 +72,6 @@ def check_stages(stages: int, layers: int) -> int:
             f"cannot cut {layers} layers into {count} stages: every stage needs a layer. Ask for 1 to {layers} stages."
         )
     return count
-
-
-def whole(value: object) -> int | None:
-    """The int that `value` is (of Python, numpy or a 0-d tensor); None for floats, bools and all else."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]  # that is the question
-    except TypeError:
-        return None
 
 
 def _weights(costs: Sequence[object]) -> list[int]:

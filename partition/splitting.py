@@ -12,9 +12,10 @@ from itertools import islice
 
 from torch import nn
 
-from partition.contiguous import balance_costs, whole
+from partition.contiguous import balance_costs
 from partition.errors import PartitionError
 from partition.names import sequential
+from scheduler.errors import whole
 
 __all__ = ["split", "check_module", "check_balance"]
 

@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 from scheduler.action import Action, Kind
-from scheduler.errors import ScheduleError
+from scheduler.errors import ScheduleError, refuse_unless_a
 from scheduler.explanation import Causes
 from scheduler.memory_model import ChunkMemory
 from scheduler.timeline import Event, Timeline
@@ -48,6 +48,7 @@ def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = T
 "args": {"stage": 0, "kind": "B", "chunk": 0}}
     ]}
     """
+    refuse_unless_a("timeline", timeline, Timeline)
     events = [*_names(timeline, name), *_actions(timeline)]
     events += _counters(timeline) if memory else ()
     events += _arrows(timeline) if arrows else ()

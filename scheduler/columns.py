@@ -18,6 +18,7 @@ import numpy
 from numpy.typing import NDArray
 
 from scheduler.action import COMPUTE, Action, Kind
+from scheduler.errors import whole
 from scheduler.faults import Fault
 from scheduler.schedule import Schedule
 
@@ -134,4 +135,5 @@ def _whole(values: Sequence[Any]) -> Numbers:
 
 
 def _one(value: Any) -> int:
-    return value if isinstance(value, int) and 0 <= value < 2**62 else -1
+    number = whole(value)
+    return number if number is not None and 0 <= number < 2**62 else -1

@@ -19,7 +19,7 @@ from typing import Literal
 
 from scheduler import schedules
 from scheduler.costs import Costs
-from scheduler.errors import ScheduleError, one_each, refuse_unless_cost, refuse_unless_whole
+from scheduler.errors import ScheduleError, one_each, refuse_unless_a, refuse_unless_cost, whole_number
 from scheduler.placement import Placement
 from scheduler.simulation import simulate
 from scheduler.split_costs import of_stages
@@ -62,11 +62,11 @@ class Row:
         Raises:
             ScheduleError: `cap` has not one number for each lane, or one that is no size.
         """
-        for most in cap if isinstance(cap, Sequence) else [cap]:
-            refuse_unless_cost("memory", most)
         if self.reason:
             return False
         caps = one_each("memory", cap, len(self.memory), "caps")
+        for most in caps:
+            refuse_unless_cost("memory", most)
         return all(peak <= most * _ROUNDED for peak, most in zip(self.memory, caps))
 
 
@@ -94,8 +94,8 @@ def compare(
         ScheduleError: there is no such schedule, `lanes` or `chunks` is not a whole number of at least 1, or the costs
             are for another number of lanes. A schedule that is not defined for these is no error, but a reason.
     """
-    refuse_unless_whole("lanes", lanes, least=1)
-    refuse_unless_whole("chunks", chunks, least=1)
+    lanes, chunks = whole_number("lanes", lanes, least=1), whole_number("chunks", chunks, least=1)
+    refuse_unless_a("costs", costs, Costs)
     costs.refuse_unless_for(Placement.linear(lanes))  # wrong for every schedule, so no reason of one
     all_names = schedules.names()
     chosen = all_names if names is None else tuple(names)

@@ -16,7 +16,7 @@ from io import StringIO
 from itertools import count
 
 from scheduler.action import Action
-from scheduler.errors import ScheduleError
+from scheduler.errors import ScheduleError, refuse_unless_a
 from scheduler.placement import Placement
 from scheduler.schedule import Order, Schedule
 
@@ -37,6 +37,7 @@ def to_csv(schedule: Schedule) -> str:
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
     """
+    refuse_unless_a("schedule", schedule, Schedule)
     table = StringIO()
     csv.writer(table, lineterminator="\n").writerows(map(_written, row) for row in schedule.cells())
     return table.getvalue()
@@ -69,7 +70,10 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None, c
     lane 0: 0F0 0B0
     lane 1: 1F0 1B0
     """
+    refuse_unless_a("text", text, str)
     table = [[_read(cell, lane, column) for column, cell in enumerate(row)] for lane, row in enumerate(_rows(text))]
+    if placement is not None:
+        refuse_unless_a("placement", placement, Placement)
     table += [[]] * (placement.lanes - len(table) if placement else 0)
     if (placement is None or chunks is None) and not any(cell for row in table for cell in row):
         raise ScheduleError(f"there is no action in the table. {_ALLOWED} Or say placement= and chunks=.")

@@ -20,7 +20,7 @@ from fractions import Fraction
 from math import gcd, lcm
 from numbers import Rational
 
-from scheduler.errors import refuse_unless_whole
+from scheduler.errors import refuse_unless_a, whole_number
 from scheduler.grid import IDLE, grid, label_for
 from scheduler.schedule import Schedule
 from scheduler.simulation import simulate
@@ -43,7 +43,8 @@ def draw(what: Schedule | Timeline, width: int | None = None) -> str:
         ScheduleError: the schedule cannot end, or `width` is not at least 1.
     """
     if width is not None:
-        refuse_unless_whole("width", width, least=1)
+        whole_number("width", width, least=1)
+    refuse_unless_a("what", what, Schedule, Timeline)
     timeline = simulate(what) if isinstance(what, Schedule) else what
     blocks: Set[tuple[int, int]] = what.blocks if isinstance(what, Schedule) else frozenset()
     column = _columns(timeline, width)

@@ -5,20 +5,53 @@
 A fault inside a schedule also has a place, so `faults.py` adds the grid with the failing cells marked.
 """
 
+import operator
+import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Set
 from numbers import Real
 from typing import Any
 
-__all__ = ["ScheduleError", "one_each", "plain", "refuse_unless_cost", "refuse_unless_whole"]
+__all__ = ["ScheduleError", "one_each", "plain", "refuse_unless_a", "refuse_unless_cost", "whole", "whole_number"]
 
 
 class ScheduleError(ValueError):
     """A schedule, or a number that one is made from, that cannot be right."""
 
 
-def refuse_unless_whole(name: str, value: object, least: int) -> None:
-    """Refuses a count that is no whole number, or too small a one.
+def refuse_unless_a(name: str, value: object, *types: type) -> None:
+    """Refuses what is of none of these types, such as the name of a schedule where a schedule is wanted.
+
+    Raises:
+        ScheduleError: with what makes such a value.
+
+    >>> from scheduler import Schedule
+    >>> refuse_unless_a("schedule", "1f1b", Schedule)
+    Traceback (most recent call last):
+        ...
+    scheduler.errors.ScheduleError: schedule is '1f1b', but must be of type Schedule. \
+Give by_name('1f1b', lanes=4, chunks=8), for example.
+    """
+    if not isinstance(value, types):
+        wanted = [kind.__name__ for kind in types]
+        raise ScheduleError(
+            f"{name} is {reprlib.repr(value)}, but must be of type {' or '.join(wanted)}. "
+            f"Give {' or '.join(map(_MADE.__getitem__, wanted))}, for example."
+        )
+
+
+def whole(value: object) -> int | None:
+    """The int that `value` is (of Python, numpy or a 0-d tensor); None for floats, bools and all else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return None
+
+
+def whole_number(name: str, value: object, least: int) -> int:
+    """A count as Python's int; refuses what is no whole number, or too small a one.
 
     Args:
         name: that the caller knows the number by
@@ -26,17 +59,22 @@ def refuse_unless_whole(name: str, value: object, least: int) -> None:
         least: the smallest value that makes sense
 
     Raises:
-        ScheduleError: `value` is no int (True and False are none either), or is below `least`.
+        ScheduleError: `value` is not `whole` (True and False are not either), or is below `least`.
 
-    >>> refuse_unless_whole("chunks", 0, least=1)
+    >>> import numpy
+    >>> whole_number("chunks", numpy.int64(8), least=1)
+    8
+    >>> whole_number("chunks", 0, least=1)
     Traceback (most recent call last):
         ...
     scheduler.errors.ScheduleError: chunks is 0, but must be a whole number of at least 1. Use chunks=1 or more.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    number = whole(value)
+    if number is None or number < least:
         raise ScheduleError(
             f"{name} is {value!r}, but must be a whole number of at least {least}. Use {name}={least} or more."
         )
+    return number
 
 
 def refuse_unless_cost(name: str, number: Any, above: bool = False) -> None:
@@ -56,6 +94,7 @@ def refuse_unless_cost(name: str, number: Any, above: bool = False) -> None:
     scheduler.errors.ScheduleError: forward costs -1, but a cost is a finite number that is not negative. \
 Give forward as a number, one for each place, or a function that returns one.
     """
+    number = plain(number)  # numpy's float32 would overflow at the comparison
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     if not is_number or not 0 <= number < sys.float_info.max:  # times are shown as floats
         raise ScheduleError(
@@ -100,9 +139,15 @@ def one_each(name: str, value: Any, lanes: int, kind: str = "numbers") -> list[A
     >>> one_each("cap", 4, lanes=2), one_each("cap", (4, 3), lanes=2)
     ([4, 4], [4, 3])
     """
-    listed = list(value) if isinstance(value, Sequence) else [value] * lanes
+    listed = list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Set)) else [value] * lanes
     if len(listed) != lanes:
         raise ScheduleError(
             f"{name} lists {len(listed)} {kind} but there are {lanes} lanes ({name}: {value}). List {lanes}."
         )
     return listed
+
+
+_MADE = {
+    "Costs": "Costs(forward=2)", "Placement": "Placement.linear(4)", "Program": "lower(schedule)",
+    "Schedule": "by_name('1f1b', lanes=4, chunks=8)", "Timeline": "simulate(schedule)", "str": "a file's text",
+}

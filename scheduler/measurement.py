@@ -22,13 +22,13 @@ from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 
 from scheduler.action import Kind
-from scheduler.errors import ScheduleError
+from scheduler.errors import ScheduleError, refuse_unless_a
 from scheduler.exchanges import exchanges
 from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 from scheduler.timeline import Timeline
 
-__all__ = ["OF_ACTIONS", "Measurement", "Sample", "costs_of", "links_of", "measure"]
+__all__ = ["OF_ACTIONS", "Measurement", "Sample", "costs_of", "links_of", "measure", "steps_of"]
 
 OF_ACTIONS: tuple[str, ...] = ("forward", "input", "weight", "backward", "recompute")  # the costs of actions
 
@@ -106,7 +106,7 @@ def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
     >>> measured.median(1, Kind.F), measured.median(1, Kind.I), measured.messages
     (3, None, (Sample(median=1, spread=0, size=5, mean=1),))
     """
-    steps = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    steps = steps_of(timelines)
     lanes = {(event.action.stage, event.lane) for step in steps for event in step.events}
     lane_of = dict(sorted(lanes))
     _check(steps, lanes, lane_of)
@@ -125,6 +125,18 @@ def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
     held = next((step.held for step in steps if step.held), ())
     outside = median(step.outside for step in steps)
     return Measurement(Placement(tuple(lane_of.values())), steps[0].unit, actions, messages, held, outside)
+
+
+def steps_of(timelines: Timeline | Iterable[Timeline]) -> list[Timeline]:
+    """One timeline, or several, as a list.
+
+    Raises:
+        ScheduleError: it is something else.
+    """
+    steps = list(timelines) if isinstance(timelines, Iterable) and not isinstance(timelines, str) else [timelines]
+    for step in steps:
+        refuse_unless_a("timelines", step, Timeline)
+    return steps
 
 
 def costs_of(measurement: Measurement, of_lanes: bool, halves: Sequence[tuple[float, float]]) -> dict[str, Any]:

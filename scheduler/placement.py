@@ -12,7 +12,7 @@ A loop wraps from the last lane round to the first (interleaved schedules); a ve
 from dataclasses import dataclass
 from functools import cached_property
 
-from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.errors import ScheduleError, whole_number
 
 __all__ = ["HasPlacement", "Placement"]
 
@@ -40,8 +40,8 @@ class Placement:
             raise ScheduleError(
                 f"lane_of is {self.lane_of!r}, but must be a tuple with the lane of each stage. Use (0, 1) for two."
             )
-        for stage, lane in enumerate(self.lane_of):
-            refuse_unless_whole(f"lane_of[{stage}]", lane, least=0)
+        lanes = (whole_number(f"lane_of[{stage}]", lane, least=0) for stage, lane in enumerate(self.lane_of))
+        object.__setattr__(self, "lane_of", tuple(lanes))
         empty = sorted(set(range(self.lanes)) - set(self.lane_of))
         if empty:
             raise ScheduleError(
@@ -60,14 +60,14 @@ class Placement:
         >>> Placement.loop(2, 4)
         Placement(lane_of=(0, 1, 0, 1))
         """
-        refuse_unless_whole("lanes", lanes, least=1)
-        refuse_unless_whole("stages", stages, least=lanes)
+        lanes = whole_number("lanes", lanes, least=1)
+        stages = whole_number("stages", stages, least=lanes)
         return cls(tuple(stage % lanes for stage in range(stages)))
 
     @classmethod
     def vee(cls, lanes: int) -> "Placement":
         """Two stages a lane, there and back."""
-        refuse_unless_whole("lanes", lanes, least=1)
+        lanes = whole_number("lanes", lanes, least=1)
         return cls((*range(lanes), *reversed(range(lanes))))
 
     @property

@@ -28,7 +28,7 @@ import numpy
 
 from scheduler.action import WORDS, Kind
 from scheduler.drawing import duration, take_turns
-from scheduler.errors import refuse_unless_whole
+from scheduler.errors import refuse_unless_a, whole_number
 from scheduler.event import Event
 from scheduler.memory_model import ChunkMemory
 from scheduler.palette import IDLE_COLOUR, colour, ink
@@ -55,7 +55,8 @@ def plot(what: Schedule | Timeline, *, title: str | None = None, memory: bool = 
         ScheduleError: the schedule cannot end, or `width` is not at least 400.
         ImportError: matplotlib is not installed.
     """
-    refuse_unless_whole("width", width, least=400)
+    whole_number("width", width, least=400)
+    refuse_unless_a("what", what, Schedule, Timeline)
     timeline = simulate(what) if isinstance(what, Schedule) else what
     longest = max([len(f"{float(peak):.4g}") for peak in timeline.peak_memory]) if memory else 0
     page = _Page(timeline, width, memory, max(48.0, 10.0 + 7 * longest))

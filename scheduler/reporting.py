@@ -21,8 +21,8 @@ from scheduler.advice import Change, Job, advice, known_name
 from scheduler.aligning import aligned
 from scheduler.costs import Costs
 from scheduler.drawing import duration, take_turns
-from scheduler.errors import ScheduleError, refuse_unless_whole
-from scheduler.measurement import measure
+from scheduler.errors import ScheduleError, refuse_unless_a, whole_number
+from scheduler.measurement import measure, steps_of
 from scheduler.memory_model import ChunkMemory
 from scheduler.notebook import NotebookResult
 from scheduler.placement import Placement
@@ -183,12 +183,13 @@ def report(
       8 chunks, where half a chunk takes half the time: 27 slots, saves 10.0%
     note: how B splits into I and W was not seen, and is taken as halves: trace a step of schedule='zb-h1'
     """
-    steps = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    steps = steps_of(timelines)
     measurement = measure(steps)
-    _check_balance(balance, measurement.placement.stages)
+    balance = _checked(balance, measurement.placement.stages)
     schedule = _schedule(steps, measurement.placement)
-    planned_costs = planned if planned is None or isinstance(planned, Costs) else planned.costs
+    planned_costs: Any = getattr(planned, "costs", planned)
     if planned_costs is not None:
+        refuse_unless_a("planned", planned_costs, Costs)
         planned_costs.refuse_unless_for(measurement.placement)
     costs = Costs.measured(steps, halves=0.5 if planned_costs is None else planned_costs)
     job = Job(schedule, costs, steps[0].recomputed, steps[0].turns)
@@ -259,13 +260,14 @@ def _schedule(steps: Sequence[Timeline], placement: Placement) -> Schedule:
     return Schedule("measured", placement, chunks, ran[0])
 
 
-def _check_balance(balance: Sequence[int] | None, stages: int) -> None:
-    if balance is not None and len(balance) != stages:
+def _checked(balance: Sequence[int] | None, stages: int) -> list[int] | None:
+    if balance is None:
+        return None
+    if len(balance) != stages:
         raise ScheduleError(
             f"balance lists {len(balance)} stages but {stages} ran (balance: {list(balance)}). List the layers of each."
         )
-    for stage, layers in enumerate(balance or ()):
-        refuse_unless_whole(f"balance[{stage}]", layers, least=1)
+    return [whole_number(f"balance[{stage}]", layers, least=1) for stage, layers in enumerate(balance)]
 
 
 def _held(planned_costs: Costs | None, step: Timeline) -> tuple[ChunkMemory, ...]:

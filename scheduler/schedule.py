@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import chain
 
 from scheduler.action import COMPUTE, Action, Kind
-from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.errors import ScheduleError, refuse_unless_a, whole_number
 from scheduler.placement import HasPlacement, Placement
 from scheduler.text import NAME, read, written
 
@@ -65,7 +65,7 @@ class Schedule(HasPlacement):
             raise ScheduleError(
                 f"{self.name!r} cannot name a schedule. Use letters, digits, '-', '+', '.' and '_', as in zb-h1."
             )
-        refuse_unless_whole("chunks", self.chunks, least=1)
+        object.__setattr__(self, "chunks", whole_number("chunks", self.chunks, least=1))
         if not isinstance(self.orders, tuple) or not all(map(_is_order, self.orders)):
             raise ScheduleError(
                 f"orders is {self.orders!r}, but must be a tuple with a tuple of actions for each lane, all of them F, "
@@ -167,7 +167,7 @@ class Schedule(HasPlacement):
         lane 0: 0F0 0F1 0I0 0W0 0I1 0W1
         lane 1: 1F0 1I0 1F1 1I1 1W0 1W1
         """
-        refuse_unless_whole("chunks", chunks, least=1)
+        chunks = whole_number("chunks", chunks, least=1)
         if chunks > self.chunks:
             raise ScheduleError(
                 f"schedule {self.name} has {self.chunks} chunks, so it has no first {chunks}. Make it for {chunks}."
@@ -190,6 +190,7 @@ class Schedule(HasPlacement):
 
 def refuse_unless_one_each(orders: Sequence[Order], placement: Placement) -> None:
     """Raise ScheduleError unless there is an order for each lane."""
+    refuse_unless_a("placement", placement, Placement)
     if len(orders) != placement.lanes:
         raise ScheduleError(
             f"there are {len(orders)} orders but {placement.lanes} lanes (lane_of: {placement.lane_of}). "

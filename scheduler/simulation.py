@@ -14,7 +14,7 @@ from typing import Literal
 from scheduler.collecting import no_collecting
 from scheduler.columns import Columns
 from scheduler.costs import Costs
-from scheduler.errors import ScheduleError
+from scheduler.errors import ScheduleError, refuse_unless_a
 from scheduler.faults import refusal
 from scheduler.progress import progress
 from scheduler.schedule import Schedule
@@ -48,8 +48,8 @@ def simulate(
     >>> simulate(by_name("1f1b", lanes=4, chunks=8), Costs(forward=10, backward=20)).peak_in_flight
     (4, 3, 2, 1)
     """
-    if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"schedule is {schedule!r}. Give a Schedule, such as by_name('1f1b', lanes=4, chunks=8).")
+    refuse_unless_a("schedule", schedule, Schedule)
+    refuse_unless_a("costs", costs, Costs)
     if release not in ("early", "block"):
         raise ScheduleError(f"release is {release!r}, but outputs of a block are there 'early' or with the 'block'.")
     costs.refuse_unless_for(schedule.placement)

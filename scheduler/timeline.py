@@ -27,7 +27,7 @@ from operator import attrgetter
 from typing import Literal
 
 from scheduler.action import Action, Kind
-from scheduler.errors import ScheduleError, refuse_unless_cost, refuse_unless_whole
+from scheduler.errors import ScheduleError, refuse_unless_cost, whole_number
 from scheduler.event import Event
 from scheduler.explanation import critical_path, why_idle
 from scheduler.memory_model import ChunkMemory, steps
@@ -64,7 +64,7 @@ class Timeline:
     outside: float = 0
 
     def __post_init__(self) -> None:
-        refuse_unless_whole("lanes", self.lanes, least=1)
+        object.__setattr__(self, "lanes", whole_number("lanes", self.lanes, least=1))
         refuse_unless_cost("outside", self.outside)
         latest: float = 0
         free: list[float] = [0] * self.lanes
@@ -199,7 +199,7 @@ class Timeline:
         Raises:
             ScheduleError: there is no such lane or time.
         """
-        refuse_unless_whole("lane", lane, least=0)
+        lane = whole_number("lane", lane, least=0)
         if lane >= self.lanes or not 0 <= time <= self.makespan:
             raise ScheduleError(
                 f"there is no lane {lane} at {time}: there are {self.lanes} lanes, numbered from 0, and the makespan "

@@ -17,7 +17,7 @@ import numpy
 from scheduler.action import COMPUTE, Action, Kind
 from scheduler.collecting import no_collecting
 from scheduler.columns import KINDS, Booleans, Columns, Numbers
-from scheduler.errors import one_each, refuse_unless_whole
+from scheduler.errors import one_each, refuse_unless_a, whole_number
 from scheduler.faults import Fault, refusal
 from scheduler.programs.message_checks import message_faults
 from scheduler.programs.program import Program
@@ -52,6 +52,7 @@ def verify(schedule: Schedule | Program, cap: int | Sequence[int] | None = None)
       lane 0 runs 0B0 after 0B1, but backwards of a stage ascend in chunks: put 0B0 first.
     lane 0 |F0  F1  B1  B0!
     """
+    refuse_unless_a("schedule", schedule, Schedule, Program)
     computed = schedule.schedule() if isinstance(schedule, Program) else schedule
     columns = Columns(computed)
     faults = [*_exist(columns), *_complete(columns), *_ascend(columns), *progress(columns).stuck]
@@ -134,9 +135,8 @@ def _descents(columns: Columns, which: Booleans, words: str) -> Iterator[Fault]:
 
 
 def _fit(columns: Columns, cap: int | Sequence[int] | None) -> Iterator[Fault]:
-    caps: list[int] = [] if cap is None else one_each("cap", cap, columns.schedule.lanes)
-    for lane_cap in caps:
-        refuse_unless_whole("cap", lane_cap, least=1)
+    caps = [] if cap is None else one_each("cap", cap, columns.schedule.lanes)
+    caps = [whole_number("cap", lane_cap, least=1) for lane_cap in caps]
     for lane, (order, lane_cap) in enumerate(zip(columns.schedule.orders, caps)):
         counts = list(in_flight(order))
         if max(counts, default=0) > lane_cap:

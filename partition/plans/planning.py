@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from partition.contiguous import whole
 from partition.errors import PartitionError
 from partition.hardware.selection import Choice
 from partition.plans.device_orders import fitting, tried_in_orders
@@ -37,6 +36,7 @@ from partition.profiles.profiling import profile, rows_of, with_rows
 from partition.profiles.sandbox import DeviceLike
 from partition.splitting import check_module
 from scheduler import Costs, Schedule, ScheduleError, by_name, names, search
+from scheduler.errors import whole
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.formulation import pose
 

@@ -15,7 +15,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from partition.contents import nbytes_of, tensors_in
-from partition.contiguous import whole
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, MedianSpread
 from partition.profiles.measuring import VisitedLoss, each_layer
@@ -25,6 +24,7 @@ from partition.profiles.sandbox import DeviceLike, Sandbox, device_of
 from partition.profiles.storages import SavedBytes, Storages
 from partition.profiles.working import Pass, counted, timed
 from partition.splitting import check_module
+from scheduler.errors import whole
 
 __all__ = ["layer_bytes", "layer_work", "profile", "rows_of", "with_rows"]
 

@@ -12,7 +12,6 @@ from functools import cached_property
 
 from torch import nn
 
-from partition.contiguous import whole
 from pipeline.common.arguments import check_flag, shown
 from pipeline.distributed.data_parallel.replicas import Replicas
 from pipeline.distributed.group import RankGroup
@@ -25,6 +24,7 @@ from pipeline.execution.setup import Layout
 from pipeline.recompute.policy import Policy
 from pipeline.stage.batchnorm import check_deferrable
 from scheduler import Schedule, verify
+from scheduler.errors import whole
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
-from partition.contiguous import whole
 from partition.names import LayeredModule, sequential
 from partition.splitting import check_balance
 from pipeline.common.accelerators import accelerators, moved_in_place
@@ -32,6 +31,7 @@ from pipeline.entry.state.meta_init import ValueSource, materialize
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.skip import SkipScope, within_scope
 from scheduler import Action, Kind, Schedule, ScheduleError
+from scheduler.errors import whole
 
 _ANEW = (
     "It is another model's, or was made before parameters were replaced (load_state_dict(assign=True), a cast that "

@@ -37,7 +37,7 @@ from scheduler.comparison import Row
 from scheduler.comparison import compare as compared
 from scheduler.costs import Costs
 from scheduler.drawing import duration
-from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.errors import ScheduleError, whole_number
 from scheduler.placement import Placement
 from scheduler.plotting import svg
 from scheduler.schedule import Schedule
@@ -246,7 +246,7 @@ def _placement(kind: str | None, lanes: int, stages_per_lane: int | None) -> Pla
     """The placement of a search; None where the command leaves it open."""
     if kind == "loop" or kind is None and stages_per_lane is not None:
         count = 2 if stages_per_lane is None else stages_per_lane
-        refuse_unless_whole("stages_per_lane", count, least=1)
+        whole_number("stages_per_lane", count, least=1)
         return Placement.loop(lanes, lanes * count)
     if stages_per_lane is not None:
         raise CommandError(f"--placement {kind} says how many stages a lane has. Drop --stages-per-lane.")

@@ -28,7 +28,7 @@ from scheduler.action import COMPUTE, Action, Kind
 from scheduler.collecting import no_collecting
 from scheduler.columns import Columns
 from scheduler.costs import Costs
-from scheduler.errors import refuse_unless_whole
+from scheduler.errors import refuse_unless_a, whole_number
 from scheduler.faults import refusal
 from scheduler.programs.messages import messages
 from scheduler.programs.program import Program
@@ -56,6 +56,7 @@ def lower(schedule: Schedule, ahead: int = 0) -> Program:
     lane 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     lane 1: 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
+    refuse_unless_a("schedule", schedule, Schedule)
     return post_ahead(place_messages(schedule), ahead)
 
 
@@ -87,7 +88,7 @@ def post_ahead(program: Program, ahead: int) -> Program:
     >>> print(*post_ahead(program, 1).orders[0])
     0RECV_B0 0F0 0B0
     """
-    refuse_unless_whole("ahead", ahead, least=0)
+    ahead = whole_number("ahead", ahead, least=0)
     orders = tuple(tuple(_moved(order, ahead)) for order in program.orders) if ahead else program.orders
     return Program(program.name, program.placement, program.chunks, orders)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.action import COMPUTE, Action, Kind
-from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.errors import ScheduleError, whole_number
 from scheduler.placement import HasPlacement, Placement
 from scheduler.schedule import Order, Schedule, refuse_unless_one_each
 from scheduler.text import read, written
@@ -65,7 +65,7 @@ class Program(HasPlacement):
     orders: tuple[Order, ...]
 
     def __post_init__(self) -> None:
-        refuse_unless_whole("chunks", self.chunks, least=1)
+        object.__setattr__(self, "chunks", whole_number("chunks", self.chunks, least=1))
         refuse_unless_one_each(self.orders, self.placement)
         if not all(isinstance(order, tuple) and set(map(type, order)) <= {Action} for order in self.orders):
             raise ScheduleError(

@@ -17,7 +17,7 @@ from inspect import signature
 from pkgutil import iter_modules
 
 from scheduler.collecting import no_collecting
-from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.errors import ScheduleError, whole_number
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 
@@ -48,8 +48,7 @@ def by_name(name: str, lanes: int, chunks: int, **options: object) -> Schedule:
     lane 0: 0F0 2F0 2B0 0B0
     lane 1: 1F0 3F0 3B0 1B0
     """
-    refuse_unless_whole("lanes", lanes, least=1)
-    refuse_unless_whole("chunks", chunks, least=1)
+    lanes, chunks = whole_number("lanes", lanes, least=1), whole_number("chunks", chunks, least=1)
     options = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
     for option, value in options.items():
         if not _is_hashable(value):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
 
 from scheduler.action import Action, Kind
-from scheduler.errors import refuse_unless_whole
+from scheduler.errors import whole_number
 from scheduler.placement import Placement
 from scheduler.schedule import Order, Schedule
 
@@ -46,7 +46,7 @@ def in_turns(
     Raises:
         ScheduleError: `stages_per_lane` is not a whole number of at least 1.
     """
-    refuse_unless_whole("stages_per_lane", stages_per_lane, least=1)
+    stages_per_lane = whole_number("stages_per_lane", stages_per_lane, least=1)
     placement = Placement.loop(lanes, stages_per_lane * lanes)
     orders = tuple(_order(placement.stages_of(lane), groups, warmup(lane), late(lane)) for lane in range(lanes))
     return Schedule(name, placement, sum(groups), orders)

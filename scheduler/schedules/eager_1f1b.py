@@ -17,7 +17,7 @@ is memory: lane r holds that many chunks, about twice as many as in 1F1B.
 
 from collections.abc import Sequence
 
-from scheduler.errors import ScheduleError, one_each, refuse_unless_whole
+from scheduler.errors import ScheduleError, one_each, whole_number
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
@@ -49,9 +49,7 @@ def _warmups(lanes: int, chunks: int, warmup: int | Sequence[int] | None) -> lis
     if warmup is None:
         return [2 * (lanes - 1 - lane) + 1 for lane in range(lanes)]
     listed = one_each("warmup", warmup, lanes)
-    for lane, number in enumerate(listed):
-        refuse_unless_whole(f"warmup[{lane}]", number, least=1)
-    capped = [min(number, chunks) for number in listed]
+    capped = [min(whole_number(f"warmup[{lane}]", number, least=1), chunks) for lane, number in enumerate(listed)]
     for lane in range(lanes - 1):
         if capped[lane] < capped[lane + 1]:
             raise ScheduleError(

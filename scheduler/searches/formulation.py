@@ -12,7 +12,7 @@ from math import inf
 from scheduler.action import Action, Kind
 from scheduler.costs import Costs
 from scheduler.dependencies import requires
-from scheduler.errors import ScheduleError, one_each, refuse_unless_cost, refuse_unless_whole
+from scheduler.errors import ScheduleError, one_each, refuse_unless_a, refuse_unless_cost, whole_number
 from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 from scheduler.searches.problem import MessageWaits, Objective, Problem, Times
@@ -40,7 +40,8 @@ def pose(
         ScheduleError: the costs are for another number of stages, there is no chunk or no such objective, or
             `memory` is no cap for each lane that one chunk fits.
     """
-    refuse_unless_whole("chunks", chunks, least=1)
+    chunks = whole_number("chunks", chunks, least=1)
+    refuse_unless_a("costs", costs, Costs)
     costs.refuse_unless_for(placement)
     if objective not in ("flush", "span"):
         raise ScheduleError(f"objective is {objective!r}, but what can be made short is the 'flush' or the 'span'.")

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from scheduler.costs import Costs
 from scheduler.drawing import duration
-from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.errors import ScheduleError, refuse_unless_a, whole_number
 from scheduler.notebook import NotebookResult
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
@@ -128,11 +128,11 @@ def search(
         ScheduleError: costs, lanes, chunks, memory or placement do not go together, no schedule fits the memory, or
             seed or effort are no numbers.
     """
-    refuse_unless_whole("lanes", lanes, least=1)
-    refuse_unless_whole("seed", seed, least=0)
+    lanes, seed = whole_number("lanes", lanes, least=1), whole_number("seed", seed, least=0)
     if not isinstance(effort, (int, float)) or not 0 <= effort < inf:
         raise ScheduleError(f"effort is {effort!r}, but must be a number of at least 0. Use 1, or 10 for ten times.")
     placement = Placement.linear(lanes) if placement is None else placement
+    refuse_unless_a("placement", placement, Placement)
     if placement.lanes != lanes:
         raise ScheduleError(
             f"lanes is {lanes}, but the placement has {placement.lanes} (lane_of: {placement.lane_of}). "

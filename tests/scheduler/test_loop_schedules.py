@@ -90,7 +90,7 @@ def eager_order(r, m, warm):
     ((2, 1), "warmup lists 2 numbers but there are 3 lanes .* List 3"),
     ((2, 0, 1), r"warmup\[1\] is 0, but must be a whole number of at least 1"),
     (1.5, r"warmup\[0\] is 1.5, but must be a whole number"),
-    ("321", r"warmup\[0\] is '3', but must be a whole number"),
+    ("321", r"warmup\[0\] is '321', but must be a whole number"),
     ((3, 1, 2), "warmup rises from 1 on lane 1 to 2 on lane 2 .* lane 2 waits for forward 1 of lane 1"),
 ])
 def test_a_wrong_warmup_is_refused(warmup, words):

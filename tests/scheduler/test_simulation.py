@@ -160,11 +160,6 @@ def test_without_blocks_the_release_makes_no_difference():
     assert simulate(schedule, release="block") == simulate(schedule)
 
 
-def test_what_is_no_schedule_is_refused():
-    with pytest.raises(ScheduleError, match=r"schedule is '1f1b'\. Give a Schedule, such as by_name\('1f1b', "):
-        simulate("1f1b")
-
-
 def test_an_unknown_release_is_refused():
     with pytest.raises(ScheduleError, match="release is 'late', but outputs of a block are there 'early' or with the"):
         simulate(by_name("1f1b", 2, 2), release="late")
