@@ -140,17 +140,21 @@ def search(
         )
     problem = pose(costs, placement, chunks, memory, objective, split)
     named = list(_named(problem, costs))
-    start = min(_starts(problem, named), key=lambda plan: value_of(problem, plan))
-    plan, bound = _improved(problem, start, seed, effort)
-    result = _Candidate.of(problem.schedule(plan, "found"), costs, objective)
-    assert isclose(result.value, value_of(problem, plan))  # the search and simulate agree
     best = min(named, key=lambda candidate: candidate.value, default=None)
-    if best is not None and best.value <= result.value * (1 + _ROUNDING):
+    bound = LowerBound(problem, int(_PASSES * effort / problem.count))
+    if best is not None and bound.meets(best.value):
         result = best
+    else:
+        start = min(_starts(problem, named), key=lambda plan: value_of(problem, plan))
+        plan = _improved(problem, start, bound, seed, effort)
+        result = _Candidate.of(problem.schedule(plan, "found"), costs, objective)
+        assert isclose(result.value, value_of(problem, plan))  # the search and simulate agree
+        if best is not None and best.value <= result.value * (1 + _ROUNDING):
+            result = best
     assert result.fits(problem)  # whatever is returned is right
     verify(result.schedule)
     return Found(
-        result.schedule, result.timeline, objective, result.value, min(bound, result.value),
+        result.schedule, result.timeline, objective, result.value, min(bound.value, result.value),
         best and best.schedule.name, best and best.value,
     )
 
@@ -196,10 +200,9 @@ def _starts(problem: Problem, named: list[_Candidate]) -> Iterator[LaneOrders]:
     yield from (filling for filling in fillings if filling is not None)
 
 
-def _improved(problem: Problem, start: LaneOrders, seed: int, effort: float) -> tuple[LaneOrders, float]:
-    """A plan that is as short or shorter, with halves joined where that costs nothing; and a lower bound."""
+def _improved(problem: Problem, start: LaneOrders, bound: LowerBound, seed: int, effort: float) -> LaneOrders:
+    """A plan that is as short or shorter, with halves joined where that costs nothing; raises the bound."""
     best, lowest = start, value_of(problem, start)
-    bound = LowerBound(problem, int(_PASSES * effort / problem.count))
     runs = max(1, int(_WORK * effort / (_RUN * problem.count)))
     for run in range(runs):
         plan = anneal(problem, best if run % 2 else start, _WORK * effort / runs, seed=_SEEDS * seed + run,
@@ -211,7 +214,7 @@ def _improved(problem: Problem, start: LaneOrders, seed: int, effort: float) -> 
             break
     bound.prove(lowest, halvings=_HALVINGS)
     assert bound.value <= lowest * (1 + _ROUNDING)  # nobody beats a bound
-    return best._replace(whole=best.whole | IncrementalTiming(problem, best).joinable()), bound.value
+    return best._replace(whole=best.whole | IncrementalTiming(problem, best).joinable())
 
 
 _WORK = 3e7  # some seconds
