@@ -11,12 +11,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from scheduler.costs import Costs
 from scheduler.measurement import OF_ACTIONS
 from scheduler.schedule import Schedule
-from scheduler.schedules import for_placement
+from scheduler.schedules import by_name, for_placement
 from scheduler.simulation import simulate
 from scheduler.timeline import Timeline, in_flight
 
@@ -45,30 +46,29 @@ class Job:
 
     Args:
         schedule: the order of each lane
-        costs: of its stages, a number for each; `recompute` of one recomputation
-        recomputed: the (stage, chunk) pairs that are recomputed
+        costs: of its stages; those that were measured are a number for each, and `recompute` of one recomputation
+        recomputed: the (stage, chunk) pairs that are recomputed; None: `costs` say it of every chunk
         turns: groups of lanes that take turns
     """
 
     schedule: Schedule
     costs: Costs
-    recomputed: frozenset[tuple[int, int]]
+    recomputed: frozenset[tuple[int, int]] | None
     turns: tuple[tuple[int, ...], ...] = ()
 
-    @property
+    @cached_property
     def timeline(self) -> Timeline:
         """The step, simulated, as if all lanes ran at once."""
-        recompute_costs = self.costs.recompute
-        if not isinstance(recompute_costs, Sequence):
+        pairs, times = self.recomputed, self.costs.recompute
+        if pairs is None:
             return simulate(self.schedule, self.costs)
-        recompute = [float(time) for time in recompute_costs]
-        pairs = self.recomputed
+        assert isinstance(times, Sequence)  # measured
         costs = replace(
-            self.costs, recompute=lambda stage, chunk: recompute[stage] if (stage, chunk) in pairs else 0
+            self.costs, recompute=(lambda stage, chunk: times[stage] if (stage, chunk) in pairs else 0) if pairs else 0
         )
         return simulate(self.schedule, costs)
 
-    @property
+    @cached_property
     def step(self) -> float:
         """The time of the step: no less than what the lanes of a group, which take turns, work together."""
         timeline = self.timeline
@@ -93,10 +93,11 @@ def advice(job: Job, balance: Sequence[int] | None, slowest: int) -> tuple[Chang
     return tuple(sorted((change for change in changes if change.gain >= _WORTH), key=lambda change: -change.gain))
 
 
-def known_name(schedule: Schedule) -> str:
-    """The name of the named schedule with these orders; "" if there is none."""
+def known_name(schedule: Schedule) -> tuple[str, dict[str, Any]]:
+    """The name of the named schedule with these orders, and its options; "" if there is none."""
     named_schedules = for_placement(schedule.placement, schedule.chunks)
-    return next((name for name, _, named in named_schedules if named.orders == schedule.orders), "")
+    return next(((name, options) for name, options, named in named_schedules if named.orders == schedule.orders),
+                ("", {}))
 
 
 def _changes(job: Job, balance: Sequence[int] | None, slowest: int) -> Iterator[tuple[str, Job]]:
@@ -111,15 +112,13 @@ def _changes(job: Job, balance: Sequence[int] | None, slowest: int) -> Iterator[
             words = f"move one of the {layers} layers of stage {slowest} to stage {neighbour}"
             yield words, replace(job, costs=replace(costs, **moved))
     yield "stages of equal work: the most that any balance gains", _even(job)
-    name = known_name(schedule)
+    name, options = known_name(schedule)
     if name:
         halved: dict[str, Any] = {field: [time / 2 for time in cost] for field, cost in _of_actions(costs)}
-        pairs = frozenset((stage, 2 * chunk + half) for stage, chunk in job.recomputed for half in (0, 1))
-        named_schedules = for_placement(schedule.placement, 2 * schedule.chunks)
-        doubled = next((named for schedule_name, _, named in named_schedules if schedule_name == name), None)
-        if doubled is not None:
-            words = f"{doubled.chunks} chunks, where half a chunk takes half the time"
-            yield words, replace(job, schedule=doubled, costs=replace(costs, **halved), recomputed=pairs)
+        pairs = frozenset((stage, 2 * chunk + half) for stage, chunk in job.recomputed or () for half in (0, 1))
+        doubled = by_name(name, schedule.lanes, 2 * schedule.chunks, **options)
+        words = f"{doubled.chunks} chunks, where half a chunk takes half the time"
+        yield words, replace(job, schedule=doubled, costs=replace(costs, **halved), recomputed=pairs)
     if job.recomputed:
         yield "keep all activations: checkpoint='never'", replace(job, recomputed=frozenset())
     yield "links that take no time", replace(job, costs=replace(costs, link=0))
@@ -141,12 +140,9 @@ def _even(job: Job) -> Job:
     """As much work, shared evenly by the stages, recomputations too."""
     stages, chunks = job.schedule.stages, job.schedule.chunks
     costs: dict[str, Any] = {field: [sum(cost) / stages] * stages for field, cost in _of_actions(job.costs)}
-    recompute = costs.pop("recompute")
-    if job.recomputed:
-        times = dict(_of_actions(job.costs))["recompute"]
-        recompute = [sum(times[stage] for stage, _ in job.recomputed) / (stages * chunks)] * stages
-    everywhere = frozenset((stage, chunk) for stage in range(stages) for chunk in range(chunks))
-    return replace(job, costs=replace(job.costs, **costs, recompute=recompute), recomputed=everywhere)
+    times = dict(_of_actions(job.costs))["recompute"]
+    costs["recompute"] = [sum(times[stage] for stage, _ in job.recomputed or ()) / (stages * chunks)] * stages
+    return replace(job, costs=replace(job.costs, **costs), recomputed=None)
 
 
 def _of_actions(costs: Costs) -> Iterator[tuple[str, Sequence[float]]]:

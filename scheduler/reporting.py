@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from scheduler.action import COMPUTE
 from scheduler.advice import Change, Job, advice, known_name
 from scheduler.aligning import aligned
+from scheduler.collecting import no_collecting
 from scheduler.costs import Costs
 from scheduler.drawing import duration, take_turns
 from scheduler.errors import ScheduleError, refuse_unless_a, whole_number
@@ -142,6 +143,7 @@ class Report(NotebookResult):
         return f"{time / self.step if self.step else 0:.0%}"
 
 
+@no_collecting()
 def report(
     timelines: Timeline | Iterable[Timeline],
     planned: Costs | HasCosts | None = None,
@@ -193,7 +195,7 @@ def report(
         planned_costs.refuse_unless_for(measurement.placement)
     costs = Costs.measured(steps, halves=0.5 if planned_costs is None else planned_costs)
     job = Job(schedule, costs, steps[0].recomputed, steps[0].turns)
-    plan = job if planned_costs is None else replace(job, costs=planned_costs)
+    plan = job if planned_costs is None else replace(job, costs=planned_costs, recomputed=None)
     planned_timeline = plan.timeline
     step = float(median(step.makespan for step in steps))
     if watts is not None and measurement.unit != "s":
@@ -204,7 +206,7 @@ def report(
     slowest = _bottleneck(rows)
     changes = advice(job, balance, slowest)
     return Report(
-        known_name(schedule), schedule.chunks, measurement.unit, len(steps),
+        known_name(schedule)[0], schedule.chunks, measurement.unit, len(steps),
         step, plan.step, rows, slowest, changes,
         tuple(_notes(steps[0], rows, job, changes, planned_costs is not None)), measurement.outside,
     )

@@ -127,6 +127,17 @@ def test_only_the_chunks_that_were_recomputed_are_planned_so():
     assert told.stages[0].planned_busy == told.stages[0].busy
 
 
+@pytest.mark.parametrize("recompute", [0.5, (0.5, 0.5), lambda stage, chunk: chunk % 2], ids=repr)
+def test_planned_costs_count_as_simulate_takes_them(recompute):
+    """In 0.2.1, a plan that recomputes half of a stage's chunks, so half a forward a chunk, counted half of that."""
+    schedule = by_name("1f1b", 2, 4)
+    timeline = recomputed(schedule, Costs(backward=4), kept={Action(stage, Kind.B, 0) for stage in (0, 1)})
+    planned = Costs(recompute=recompute, unit="s")
+    told = report(timeline, planned)
+    assert told.planned == simulate(schedule, planned).makespan
+    assert tuple(row.planned_busy for row in told.stages) == simulate(schedule, planned).busy
+
+
 def test_one_thread_takes_the_sum_of_its_lanes_and_no_bubble_can_be_saved():
     schedule = by_name("1f1b", 2, 2)
     at, events = 0.0, []
