@@ -26,7 +26,7 @@ from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.results.tables import table
+from pipeline.curvature.results.tables import table, with_error
 from pipeline.curvature.space import HOST
 
 
@@ -126,8 +126,9 @@ class Density(Result):
             "share above sigma": self._mean(self._within(above, math.inf)),
             "sigma": (self.sigma, None),
         }
-        errors = {name: "" if error is None else f"+- {error:.2g}" for name, (_, error) in numbers.items()}
-        yield from table([[name, f"{value:.5g}", errors[name]] for name, (value, _) in numbers.items()])
+        yield from table([
+            [name, with_error(value, math.inf if error is None else error)] for name, (value, error) in numbers.items()
+        ])
 
     def draw(self, ax: Any) -> None:
         """The density on a logarithmic scale, down to a tenth of what one eigenvalue of all makes; the band filled."""
