@@ -4,13 +4,15 @@
         ▲                              a counter for what each lane holds, arrows between lanes
         └──── timeline_from_chrome ──────────┘
 
-The format is the Trace Event Format, which both viewers read. It counts in microseconds and keeps nanoseconds: a slot
-is one microsecond here, so simulated times are read as they are, and seconds are what they are. chrome://tracing takes
-the colours given here; Perfetto colours by an action's name without its digits, so by its kind too.
+The format is the Trace Event Format, which both viewers read. It counts in microseconds and keeps nanoseconds. Seconds
+are what they are. A slot is one microsecond, so simulated times are read as they are; or 10, 100, ... of them, where an
+action takes less than a slot, so that none vanishes. chrome://tracing takes the colours given here; Perfetto colours by
+an action's name without its digits, so by its kind too.
 """
 
 import json
 from collections.abc import Iterator, Mapping
+from math import ceil, log10
 from operator import itemgetter
 from typing import Any
 
@@ -27,7 +29,7 @@ def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = T
     """Writes a timeline for trace viewers.
 
     Args:
-        timeline: simulated (a slot is written as 1 us) or measured
+        timeline: simulated or measured
         name: of the process
         memory: whether to add a counter for each lane, with what it holds
         arrows: whether to add an arrow to each action from what it waited for on other lanes; this doubles the file
@@ -54,7 +56,9 @@ def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = T
     events += _arrows(timeline) if arrows else ()
     held = [[_plain(height) for height in of_stage] for of_stage in timeline.held]
     about = {"unit": timeline.unit, "clocked": timeline.clocked, "lanes": timeline.lanes, "held": held}
-    optional: dict[str, Any] = {"turns": timeline.turns, "outside": _written(timeline.outside, timeline.unit)}
+    scale = _scale(timeline)
+    optional: dict[str, Any] = {"turns": timeline.turns, "outside": _written(timeline.outside, scale),
+                                "scale": scale if scale > 1 and timeline.unit == "slots" else 0}
     head = json.dumps(about | {key: value for key, value in optional.items() if value})
     lines = ",\n".join(map(json.dumps, events))
     return f'{{"otherData": {head}, "displayTimeUnit": "ns", "traceEvents": [\n{lines}\n]}}'
@@ -67,7 +71,7 @@ def timeline_from_chrome(text: str) -> Timeline:
         text: of the trace; counters and arrows are not read
 
     Returns:
-        The timeline; its times are what was written, to the thousandth of a slot or the nanosecond.
+        The timeline; its times are what was written, to the nanosecond, or the thousandth of the shortest action.
 
     Raises:
         ScheduleError: this is not such a trace.
@@ -77,13 +81,14 @@ def timeline_from_chrome(text: str) -> Timeline:
         about = trace["otherData"]
         if about["unit"] not in _UNITS:
             raise ValueError(f"the unit is {about['unit']!r}, not one of {', '.join(_UNITS)}")
-        events = [_read(event, about["unit"]) for event in trace["traceEvents"] if event["ph"] == "X"]
+        scale = _PER_SECOND if about["unit"] == "s" else about.get("scale", 1)
+        events = [_read(event, scale) for event in trace["traceEvents"] if event["ph"] == "X"]
         held = tuple(ChunkMemory(*heights) for heights in about["held"])
         turns = tuple(map(tuple, about.get("turns", ())))
         ordered = tuple(sorted(events, key=itemgetter(2)))
-        outside = _told(about.get("outside", 0), about["unit"])
+        outside = about.get("outside", 0) / scale
         return Timeline(ordered, about["lanes"], about["unit"], held, turns, bool(about["clocked"]), outside)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ScheduleError(
             f"this is not the trace of a timeline ({type(error).__name__}: {error}). Give what chrome_trace wrote."
         ) from None
@@ -98,8 +103,9 @@ def _names(timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    scale = _scale(timeline)
     for action, lane, start, end in timeline.events:
-        first, last = _written(start, timeline.unit), _written(end, timeline.unit)
+        first, last = _written(start, scale), _written(end, scale)
         yield {
             "ph": "X", "name": str(action), "cat": str(action.kind), "ts": first, "dur": _rounded(last - first),
             "pid": 0, "tid": lane, "cname": _COLOURS.get(action.kind, "grey"),
@@ -108,35 +114,41 @@ def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    scale = _scale(timeline)
     for lane, steps in enumerate(timeline.memory):
         for time, level in steps:
             yield {
-                "ph": "C", "name": f"held, lane {lane}", "ts": _written(time, timeline.unit), "pid": 0,
+                "ph": "C", "name": f"held, lane {lane}", "ts": _written(time, scale), "pid": 0,
                 "args": {"held": _plain(level)},
             }
 
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """From what was waited for to what waited, between lanes; an arrow's ends stick to the actions that start there."""
+    scale = _scale(timeline)
     causes = Causes(timeline.by_lane, not timeline.clocked)
     pairs = [(giver, taker) for taker in timeline.events for giver in causes.elsewhere(taker)]
     for number, (giver, taker) in enumerate(pairs):
         same = {"cat": "needs", "name": str(giver.action), "id": number, "pid": 0}
-        yield {"ph": "s", **same, "ts": _written(giver.start, timeline.unit), "tid": giver.lane}
-        yield {"ph": "f", "bp": "e", **same, "ts": _written(taker.start, timeline.unit), "tid": taker.lane}
+        yield {"ph": "s", **same, "ts": _written(giver.start, scale), "tid": giver.lane}
+        yield {"ph": "f", "bp": "e", **same, "ts": _written(taker.start, scale), "tid": taker.lane}
 
 
-def _read(event: Mapping[str, Any], unit: str) -> Event:
+def _read(event: Mapping[str, Any], scale: float) -> Event:
     first, last = event["ts"], _rounded(event["ts"] + event["dur"])
-    return Event(Action.parse(event["name"]), event["tid"], _told(first, unit), _told(last, unit))
+    return Event(Action.parse(event["name"]), event["tid"], first / scale, last / scale)
 
 
-def _told(time: float, unit: str) -> float:
-    return time / 1e6 if unit == "s" else time
+def _scale(timeline: Timeline) -> int:
+    """The microseconds that stand for a slot, or for a second."""
+    if timeline.unit == "s":
+        return _PER_SECOND
+    shortest = min((event.duration for event in timeline.events if event.duration > 0), default=1)
+    return int(10 ** max(0, ceil(-log10(shortest))))
 
 
-def _written(time: float, unit: str) -> float:
-    return _rounded(float(time) * 1e6 if unit == "s" else time)
+def _written(time: float, scale: int) -> float:
+    return _rounded(float(time) * scale)
 
 
 def _rounded(time: float) -> float:
@@ -149,6 +161,7 @@ def _plain(value: float) -> float:
     return int(value) if float(value).is_integer() else float(value)
 
 
+_PER_SECOND = 10**6
 _UNITS = ("slots", "s")
 _COLOURS = {
     Kind.F: "rail_response",  # blue

@@ -27,6 +27,17 @@ def test_a_simulated_timeline_is_read_back_as_it_was(schedule, forward):
 
 
 @LAWS
+@given(schedules(), st.floats(1e-9, 1))
+def test_a_simulated_timeline_of_short_actions_is_read_back_to_a_thousandth_of_the_shortest(schedule, short):
+    """In 0.2.1, what took less than half a thousandth of a slot was read as nothing, and reports counted that."""
+    timeline = simulate(schedule, Costs(forward=short, input=2 * short, weight=5 * short / 3, link=short / 7))
+    again = timeline_from_chrome(chrome_trace(timeline))
+    times, read = ([time for row in step.by_lane for event in row for time in event[2:]] for step in (timeline, again))
+    assert read == pytest.approx(times, abs=short / 1e3)
+    assert [event.action for event in again.critical_path] == [event.action for event in timeline.critical_path]
+
+
+@LAWS
 @given(schedules(), st.floats(1e-7, 10))
 def test_a_measured_timeline_is_read_back_to_the_nanosecond(schedule, scale):
     slots = simulate(schedule, Costs(forward=1 / 3, link=0.1)).events
