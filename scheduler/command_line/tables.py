@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import click
 
-from scheduler.aligning import aligned
+from scheduler.aligning import aligned, columns_of
 
 __all__ = ["show"]
 
@@ -25,6 +25,6 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], dim: Sequence[bo
     """
     head, *lines = aligned([columns, *rows])
     click.echo(head)
-    click.echo("─" * max(map(len, [head, *lines])))
+    click.echo("─" * max(map(columns_of, [head, *lines])))
     for line, is_dim in zip(lines, dim or [False] * len(lines)):
         click.echo(click.style(line, dim=True) if is_dim else line)
