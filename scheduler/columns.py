@@ -18,7 +18,7 @@ import numpy
 from numpy.typing import NDArray
 
 from scheduler.action import COMPUTE, Action, Kind
-from scheduler.errors import whole
+from scheduler.errors import ScheduleError, whole
 from scheduler.faults import Fault
 from scheduler.schedule import Schedule
 
@@ -45,6 +45,13 @@ class Columns:
     """
 
     schedule: Schedule
+
+    def __post_init__(self) -> None:
+        if self.beyond > _MOST:
+            raise ScheduleError(
+                f"schedule {self.schedule.name} has {self.schedule.chunks} chunks in {self.schedule.stages} stages, "
+                f"which is too much to look at. Give at most {_MOST // KINDS // self.schedule.stages} chunks."
+            )
 
     @cached_property
     def first(self) -> list[int]:
@@ -137,3 +144,6 @@ def _whole(values: Sequence[Any]) -> Numbers:
 def _one(value: Any) -> int:
     number = whole(value)
     return number if number is not None and 0 <= number < 2**62 else -1
+
+
+_MOST = 2**26  # half a gigabyte for each column

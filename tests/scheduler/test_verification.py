@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import depends, schedules
 
-from scheduler import Action, Kind, Schedule, ScheduleError, by_name, from_csv, simulate, verify
+from scheduler import Action, Kind, Schedule, ScheduleError, by_name, from_csv, lower, simulate, verify
 from scheduler.action import COMPUTE
 
 law = settings(derandomize=True, deadline=None, max_examples=examples(60))
@@ -198,3 +198,10 @@ def test_of_very_many_faults_a_hundred_are_named():
     with pytest.raises(ScheduleError, match="has 19996 faults") as caught:
         verify(from_csv("0F0,0B0,0F9999,0B9999"))
     assert len(str(caught.value).splitlines()) < 110 and "and 19896 more" in str(caught.value)
+
+
+@pytest.mark.parametrize("use", [verify, simulate, lower])
+def test_a_number_of_chunks_that_no_memory_holds_is_refused(use):
+    schedule = Schedule.parse("schedule huge, chunks 99999999999999999999, stages on lanes 0 \n lane 0: 0F0 0B0")
+    with pytest.raises(ScheduleError, match="huge has 9{20} chunks in 1 stages, which is too much .* at most 16777216"):
+        use(schedule)
