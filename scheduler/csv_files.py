@@ -76,7 +76,9 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None, c
         refuse_unless_a("placement", placement, Placement)
     table += [[]] * (placement.lanes - len(table) if placement else 0)
     if (placement is None or chunks is None) and not any(cell for row in table for cell in row):
-        raise ScheduleError(f"there is no action in the table. {_ALLOWED} Or say placement= and chunks=.")
+        raise ScheduleError(
+            f"there is no action in the table. {_ALLOWED} Or, from Python, give placement= and chunks=."
+        )
     return Schedule.of_cells(
         name,
         _placement(table) if placement is None else placement,
@@ -121,14 +123,14 @@ def _placement(table: list[list[Order]]) -> Placement:
                 if host != lane:
                     raise ScheduleError(
                         f"{_place(lane, column)}: {action} is of stage {action.stage}, which "
-                        f"{_place(host, first_column)} has put on another lane. Keep each stage in one row, or say "
-                        "placement=."
+                        f"{_place(host, first_column)} has put on another lane. Keep each stage in one row, or, "
+                        "from Python, give placement=."
                     )
     if len(places) <= max(places):
         gap = next(stage for stage in count() if stage not in places)
         raise ScheduleError(
             f"no row has an action of stage {gap}, but stage {max(places)} is there. "
-            "Number the stages from 0 without a gap, or say placement=."
+            "Number the stages from 0 without a gap, or, from Python, give placement=."
         )
     return Placement(tuple(places[stage][0] for stage in range(len(places))))
 

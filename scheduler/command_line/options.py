@@ -15,8 +15,10 @@ import click
 from scheduler.command_line.running import CommandError
 from scheduler.costs import Costs
 from scheduler.csv_files import from_csv
+from scheduler.errors import ScheduleError
 from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
+from scheduler.verification import verify
 
 __all__ = [
     "number", "numbers", "read", "with_all", "with_costs", "with_release", "with_schedule", "with_sizes", "write"
@@ -115,7 +117,10 @@ def with_schedule(command: Command) -> Command:
         sizes = {"--lanes": lanes, "--chunks": chunks, "--stages-per-lane": stages_per_lane}
         if csv is not None:
             _refuse_beside_file(csv, {"the name": name, **sizes, "--option": option or None})
-            return command(schedule=read(csv), **arguments)
+            schedule = read(csv)
+            if not _is_right(schedule):
+                click.echo(f"note: {csv} is no right schedule: penstock schedules verify {csv} says why.", err=True)
+            return command(schedule=schedule, **arguments)
         if name is None:
             raise CommandError(f"which schedule? Name one ({', '.join(names())}), or read one with --csv FILE.")
         if lanes is None or chunks is None:
@@ -158,6 +163,14 @@ def write(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}. Give a file in a folder that is there.") from None
+
+
+def _is_right(schedule: Schedule) -> bool:
+    try:
+        verify(schedule)
+    except ScheduleError:
+        return False
+    return True
 
 
 def _refuse_beside_file(path: str, options: dict[str, object]) -> None:

@@ -274,6 +274,16 @@ def test_search_prints_what_search_finds(run, said, given):
         assert from_csv(table.read()).orders == found.schedule.orders
 
 
+def test_numbers_of_a_file_that_is_no_right_schedule_come_with_a_note(run, tmp_path):
+    (tmp_path / "half.csv").write_text("0F0,0F1\n1F0,1B0\n")
+    (tmp_path / "right.csv").write_text(to_csv(by_name("1f1b", 2, 2)))
+    for command in ("simulate", "draw"):
+        status, text, said = run(f"{command} --csv half.csv")
+        assert not status and text
+        assert said == "note: half.csv is no right schedule: penstock schedules verify half.csv says why.\n"
+        assert not run(f"{command} --csv right.csv")[2]
+
+
 def test_verify_prints_all_faults_and_ends_with_status_1(run, tmp_path):
     (tmp_path / "wrong.csv").write_text(WRONG)
     status, text, said = run("verify wrong.csv")
