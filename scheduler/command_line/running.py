@@ -44,7 +44,9 @@ def run(
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.UsageError as error:
-        _say(f"{error.format_message()} See {error.ctx.command_path if error.ctx else name} --help.", error)
+        words = error.format_message()  # or all help, where there are no words at all
+        hint = "" if words.startswith("Usage:") else f" See {error.ctx.command_path if error.ctx else name} --help."
+        _say(words + hint, error)
     except (CommandError, ScheduleError) as error:
         _say(str(error), error)
     except BrokenPipeError:  # who reads has enough, as head does

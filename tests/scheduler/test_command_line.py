@@ -284,6 +284,10 @@ def test_numbers_of_a_file_that_is_no_right_schedule_come_with_a_note(run, tmp_p
         assert not run(f"{command} --csv right.csv")[2]
 
 
+def test_no_words_are_answered_by_the_help_alone(run, capsys):
+    assert run("")[2] == help_of("", capsys)
+
+
 def test_verify_prints_all_faults_and_ends_with_status_1(run, tmp_path):
     (tmp_path / "wrong.csv").write_text(WRONG)
     status, text, said = run("verify wrong.csv")
