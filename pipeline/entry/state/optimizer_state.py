@@ -166,12 +166,17 @@ def numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[
     for param_group, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         for number, param in zip(group["params"], param_group["params"], strict=True):
             yield number, group, param
+    check_numbers(packed)
+
+
+def check_numbers(packed: Mapping[str, Any]) -> None:
     numbers = {number for group in packed["param_groups"] for number in group["params"]}
     others = [key for key in packed["state"] if key not in numbers]
     if others:
         raise ValueError(
-            f"{type(optimizer).__name__} keeps state that belongs to no parameter, under {others}. It cannot be saved "
-            "by name: save optimizer.state_dict() on each rank, which loads at the same balance."
+            f"the optimizer keeps state that belongs to no parameter, under {others}. It cannot be saved or loaded by "
+            "name: save optimizer.state_dict() on each rank, and load it at the same balance by "
+            "optimizer.load_state_dict."
         )
 
 

@@ -25,7 +25,14 @@ from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
 from pipeline.entry.state.saved import Saved, StateWithTiedNames
-from pipeline.entry.state.whole_optimizer_state import by_name, first_names_of, is_packed, own_entries, whole_state
+from pipeline.entry.state.whole_optimizer_state import (
+    by_name,
+    first_names_of,
+    is_packed,
+    names_of_groups,
+    own_entries,
+    whole_state,
+)
 from pipeline.execution.communicator import Verdict
 from pipeline.skip import SkipScope, within_scope
 
@@ -108,14 +115,17 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         topology = self.runtime.topology
         with turn(), self.runtime.communicator("full_optimizer_state_dict") as communicator:
             communicator.open(lambda values: {}, draws=False)
-            nothing = [] if topology is None else [("", topology.nothing)]
-            named = [*self.named_parameters(), *nothing]
-            own_state = own_entries(named, optimizer, 0 if topology is None else topology.ranks.rank)
+            own_state = own_entries(self._each_once(), optimizer, 0 if topology is None else topology.ranks.rank)
             entries = communicator.exchange.gather(own_state)
             communicator.agree(Verdict(None, None, True))
             whole = None if entries is None else whole_state(entries, dict.fromkeys(self._first_names().values()))
             communicator.close()
         return whole
+
+    def _each_once(self) -> list[tuple[str, Tensor]]:
+        """This rank's parameters in the order of the model, and what stands for none in an optimizer."""
+        topology = self.runtime.topology
+        return [*self.named_parameters(), *([] if topology is None else [("", topology.nothing)])]
 
     def _first_names(self) -> Mapping[str, str]:
         """For every name of a parameter of the whole model its first one, in order."""
@@ -130,10 +140,12 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
                 `full_optimizer_state_dict`, or an optimizer of the plain module's parameters.
 
         Raises:
-            ValueError: names that no rank has, or that are missing.
+            ValueError: names that no rank has, or that are missing; numbers without names, and another order.
         """
         _check_state(state_dict, "full_optimizer_state_dict")
         if is_packed(state_dict):
+            if not all("param_names" in group for group in state_dict["param_groups"]):
+                names_of_groups(self._each_once(), optimizer)  # in another order numbers do not tell
             state_dict = by_name(state_dict, self._first_names())
         load_optimizer_state(self._all_places(), optimizer, state_dict, self.runtime.first_names)
 

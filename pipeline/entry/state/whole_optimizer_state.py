@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pipeline.entry.state.optimizer_state import check_optimizer, entries_of, flattened, numbered, options_of, same
+from pipeline.entry.state.optimizer_state import check_numbers, check_optimizer, entries_of, flattened, options_of, same
 
 _GROUP, _PARAMETER = "group.", "parameter."
 
@@ -33,14 +33,29 @@ def own_entries(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optim
         ValueError: a parameter without a name; or groups that have theirs in another order, which numbers depend on.
     """
     check_optimizer(optimizer)
-    places = {id(param): (place, name) for place, (name, param) in enumerate(named_parameters)}
     packed = optimizer.state_dict()
     entries: dict[str, Any] = {}
-    for index, group in enumerate(packed["param_groups"]):
+    for index, names in enumerate(names_of_groups(named_parameters, optimizer)):
+        group = packed["param_groups"][index]
         entries[f"{_GROUP}{index}.{rank}"] = options_of(group)
-        group_places = [places.get(id(param)) for param in optimizer.param_groups[index]["params"]]
-        known_places = [place for place in group_places if place is not None]
-        if len(known_places) < len(group_places):
+        for number, name in zip(group["params"], names, strict=True):
+            if name:
+                entries[_PARAMETER + name] = {"group": index, "kept": dict(packed["state"].get(number, {}))}
+    check_numbers(packed)
+    return entries
+
+
+def names_of_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters of each group, which stand in the order of the model.
+
+    Raises:
+        ValueError: a parameter without a name, or another order: numbers would be of others than the plain module's.
+    """
+    places = {id(param): (place, name) for place, (name, param) in enumerate(named_parameters)}
+    names = []
+    for index, group in enumerate(optimizer.param_groups):
+        known_places = [places[id(param)] for param in group["params"] if id(param) in places]
+        if len(known_places) < len(group["params"]):
             raise ValueError(
                 "the optimizer has a parameter that is none of this rank's of the Pipe. Make the optimizer of "
                 "pipe.parameters(), and another one for other parameters."
@@ -48,14 +63,12 @@ def own_entries(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optim
         if known_places != sorted(known_places):
             raise ValueError(
                 f"group {index} of the optimizer has its parameters in another order than the model: "
-                f"{[name for _, name in known_places][:5]}. Their numbers would be others in an optimizer of the plain "
-                "module: build the groups in the order of pipe.named_parameters()."
+                f"{[name for _, name in known_places][:5]}. By numbers they would be taken for others: build the "
+                "groups in the order of pipe.named_parameters(), or, in one process, save and load by "
+                "optimizer.state_dict() and optimizer.load_state_dict."
             )
-        for number, (_, name) in zip(group["params"], known_places, strict=True):
-            if name:
-                entries[_PARAMETER + name] = {"group": index, "kept": dict(packed["state"].get(number, {}))}
-    list(numbered(optimizer, packed))  # raises where something is kept for no parameter
-    return entries
+        names.append([name for _, name in known_places])
+    return names
 
 
 def whole_state(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -111,8 +124,9 @@ def by_name(packed: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[s
         first_names: for every name of a parameter of the model its first one, in order.
 
     Raises:
-        ValueError: groups that do not say which parameters they have.
+        ValueError: groups that do not say which parameters they have; state of no parameter.
     """
+    check_numbers(packed)
     aliases: dict[str, list[str]] = {}
     for name, first in first_names.items():
         aliases.setdefault(first, []).append(name)

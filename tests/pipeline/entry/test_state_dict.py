@@ -342,8 +342,25 @@ def test_state_of_no_parameter_is_refused():
             work(layer.named_parameters(), lbfgs)
     sgd = torch.optim.SGD(layer.parameters())
     sgd.state["steps"] = {"count": 3}
-    with pytest.raises(ValueError, match=r"SGD keeps state that belongs to no parameter, under \['steps'\]"):
+    with pytest.raises(ValueError, match=r"keeps state that belongs to no parameter, under \['steps'\]"):
         optimizer_state(layer.named_parameters(), sgd)
+    pipe = Pipe(nn.Sequential(layer), [1])
+    with pytest.raises(ValueError, match=r"keeps state that belongs to no parameter, under \['steps'\]"):
+        pipe.load_optimizer_state_dict(torch.optim.SGD(pipe.parameters()), sgd.state_dict())
+
+
+def test_numbers_without_names_load_in_the_order_of_the_model_alone():
+    pipe = Pipe(nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)]), [2, 1])
+    turned = list(pipe.named_parameters())[::-1]
+    saved = torch.optim.Adam([param for _, param in turned])
+    pipe(torch.ones(3, 2)).sum().backward()
+    saved.step()
+    with pytest.raises(ValueError, match=r"in another order than the model: \['2.weight', '1.weight', '0.weight'\]"):
+        pipe.load_optimizer_state_dict(torch.optim.Adam([param for _, param in turned]), saved.state_dict())
+    named, loaded = torch.optim.Adam(turned), torch.optim.Adam(turned)
+    named.load_state_dict(saved.state_dict())
+    pipe.load_optimizer_state_dict(loaded, named.state_dict())
+    assert all(torch.equal(loaded.state[each]["exp_avg"], saved.state[each]["exp_avg"]) for each in pipe.parameters())
 
 
 @pytest.mark.parametrize(
