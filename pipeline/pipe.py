@@ -443,7 +443,7 @@ class Pipe(FixedModule, StateDictMixin):
             True
         """
         arguments = LossArguments(x, target, loss_fn, loss_reduction, outputs, trace)
-        return entry_points.step(self.runtime, arguments, optimizer, clip_grad_norm, scaler, grads)
+        return eagerly(entry_points.step, self.runtime, arguments, optimizer, clip_grad_norm, scaler, grads)
 
     def evaluate(
         self,
@@ -481,8 +481,8 @@ class Pipe(FixedModule, StateDictMixin):
         """
         arguments = LossArguments(x, target, loss_fn, loss_reduction, outputs, trace)
         if is_loader(x):
-            return data_set.evaluate(self.runtime, x, arguments)
-        return entry_points.evaluate(self.runtime, arguments)
+            return eagerly(data_set.evaluate, self.runtime, x, arguments)
+        return eagerly(entry_points.evaluate, self.runtime, arguments)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.modules import module as module_hooks
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 from partition.precision import OPERATIONS, float32_in_full, precision_switch
 
+_T = TypeVar("_T")
 _CHECKPOINTS = ("torch.utils.checkpoint", "pipeline.recompute.saved_tensors")
 
 
@@ -83,14 +84,14 @@ _PLAIN_MODULE = (
 )
 
 
-def eagerly(function: Callable[..., Any], *args: Any) -> Any:
+def eagerly(function: Callable[..., _T], *args: Any) -> _T:
     """Call a function that torch.compile must not trace: it would trace the engine instead of the layers.
 
     torch.compile of a layer works as usual; that of a whole Pipe compiles nothing.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is being compiled, and importing it takes a second
         return function(*args)
-    opaque = getattr(function, "opaque", None)
+    opaque: Callable[..., _T] | None = getattr(function, "opaque", None)
     if opaque is None:
         opaque = torch.compiler.disable(function, reason=_PLAIN_MODULE)
         setattr(function, "opaque", opaque)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.accelerators import is_accelerator, use_here
+from pipeline.common.torch_modes import eagerly
 from pipeline.data.pytrees import Grads
 
 
@@ -61,7 +62,11 @@ class PipeFunction(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:  # pragma: no cover
         ctx.saved_tensors
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, *ctx.backward_call(getattr(token, _OUTPUT_GRADS), retain)
+        return None, *eagerly(_call, ctx.backward_call, getattr(token, _OUTPUT_GRADS), retain)
+
+
+def _call(backward: BackwardCall, *arguments: Any) -> tuple[Tensor | None, ...]:  # pragma: no cover
+    return backward(*arguments)
 
 
 class PipeOutput(torch.autograd.Function):

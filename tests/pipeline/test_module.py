@@ -12,7 +12,7 @@ from by_chunks import CHECKPOINTS, ByChunks, assert_same_grads, call_seed, same,
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from pipeline import Pipe
+from pipeline import Pipe, Place
 from scheduler import Kind, by_name
 
 ROWS, WIDE, CHUNKS = 7, 4, 3
@@ -690,6 +690,31 @@ def test_compiled_layers_give_the_same_numbers(backend, checkpoint):
                 mse(theirs(x), y).backward()
             for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
                 torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("workers", ["inline", "threads"])
+@pytest.mark.parametrize("entry", ["backward", "step", "evaluate"])
+def test_within_a_compiled_function_a_pipe_runs_as_without(entry, workers):
+    """In 0.1.0, step raised dynamo's AssertionError, and backward() had the engine compiled, frame by frame."""
+    model = nn.Sequential(nn.Linear(WIDE, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    pipe = Pipe(model, [2, 1], CHUNKS, devices=[Place(torch.device("cpu"), name) for name in "ab"], workers=workers)
+    x, y = batch()
+
+    def trained():
+        pipe.zero_grad()
+        if entry != "backward":
+            return getattr(pipe, entry)(x, y, loss_fn=mse).loss
+        loss = mse(pipe(x), y)
+        loss.backward()
+        return loss.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own compiler
+        torch.compiler.reset()
+        compiled = torch.compile(trained, backend="eager")
+        for _ in range(5):  # stages overlap from the third call on
+            found = [(run(), *[param.grad for param in model.parameters()]) for run in (trained, compiled)]
+            assert all(one is other is None or same(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_pipe_can_be_a_part_of_a_model():
