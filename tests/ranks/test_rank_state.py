@@ -145,6 +145,20 @@ def test_a_file_may_have_a_tied_weight_under_one_of_its_names(
         assert all(torch.equal(own[key], state[key]) for key in own)
 
 
+@pytest.mark.parametrize("names", [["0.weight"], ["4.weight"], ["0.weight", "4.weight"]])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_tied_weight_is_what_it_is_in_the_plain_module_whatever_names_a_state_has(
+    size: int, names: list[str], crews: dict[int, Crew]
+) -> None:
+    """In 0.1.0, copies on ranks without their name in the state stayed as they were."""
+    state = {key: torch.randn_like(value) for key, value in tied_and_frozen().state_dict().items()}
+    state = {key: value for key, value in state.items() if key in names or key not in ("0.weight", "4.weight")}
+    plain = tied_and_frozen()
+    plain.load_state_dict(state, strict=False)
+    for own in crews[size].run("rank_state_jobs:from_state", state, False):
+        assert all(torch.equal(own[key], plain.state_dict()[key]) for key in own)
+
+
 def alike(one: Any, other: Any, rtol: float) -> bool:
     """Whether two states are the same, tensors up to a relative error."""
     if isinstance(one, Mapping):

@@ -74,18 +74,19 @@ class Saved(Mapping[str, Any]):
 
 
 class StateWithTiedNames(Mapping[str, Any]):
-    """A saved state with a tied parameter under each of its names, of which a file may have but one.
+    """A state with a tied parameter under each of its names: of a file that has but one, and for ranks that read one.
 
     Args:
-        state: as it was saved.
-        first_names: for every name of a parameter of the model its first one.
+        state: as it was saved. Where it has other values under other names, the last counts, as in the plain module.
+        first_names: for every name of a parameter of the model its first one, in order.
     """
 
     def __init__(self, state: Mapping[str, Any], first_names: Mapping[str, str]) -> None:
-        by_first = {first_names[name]: name for name in state if name in first_names}
-        lacking = {name: by_first[first] for name, first in first_names.items() if first in by_first}
+        last_names = {first: name for name, first in first_names.items() if name in state}
+        tied = {name: last_names[first] for name, first in first_names.items() if first in last_names}
         self._state = state
-        self._names = {**lacking, **{name: name for name in state}}
+        self._names = {**{name: name for name in state}, **tied}
+        self._metadata = getattr(state, "_metadata", None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

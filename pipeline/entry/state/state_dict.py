@@ -176,12 +176,13 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; over ranks, this rank's part of the whole model's. torchgpipe's keys are read too.
 
-        A `Saved` may have a tied parameter under one of its names alone, as save_pretrained writes it.
+        Over ranks, and of a `Saved`, a tied parameter may stand under one of its names alone, as save_pretrained
+        writes it.
         """
         _check_state(state_dict, "full_state_dict")
-        if isinstance(state_dict, Saved):
-            state_dict = StateWithTiedNames(state_dict, self._first_names())
         remote = {number for number, layer in self._modules.items() if isinstance(layer, RemoteLayer)}
+        if remote or isinstance(state_dict, Saved):
+            state_dict = StateWithTiedNames(state_dict, self._first_names())
         if remote:
             remote_names = {name for name, holders in Names(self._modules).units.items() if remote.issuperset(holders)}
             state_dict = own_part(state_dict, remote_names)
