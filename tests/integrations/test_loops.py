@@ -56,6 +56,8 @@ def accelerated(model: nn.Module, backward: Callable[..., Any], **settings: Any)
 
     AcceleratorState._reset_state(True)  # one for each process
     accelerator = Accelerator(**{"cpu": True, **settings})
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        accelerator.scaler = torch.amp.GradScaler("cpu")  # as on GPUs
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=7))
     for inputs, target in loader:
@@ -73,11 +75,11 @@ def by_autograd(accelerator: Accelerator, model: nn.Module, inputs: Tensor, targ
 
 def by_step(accelerator: Accelerator, model: Pipe, inputs: Tensor, target: Tensor) -> None:
     with accelerator.autocast():
-        model.step(inputs, target, loss_fn=F.cross_entropy)
+        model.step(inputs, target, loss_fn=F.cross_entropy, scaler=accelerator.scaler)
 
 
 @pytest.mark.parametrize("backward", [by_autograd, by_step])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_accelerate_trains_a_pipe(backward: Callable[..., Any], precision: str) -> None:
     _, plain = accelerated(tied(), by_autograd, mixed_precision=precision)
     pipe = piped()

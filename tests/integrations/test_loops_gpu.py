@@ -56,8 +56,6 @@ def assert_is_there(module: nn.Module) -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_accelerate_trains_a_pipe(precision: str, backward: Callable[..., Any], where: str) -> None:
     pytest.importorskip("accelerate")
-    if precision == "fp16" and backward is by_step:
-        pytest.skip("accelerate scales the loss in its backward, which pipe.step takes the place of")
     settings = {"mixed_precision": precision, **ON_GPU["accelerate"]}
     kind = torch.float64 if precision == "no" else torch.float32
     _, plain = accelerated(tied().to(kind), by_autograd_of(kind), **settings)
