@@ -79,6 +79,14 @@ class PipeTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.pipe.load_state_dict(Saved(resume_from_checkpoint))
 
+    def _load_best_model(self) -> None:
+        ranks = torch.distributed.is_initialized()
+        has_saved = not ranks or torch.distributed.get_rank() == 0
+        state = [dict(Saved(self.state.best_model_checkpoint)) if has_saved else {}]
+        if ranks:
+            torch.distributed.broadcast_object_list(state)
+        self.pipe.load_state_dict(state[0], strict=False)  # save_pretrained writes a tied weight under one name
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         state = self.pipe.full_optimizer_state_dict(self.optimizer.optimizer)

@@ -87,6 +87,25 @@ def test_losses_norms_and_parameters_are_the_models(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)  # Adam divides by small numbers, of float32
 
 
+def test_at_the_end_the_best_model_is_back(example: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    given = {"train_dataset": data(12), "eval_dataset": data(9)}
+    often = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True,
+             "greater_is_better": True}  # fmt: skip
+    plain, model = gpt(), gpt()
+    trainers = [
+        Trainer(plain, arguments(tmp_path / "plain", **often), compute_loss_func=example["loss_fn"], **given),
+        example["PipeTrainer"](piped(model), model, arguments(tmp_path / "piped", **often), **given),
+    ]
+    for trainer in trainers:
+        trainer.train()
+        losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+        assert losses[0] > losses[1] and trainer.evaluate()["eval_loss"] == pytest.approx(losses[0])
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
+
+
 def test_the_example_goes_on_from_its_checkpoint_which_from_pretrained_reads(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
