@@ -13,7 +13,7 @@ buffers that it writes (BatchNorm's running statistics).
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import itemgetter, le
 from typing import NamedTuple
 
 from partition.cuts.windows import HeldChunks
@@ -92,7 +92,12 @@ def moments_of(
         index, is_recomputed = index_of[stage], (stage, chunk) in recomputes
         for current[index] in _course(current[index], kind, is_recomputed, stage == last):
             moments[tuple(current)] = None
-    return tuple([one for one in moments if not any(one != other and _is_within(one, other) for other in moments)])
+    most: dict[tuple[HeldChunks, ...], list[int]] = {}  # a moment that has as much of all as another has more in sum
+    for moment in sorted(moments, key=lambda moment: -sum(map(sum, moment))):
+        counts = list(chain.from_iterable(moment))
+        if not any(all(map(le, counts, more)) for more in most.values()):
+            most[moment] = counts
+    return tuple(most)
 
 
 def _course(held: HeldChunks, kind: Kind, is_recomputed: bool, is_last: bool) -> Iterator[HeldChunks]:
@@ -105,10 +110,6 @@ def _course(held: HeldChunks, kind: Kind, is_recomputed: bool, is_last: bool) ->
     else:
         yield HeldChunks(kept + is_recomputed, inputs, int(is_last), late)  # while it runs
         yield HeldChunks(kept + is_recomputed - 1, inputs - is_recomputed, 0, late + (kind is Kind.I))
-
-
-def _is_within(one: Sequence[HeldChunks], other: Sequence[HeldChunks]) -> bool:
-    return all(less <= more for few, many in zip(one, other) for less, more in zip(few, many))
 
 
 def peaks(

@@ -5,6 +5,7 @@
                               └── recompute the stages of devices that hold too much ◄─────┘
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -156,9 +157,19 @@ def _neighbours(trial: Trial) -> Iterator[Trial]:
     for checkpoint in _toggled(trial):
         yield _fitted(trial.setup, checkpoint)
         for balance in moved if len(moved) <= _FEW else moved[:1]:
-            yield replayed(trial.setup, checkpoint, balance)
+            if not _is_slower(trial, checkpoint, balance):
+                yield replayed(trial.setup, checkpoint, balance)
     for balance in moved[1:]:
-        yield replayed(trial.setup, trial.checkpoint, balance)
+        if not _is_slower(trial, trial.checkpoint, balance):
+            yield replayed(trial.setup, trial.checkpoint, balance)
+
+
+def _is_slower(trial: Trial, checkpoint: Checkpoint, balance: Sequence[int]) -> bool:
+    """Whether one device alone has more to do than a step of a trial that fits takes: it need not be simulated."""
+    setup, orders = trial.setup, trial.setup.schedule.orders
+    costs = costs_of(setup, stages_of(setup.profile, balance), balance, recomputed(checkpoint, setup.schedule))
+    longest = trial.timeline.makespan * (1 + 1e-9)  # sums of floats round
+    return trial.fits and any(sum(costs.of_order(lane, order)) > longest for lane, order in enumerate(orders))
 
 
 def _moved(balance: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -218,6 +229,7 @@ def _windows(setup: TrialSetup, checkpoint: Checkpoint, caps: Sequence[float] | 
     """The stages of a schedule on its devices, for the cut; without caps they hold what they like."""
     profile, machine, _, _, schedule = setup
     recomputes = recomputed(checkpoint, schedule)
+    chunks = _chunks_of(recomputes)
     lane_of, last = schedule.placement.lane_of, schedule.stages - 1
     check_stages(schedule.stages, len(profile.layers))
     loss = profile.loss
@@ -225,7 +237,7 @@ def _windows(setup: TrialSetup, checkpoint: Checkpoint, caps: Sequence[float] | 
         StageSpec(
             machine.speeds[lane],
             work=loss.work.total if loss is not None and stage == last else 0.0,
-            recompute=sum(s == stage for s, _ in recomputes) / schedule.chunks,
+            recompute=chunks[stage] / schedule.chunks,
         )
         for stage, lane in enumerate(lane_of)
     ]  # fmt: skip
@@ -299,6 +311,11 @@ def recomputed(checkpoint: Checkpoint, schedule: Schedule) -> StageChunks:
     return frozenset((stage, chunk) for stage in checkpoint.stages for chunk in range(schedule.chunks))
 
 
+def _chunks_of(recomputes: StageChunks) -> Counter[int]:
+    """The number of chunks that each stage recomputes."""
+    return Counter(stage for stage, _ in recomputes)
+
+
 def stages_of(profile: Profile, balance: Sequence[int]) -> list[StageProfile]:
     """The stages of a balance."""
     ends = list(accumulate(balance))
@@ -321,10 +338,12 @@ def costs_of(
     def recompute(stage: int, chunk: int) -> float:
         return forward[stage] if (stage, chunk) in recomputes else 0.0
 
+    is_whole = set(_chunks_of(recomputes).values()) <= {setup.schedule.chunks}  # numbers are looked up sooner
     cuts = list(accumulate(balance))[:-1]
     return Costs(
         forward=forward, input=tuple(inputs), weight=tuple([stage.weight / rate + overhead for stage in stages]),
-        backward=tuple(backward), recompute=recompute if recomputes else 0, link=machine.link,
+        backward=tuple(backward), link=machine.link,
+        recompute=tuple([recompute(stage, 0) for stage in range(len(stages))]) if is_whole else recompute,
         message=tuple([profile.message(cut) for cut in cuts]),
         speed=machine.speeds, unit="s" if machine.unit == "s" else "slots",
     )  # fmt: skip
