@@ -61,9 +61,10 @@ def phases_of(model: nn.Module, runs: Iterable[ModelRun], chains: Sequence[Block
 def shares_of(
     model: nn.Module, chains: Sequence[BlockChain], phases: Phases, volatile: VolatileAttributes
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The shares of the parts that are no blocks, in order; and the modules with parameters among them.
+    """The shares of the parts that are no blocks, in order; and the modules that others have absent.
 
-    A module within a block that the model calls too is in the shares of the parts that call it.
+    A module within a block that the model calls too is in the shares of the parts that call it. Absent elsewhere are
+    modules with parameters, and those that write buffers: a copy would have other numbers there.
 
     Raises:
         PartitionError: a module is called within a chain, or several parts would write its buffers.
@@ -76,11 +77,12 @@ def shares_of(
     modules = {name: unit for name, unit in units.items() if isinstance(unit, nn.Module)}
     for name, unit in units.items():
         phases_used = _used(name, unit, modules, phases)
-        has_parameters = name in modules and (
+        writes = [f"{name}.{key}" for key in _written_buffers(modules[name], volatile)] if name in modules else []
+        is_single = bool(writes) or name in modules and (
             any(True for _ in modules[name].parameters())
             or any(isinstance(buffer, MadeUpBuffer) for buffer in modules[name].buffers())
         )
-        if has_parameters:
+        if is_single:
             part_names.append(name)
             if name not in inner_modules and any(phase % 2 for phase in phases.called.get(name, ())):
                 raise PartitionError(
@@ -88,9 +90,8 @@ def shares_of(
                     "blocks=[...]."
                 )
         owners = {phase // 2 for phase in phases_used if phase % 2 == 0}
-        if not owners and (has_parameters or name not in modules or modules[name].state_dict()):
+        if not owners and (is_single or name not in modules or modules[name].state_dict()):
             owners = {phase // 2 for phase in phases_used} or {len(chains)}  # handed to blocks from before; or unused
-        writes = [f"{name}.{key}" for key in _written_buffers(modules[name], volatile)] if name in modules else []
         if len(owners) + (name in inner_modules) > 1 and writes:
             raise PartitionError(
                 f"module {name!r} is called in several parts of the model, and writes its buffer {writes[0]!r}: each "
