@@ -196,7 +196,7 @@ class Lstm(nn.Module):
 
 
 class Experts(nn.Module):
-    """Blocks whose routing depends on the data; a weight that all of them share."""
+    """Blocks whose routing depends on the data, and how even it is; a weight that all of them share."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -205,10 +205,11 @@ class Experts(nn.Module):
         self.unused = nn.Linear(3, 3)
 
     def forward(self, ids: Tensor) -> dict[str, Tensor | None]:
-        x = self.embed(ids)
+        x, unevenness = self.embed(ids), 0.0
         for block in self.blocks:
-            x = block(x, self.bias)
-        return {"hidden": x, "cache": None}
+            x, of_block = block(x, self.bias)
+            unevenness = unevenness + of_block
+        return {"hidden": x, "unevenness": unevenness, "cache": None}
 
 
 class Routed(nn.Module):
@@ -217,12 +218,14 @@ class Routed(nn.Module):
         self.router = nn.Linear(width, 2)
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        choice = self.router(x).argmax(-1)
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.router(x)
+        choice = scores.argmax(-1)
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
-            out[choice == number] = expert(x[choice == number])
-        return x + out * bias
+            if (choice == number).any():
+                out[choice == number] = expert(x[choice == number])
+        return x + out * bias, scores.softmax(-1).mean(1).square().sum(-1)
 
 
 class Convs(nn.Sequential):

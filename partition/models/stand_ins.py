@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from partition.models.as_found import Hook
@@ -124,14 +124,17 @@ class AbsentModule(Shadow):
         """The output of the module, on the meta device; of its arguments, shapes stand for tensors.
 
         Autocast does not come there, nor do modules that ask for their device or keep tensors beside their buffers: for
-        these, torch's fake tensors stand on the device, which take longer.
+        these, torch's fake tensors stand on the device, which take longer. One whose code asks for numbers gets nan.
         """
         if not any(autocast_of(device)):
             try:
                 return self._output_on(torch.device("meta"), shapes, tree)
             except Exception:
                 pass
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                output = self._output_on(device, shapes, tree)
+        except (DataDependentOutputException, DynamicOutputShapeException):  # experts that are called for some rows
             output = self._output_on(device, shapes, tree)
         return tree_map_only(Tensor, lambda leaf: TensorShape.of(leaf).poison(torch.device("meta")), output)
 
