@@ -77,7 +77,7 @@ class AttributeSnapshot:
             names += [
                 f"{name}.{key}" if name else key for key in attributes | current
                 if (id(module), key) not in ignored
-                and not _same(attributes.get(key, _ABSENT), current.get(key, _ABSENT))
+                and not is_same(attributes.get(key, _ABSENT), current.get(key, _ABSENT))
             ]  # fmt: skip
         return sorted({name for name in names if name.rpartition(".")[2] not in _TABLES})
 
@@ -164,12 +164,12 @@ def _same_entries(entries: _ContainerEntries) -> bool:
         return False
     if isinstance(current, dict):
         return all(
-            key is earlier_key and _same(current[key], entries.entries[key])
+            key is earlier_key and is_same(current[key], entries.entries[key])
             for key, earlier_key in zip(current, entries.entries)
         )
-    return all(map(_same, current, entries.entries))
+    return all(map(is_same, current, entries.entries))
 
 
-def _same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     """Whether they are one object, or equal numbers or words."""
     return one is other or type(one) is type(other) and isinstance(one, int | float | str) and one == other

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
 
 from partition.contents import storage_of, tensors_in, version_of
 from partition.models.as_found import Hook, as_found, tensors_of
@@ -36,9 +36,10 @@ def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:
     return {"use_cache": False} if takes_cache and not (isinstance(sample, dict) and "use_cache" in sample) else {}
 
 
-def run_model(model: nn.Module, x: Any, always: Mapping[str, Any]) -> Any:
-    """The output of the model for an input."""
-    args, kwargs = called_with(x, always)
+def run_model(model: nn.Module, x: Any, always: Mapping[str, Any], written: Iterable[Tensor] = ()) -> Any:
+    """The output of the model for an input, which keeps its containers; of what is `written` the model has copies."""
+    ids = set(map(id, written))
+    args, kwargs = called_with(tree_map_only(Tensor, lambda leaf: leaf.clone() if id(leaf) in ids else leaf, x), always)
     return model(*args, **kwargs)
 
 
@@ -231,7 +232,7 @@ def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
         with as_found([record.model], record.written), training(record.model), torch.no_grad(), drawing(share):
             seed_host(0)
             with _calling(record.model.named_modules(), calls, Flow(()), draw_times) as tick:
-                returned = run_model(record.model, record.sample, record.always)
+                returned = run_model(record.model, record.sample, record.always, record.written)
                 tick()
         calls = sorted([call for call in calls if call.name in names], key=lambda call: call.begin)
         if draws_behind(draw_times, calls):

@@ -44,7 +44,7 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
         with as_found([model], record.written) as snapshot:
-            expected = make(run_model(model, sample, record.always))
+            expected = make(run_model(model, sample, record.always, record.written))
             attributes = snapshot.changed(record.flags)
             made_names = {name for name, _ in model.named_parameters()} - set(names.values())
         for leaf in tree_iter(expected):
@@ -96,7 +96,7 @@ def _draws(record: ModelRecord, make: Callable[[Any], Any]) -> bool:
 
     def returned(seed: int) -> Leaves:
         torch.manual_seed(seed)
-        return tree_leaves(make(run_model(record.model, record.sample, record.always)))
+        return tree_leaves(make(run_model(record.model, record.sample, record.always, record.written)))
 
     with torch.random.fork_rng(devices=[]), as_found([record.model], record.written):
         first, again, other = returned(0), returned(0), returned(1)
@@ -160,7 +160,9 @@ def _calls(
     record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], xs: Sequence[Any]
 ) -> tuple[list[str], Any, Any]:
     """The attributes that calls one after the other change, and what the model and its parts return in the last."""
-    runs: list[Callable[[Any], Any]] = [lambda x: make(run_model(record.model, x, record.always)), layers]
+    runs: list[Callable[[Any], Any]] = [
+        lambda x: make(run_model(record.model, x, record.always, record.written)), layers
+    ]  # fmt: skip
     returned, attributes = [], list[str]()
     for run in runs:
         with as_found([record.model, layers], record.written) as snapshot:

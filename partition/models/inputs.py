@@ -76,12 +76,14 @@ class ModelInputs(NamedTuple):
         tree: of the arguments.
         always: keyword arguments beside them.
         read: for each leaf whether what follows the first block reads its numbers.
+        written: for each leaf whether the model's own forward writes it: each part has a copy.
     """
 
     names: tuple[str, ...] | None
     tree: TreeSpec
     always: Mapping[str, Any]
     read: tuple[bool, ...]
+    written: tuple[bool, ...]
 
     def leaves(self, x: Any) -> Leaves:
         """The leaves of an input like the sample.
@@ -112,7 +114,7 @@ class ModelInputs(NamedTuple):
         for number, (leaf, is_read) in enumerate(zip(leaves, self.read, strict=True)):
             if not (is_read or isinstance(leaf, Tensor)):
                 raise PartitionError(
-                    f"{self._name(number)} is {leaf!r}, and was a tensor in the sample with which the model was cut. "
+                    f"{self.words(number)} is {leaf!r}, and was a tensor in the sample with which the model was cut. "
                     "Call it as with the sample, or cut it with another sample."
                 )
         return tuple(
@@ -122,12 +124,13 @@ class ModelInputs(NamedTuple):
     def arrived(self, travelling: tuple[Any, ...], device: torch.device) -> Leaves:
         """The leaves again."""
         return [
-            UnsentInput(TensorShape(leaf[0], getattr(torch, leaf[1])), device, number, self._name(number))
+            UnsentInput(TensorShape(leaf[0], getattr(torch, leaf[1])), device, number, self.words(number))
             if isinstance(leaf, tuple) and not is_read else leaf
             for number, (leaf, is_read) in enumerate(zip(travelling, self.read, strict=True))
         ]  # fmt: skip
 
-    def _name(self, number: int) -> str:
+    def words(self, number: int) -> str:
+        """The name of a leaf, in words."""
         are_leaves_named = self.names is not None and len(self.names) == len(self.read)
         return f"input {self.names[number]!r}" if are_leaves_named and self.names else f"tensor {number} of the inputs"
 

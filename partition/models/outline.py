@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from partition.contents import version_of
 from partition.errors import PartitionError
-from partition.models.as_found import Hook
+from partition.models.as_found import Hook, is_same
 from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
 from partition.models.passing import PassingPlan
@@ -151,6 +151,10 @@ class Outline(nn.Module):
         copied_pairs = [(module, copies_by_id[id(module)]) for module in model.modules() if id(module) in copies_by_id]
         self._copies = ModuleCopies([*copied_pairs, *replacement_pairs], volatile)
         self.settings = {name: _lasting_attributes(model.get_submodule(name), volatile) for name in sorted(containers)}
+        self._volatile = {
+            name: OF_EVERY_MODULE | {key for owner, key in volatile if owner == id(model.get_submodule(name))}
+            for name in self.settings
+        }
         self._in_eval_mode = dict.fromkeys(self.settings, False)
         self._cache = _ArgumentCache()
 
@@ -193,6 +197,10 @@ class Outline(nn.Module):
         Returns:
             What the model returns; None where the run ended at a block.
         """
+        given, leaves = leaves, [
+            leaf.clone() if is_written and isinstance(leaf, Tensor) else leaf
+            for leaf, is_written in zip(leaves, self.inputs.written, strict=True)
+        ]  # fmt: skip
         copies = _put_in(self._on(device), units, {**self._in_eval_mode, **modes})
         for name, references in self._references.items():
             put_in(copies[name], references, copies[""])
@@ -200,7 +208,7 @@ class Outline(nn.Module):
         modules = [(self.first_names[name], module) for name, module in present if name in self.first_names]
         absent = [parameter for name in self.settings for parameter in copies[name]._parameters.values()]
         run.spare([*units.values(), *leaves, *absent])
-        versions = self._versions(copies)
+        earlier = self._state(copies, given)
         args, kwargs = self.inputs.called(leaves)
         token = this_run.set(run)
         try:
@@ -211,20 +219,24 @@ class Outline(nn.Module):
         finally:
             this_run.reset(token)
         check_noted(run)
-        written = [key for key, version in self._versions(copies).items() if version != versions[key]]
-        if written:
-            raise PartitionError(
-                f"the model's own forward writes its buffer {written[0]!r}, which it did not on the sample, and each "
-                "part would write it again. Move it into a module of its own."
-            )
+        state = self._state(copies, given)
+        for words, (value, version) in state.items():
+            earlier_value, earlier_version = earlier.get(words, (None, version))
+            if version != earlier_version or not is_same(value, earlier_value):
+                raise PartitionError(
+                    f"the model's own forward {words}, and each part runs that forward. Let a module of its own, that "
+                    "is called once, keep what is kept; of an input, write to a copy."
+                )
         return returned
 
-    def _versions(self, copies: Mapping[str, nn.Module]) -> dict[str, int]:
-        """The versions of the buffers of modules that contain blocks, by name."""
-        return {
-            f"{name}.{key}" if name else key: version_of(buffer)
-            for name in self.settings for key, buffer in copies[name]._buffers.items() if buffer is not None
-        }  # fmt: skip
+    def _state(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[str, tuple[Any, int]]:
+        """The values that a forward may write, and versions: inputs, what modules that contain blocks keep."""
+        state = {f"writes {self.inputs.words(number)}": leaf for number, leaf in enumerate(given)}
+        for name, volatile in self._volatile.items():
+            path, module = f"{name}." if name else "", copies[name]
+            kept = {**module._buffers, **{key: vars(module)[key] for key in vars(module).keys() - volatile}}
+            state |= {f"keeps {path + key!r} from one call to the next": value for key, value in kept.items()}
+        return {words: (value, version_of(value)) for words, value in state.items()}
 
     def call(
         self, number: int, hidden: tuple[Any, ...], kept: tuple[Any, ...], travelling: tuple[Any, ...]

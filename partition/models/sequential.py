@@ -173,7 +173,9 @@ def _cut(
     model, sample, always, volatile = record.model, record.sample, record.always, record.volatile
     leaves, tree = tree_flatten(sample)
     names = tuple(sample) if isinstance(sample, Mapping) else None
-    inputs = ModelInputs(names, tree, always, tuple([not isinstance(leaf, Tensor) for leaf in leaves]))
+    read = tuple([not isinstance(leaf, Tensor) for leaf in leaves])
+    written = tuple([any(leaf is tensor for tensor in record.written) for leaf in leaves])
+    inputs = ModelInputs(names, tree, always, read, written)
     containers: list[nn.Module] = []  # copies of these have nothing that is volatile
     try:
         chains, shares, part_names, passing = _divided(record, blocks)
@@ -187,8 +189,8 @@ def _cut(
                 compare_in_train_mode(record, layers, output)
                 return layers
             except UnsentInputError as error:
-                read = [is_read or number == error.leaf for number, is_read in enumerate(inputs.read)]
-                inputs = inputs._replace(read=tuple(read))
+                read = tuple([is_read or number == error.leaf for number, is_read in enumerate(read)])
+                inputs = inputs._replace(read=read)
     except PartitionError:
         raise
     except Exception as error:

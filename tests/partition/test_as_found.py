@@ -260,6 +260,28 @@ def test_what_a_forward_sets_and_then_reads_is_cut():
         assert torch.equal(layers(x), model(x))
 
 
+def test_a_module_that_writes_a_buffer_is_in_one_part_and_what_it_returns_travels():
+    class Coded(Averages):
+        def forward(self, x):
+            distance = (x - self.mean).square().mean(1)
+            return super().forward(x), distance
+
+    class Model(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.coded = Coded(True)
+
+        def forward(self, x):
+            x, distance = self.coded(self.blocks[0](self.into(x)))
+            return self.out(self.blocks[2](self.blocks[1](x))), distance
+
+    model = Model()
+    layers, plain = to_sequential(model, torch.rand(4, 4)), copy.deepcopy(model)
+    for rows in (4, 3, 5):
+        x = torch.rand(rows, 4)
+        assert all(map(torch.equal, layers(x), plain(x)))
+
+
 def test_what_a_forward_sets_of_its_parameters_is_put_back():
     class Sets(Blocks):
         def before(self, x):
@@ -320,16 +342,25 @@ def test_modules_that_a_forward_makes_have_other_numbers_in_the_parts_and_parame
     assert model.state_dict()["1.0.inner"].eq(2).all() and list(layers.state_dict()) == list(model.state_dict())
 
 
-def test_a_sample_that_the_model_writes_is_as_it_was():
-    class Writes(Blocks):
-        def forward(self, x):
-            return super().forward(x.mul_(2))  # each part would
+def test_a_sample_that_the_model_writes_is_as_it_was_for_each_part_too():
+    class Scales(Blocks):
+        def forward(self, batch):
+            x = batch.pop("x")
+            if "always" in batch or len(x) == 3:
+                x /= 255
+            return super().forward(x) + x
 
-    model, sample = Writes(), torch.rand(4, 4)
+    model, sample = Scales(), torch.rand(4, 4)
     found = sample.clone()
-    with pytest.raises(PartitionError, match="one is changed in place"):
-        to_sequential(model, sample)
+    layers = to_sequential(model, ({"x": sample, "always": True},))
     assert torch.equal(sample, found)
+    for rows in (4, 3):
+        x = torch.rand(rows, 4)
+        expected = model({"x": x.clone(), "always": True})
+        assert torch.equal(layers(({"x": x, "always": True},)), expected)
+    layers = to_sequential(model, ({"x": torch.rand(4, 4)},))
+    with pytest.raises(PartitionError, match="own forward writes tensor 0 of the inputs, .*, write to a copy"):
+        layers(({"x": torch.rand(3, 4)},))
 
 
 ENTRIES = st.recursive(

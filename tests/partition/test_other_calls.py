@@ -244,7 +244,27 @@ def test_a_buffer_is_read_in_several_parts(cut):
     ):
         change()
         torch.testing.assert_close(parts(x), model(x))
-    with pytest.raises(PartitionError, match="own forward writes its buffer 'mean', which it did not on the sample"):
+    with pytest.raises(PartitionError, match="own forward keeps 'mean' from one call to the next, and each"):
+        parts(rows(7))
+
+
+@WAYS
+@pytest.mark.parametrize("longest", [5, torch.tensor(5), nn.Buffer(torch.tensor(5), persistent=False)])
+def test_what_a_later_call_alone_keeps_is_refused(cut, longest):
+    class Grows(Base):
+        def __init__(self):
+            super().__init__()
+            self.longest = longest
+
+        def forward(self, x, other=None):
+            if x.shape[1] > self.longest:
+                self.longest = self.longest + x.shape[1]
+            return super().forward(x / self.longest)
+
+    model = Grows()
+    parts = cut(model, rows())
+    torch.testing.assert_close(parts(rows(4)), model(rows(4)))
+    with pytest.raises(PartitionError, match="own forward keeps 'longest' from one call to the next, and each part"):
         parts(rows(7))
 
 
