@@ -695,7 +695,7 @@ def test_compiled_layers_give_the_same_numbers(backend, checkpoint):
 @pytest.mark.parametrize("workers", ["inline", "threads"])
 @pytest.mark.parametrize("entry", ["backward", "step", "evaluate"])
 def test_within_a_compiled_function_a_pipe_runs_as_without(entry, workers):
-    """In 0.1.0, step raised dynamo's AssertionError, and backward() had the engine compiled, frame by frame."""
+    """Else dynamo would raise within step, and compile the engine frame by frame in backward()."""
     model = nn.Sequential(nn.Linear(WIDE, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     pipe = Pipe(model, [2, 1], CHUNKS, devices=[Place(torch.device("cpu"), name) for name in "ab"], workers=workers)
     x, y = batch()

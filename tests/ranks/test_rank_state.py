@@ -150,7 +150,7 @@ def test_a_file_may_have_a_tied_weight_under_one_of_its_names(
 def test_a_tied_weight_is_what_it_is_in_the_plain_module_whatever_names_a_state_has(
     size: int, names: list[str], crews: dict[int, Crew]
 ) -> None:
-    """In 0.1.0, copies on ranks without their name in the state stayed as they were."""
+    """Copies on ranks without their name in the state are loaded too."""
     state = {key: torch.randn_like(value) for key, value in tied_and_frozen().state_dict().items()}
     state = {key: value for key, value in state.items() if key in names or key not in ("0.weight", "4.weight")}
     plain = tied_and_frozen()

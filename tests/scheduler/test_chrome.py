@@ -29,7 +29,7 @@ def test_a_simulated_timeline_is_read_back_as_it_was(schedule, forward):
 @LAWS
 @given(schedules(), st.floats(1e-9, 1))
 def test_a_simulated_timeline_of_short_actions_is_read_back_to_a_thousandth_of_the_shortest(schedule, short):
-    """In 0.2.1, what took less than half a thousandth of a slot was read as nothing, and reports counted that."""
+    """A trace has thousandths of a slot: what takes less would be read as nothing."""
     timeline = simulate(schedule, Costs(forward=short, input=2 * short, weight=5 * short / 3, link=short / 7))
     again = timeline_from_chrome(chrome_trace(timeline))
     times, read = ([time for row in step.by_lane for event in row for time in event[2:]] for step in (timeline, again))

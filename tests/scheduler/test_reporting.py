@@ -127,9 +127,9 @@ def test_only_the_chunks_that_were_recomputed_are_planned_so():
     assert told.stages[0].planned_busy == told.stages[0].busy
 
 
-@pytest.mark.parametrize("recompute", [0.5, (0.5, 0.5), lambda stage, chunk: chunk % 2], ids=repr)
+@pytest.mark.parametrize("recompute", [0.5, (0.5, 0.5), lambda stage, chunk: chunk % 2], ids=["number", "stages", "function"])
 def test_planned_costs_count_as_simulate_takes_them(recompute):
-    """In 0.2.1, a plan that recomputes half of a stage's chunks, so half a forward a chunk, counted half of that."""
+    """A plan that recomputes half of a stage's chunks costs half a forward a chunk, of all chunks."""
     schedule = by_name("1f1b", 2, 4)
     timeline = recomputed(schedule, Costs(backward=4), kept={Action(stage, Kind.B, 0) for stage in (0, 1)})
     planned = Costs(recompute=recompute, unit="s")
