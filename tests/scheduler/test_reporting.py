@@ -127,7 +127,10 @@ def test_only_the_chunks_that_were_recomputed_are_planned_so():
     assert told.stages[0].planned_busy == told.stages[0].busy
 
 
-@pytest.mark.parametrize("recompute", [0.5, (0.5, 0.5), lambda stage, chunk: chunk % 2], ids=["number", "stages", "function"])
+KINDS = {"number": 0.5, "stages": (0.5, 0.5), "function": lambda stage, chunk: chunk % 2}
+
+
+@pytest.mark.parametrize("recompute", KINDS.values(), ids=KINDS)
 def test_planned_costs_count_as_simulate_takes_them(recompute):
     """A plan that recomputes half of a stage's chunks costs half a forward a chunk, of all chunks."""
     schedule = by_name("1f1b", 2, 4)
