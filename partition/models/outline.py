@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,9 @@ class _ArgumentCache:
 
     def __reduce__(self) -> tuple[type[_ArgumentCache], tuple[()]]:
         return _ArgumentCache, ()
+
+
+_Place: TypeAlias = tuple[str | None, Any]  # of an input, its number; of a module, its name and the attribute's
 
 
 class Outline(nn.Module):
@@ -219,24 +222,27 @@ class Outline(nn.Module):
         finally:
             this_run.reset(token)
         check_noted(run)
-        state = self._state(copies, given)
-        for words, (value, version) in state.items():
-            earlier_value, earlier_version = earlier.get(words, (None, version))
+        for (owner, name), (value, version) in self._state(copies, given).items():
+            earlier_value, earlier_version = earlier.get((owner, name), (None, version))
             if version != earlier_version or not is_same(value, earlier_value):
+                path = f"{owner}.{name}" if owner else name
+                words = f"keeps {path!r} from one call to the next"
                 raise PartitionError(
-                    f"the model's own forward {words}, and each part runs that forward. Let a module of its own, that "
-                    "is called once, keep what is kept; of an input, write to a copy."
+                    f"the model's own forward {words if owner is not None else f'writes {self.inputs.words(name)}'}, "
+                    "and each part runs that forward. Let a module of its own, that is called once, keep what is kept; "
+                    "of an input, write to a copy."
                 )
         return returned
 
-    def _state(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[str, tuple[Any, int]]:
+    def _state(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[_Place, tuple[Any, int]]:
         """The values that a forward may write, and versions: inputs, what modules that contain blocks keep."""
-        state = {f"writes {self.inputs.words(number)}": leaf for number, leaf in enumerate(given)}
-        for name, volatile in self._volatile.items():
-            path, module = f"{name}." if name else "", copies[name]
-            kept = {**module._buffers, **{key: vars(module)[key] for key in vars(module).keys() - volatile}}
-            state |= {f"keeps {path + key!r} from one call to the next": value for key, value in kept.items()}
-        return {words: (value, version_of(value)) for words, value in state.items()}
+        state: dict[_Place, tuple[Any, int]]
+        state = {(None, number): (leaf, version_of(leaf)) for number, leaf in enumerate(given)}
+        for owner, volatile in self._volatile.items():
+            table, buffers = vars(copies[owner]), copies[owner]._buffers
+            state.update({(owner, name): (table[name], version_of(table[name])) for name in table.keys() - volatile})
+            state.update({(owner, name): (buffer, version_of(buffer)) for name, buffer in buffers.items()})
+        return state
 
     def call(
         self, number: int, hidden: tuple[Any, ...], kept: tuple[Any, ...], travelling: tuple[Any, ...]
