@@ -44,6 +44,8 @@ FAMILIES = {
     "BertForMaskedLM": ("BertConfig", SIZES),
     "BertForSequenceClassification": ("BertConfig", SIZES),
     "RobertaForMaskedLM": ("RobertaConfig", SIZES),
+    "DebertaV2ForMaskedLM": ("DebertaV2Config", SIZES | {  # blocks get a table of positions, the parameter itself
+        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8, "type_vocab_size": 0}),
     "ViTForImageClassification": ("ViTConfig", SEEING),
     "CLIPTextModelWithProjection": ("CLIPTextConfig", SIZES | {"bos_token_id": 1, "eos_token_id": 2}),
     "CLIPVisionModelWithProjection": ("CLIPVisionConfig", SEEING),

@@ -84,6 +84,12 @@ class Flow:
             self.roots[self._put(tensor, StorageVersion(-1 if self._time < 0 else self.tick()))] = storage
         return self._latest[storage][0]
 
+    def computed(self, number: int) -> int:
+        """The node whose numbers a node has: not those as which modules have returned it, as it was."""
+        while (node := self.nodes[number]).returned_by is not None and node.previous is not None:
+            number = node.previous
+        return number
+
     def record_return(self, call: int, leaves: Iterable[Any]) -> None:
         """Note what a module returns."""
         places: dict[int, list[int]] = {}

@@ -52,7 +52,7 @@ def phases_of(model: nn.Module, runs: Iterable[ModelRun], chains: Sequence[Block
             for name in names[id(module)]:
                 phases.called[name].add(bisect_right(ends, call.begin))
         for time, nodes in [*[(node.time, node.parents) for node in flow.nodes], *flow.host_reads]:
-            for node in nodes:
+            for node in map(flow.computed, nodes):
                 if node in flow.roots:
                     phases.read[flow.roots[node]].add(bisect_right(ends, time))
     return phases

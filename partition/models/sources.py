@@ -201,7 +201,7 @@ class Sources:
         enclosing = self._enclosing(node.time) if node.returned_by is None else self._units[node.returned_by[0]]
         if isinstance(enclosing, int):
             return LostValue(f"what block {self.blocks[enclosing].name!r} computes beside what it returns")
-        owners = self._owners.get(number, frozenset())
+        owners = self._owners.get(self.run.flow.computed(number), frozenset())
         names = owners or enclosing
         if names and not names & set(present):
             return LostValue(f"what {min(names)!r} computes", min(owners & self._uncalled, default=""))
@@ -228,6 +228,6 @@ def _owners(model: nn.Module, flow: Flow, part_names: Collection[str]) -> dict[i
         unit = unit_of(model, name)
         tensors = [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
         for tensor in tensors:
-            node = flow.node(tensor)
+            node = flow.computed(flow.node(tensor))
             owners[node] = owners.get(node, frozenset()) | {name}
     return owners

@@ -66,6 +66,40 @@ def piped(model: nn.Module, sample: Any) -> nn.Module:
 WAYS = pytest.mark.parametrize("cut", [sequential, piped])
 
 
+# ------------------------------------------------------------------------------------------ what blocks are called with
+
+
+class Returning(Block):
+    """A block within which a module returns what it was given, as dropout does in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x, table):
+        return super().forward(x, self.dropout(table)[: x.shape[1]])
+
+
+@WAYS
+def test_a_table_that_modules_in_blocks_return_is_still_the_models_parameter(cut):
+    class Tabled(Base):
+        def __init__(self):
+            super().__init__(Returning)
+            self.table = nn.Embedding(9, WIDE)
+
+        def given(self, x, other):
+            return (self.table.weight,)
+
+    model = Tabled().eval()
+    parts, plain = cut(model, rows()), copy.deepcopy(model)
+    for length in (5, 7):
+        outputs, expected = parts(rows(length)), plain(rows(length))
+        torch.testing.assert_close(outputs, expected)
+        for output in (outputs, expected):
+            output.square().sum().backward()
+        torch.testing.assert_close(model.table.weight.grad, plain.table.weight.grad)
+
+
 # ------------------------------------------------------------------------------------------------- between two blocks
 
 
