@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from partition.contents import tensors_in
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_comparison import LossComparison, differences
@@ -127,10 +127,10 @@ class Loss:
         self, output: Any, target: Any, rows: int, is_whole: bool, batch_dim: int = 0
     ) -> tuple[Any, DivisorTrace | None]:
         """The result of loss_fn, and the trace of its means. A whole mini-batch needs no trace."""
-        outputs = _tensors(output)
+        outputs = tensors_in(output)
         if is_whole and not any([tensor.dtype is torch.float16 for tensor in outputs]):
             return _call(self.loss_fn, output, target), None
-        trace = DivisorTrace(rows, outputs, _tensors(target), self._reduction == "mean", batch_dim)
+        trace = DivisorTrace(rows, outputs, tensors_in(target), self._reduction == "mean", batch_dim)
         with trace:  # on the CPU torch's own mean over tokens of float16 overflows
             return _call(self.loss_fn, output, target), trace
 
@@ -390,10 +390,6 @@ def _called(loss_fn: LossFn, output: Any, target: Any) -> Any:
 
 def _is_bent(pair: Iterable[Any], trace: DivisorTrace) -> bool:
     return any([origin.is_bent for part in pair if (origin := trace.origin(part)) is not None])
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _sum(by_chunk: dict[int, Tensor]) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
+from partition.contents import tensors_in
 from pipeline.common.accelerators import entered
 from pipeline.common.module_tables import buffers_of
 from pipeline.common.torch_modes import weights_cast_anew
@@ -184,4 +184,4 @@ def _same_buffers(ones: dict[str, Tensor | None], others: dict[str, Tensor | Non
 
 def _tensors(value: Any) -> list[Tensor]:
     """Copies of those in a value, which a later layer may write in place."""
-    return [leaf.clone() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [tensor.clone() for tensor in tensors_in(value)]
