@@ -231,12 +231,10 @@ def _steps(edges: Any, *levels: Any) -> list[Any]:
 def _shares(row: Sequence[Event], page: _Page) -> Any:
     """The share of each column's time that some events take."""
     makespan = float(page.timeline.makespan)
-    done = numpy.zeros(page.columns + 1)  # by each column's edge
-    edges = numpy.linspace(0, makespan, page.columns + 1)
-    if row:
-        times = numpy.array([float(time) for event in row for time in (event.start, event.end)])
-        work = numpy.array([0.0 if at % 2 == 0 else times[at] - times[at - 1] for at in range(len(times))])
-        done = numpy.interp(edges, times, numpy.cumsum(work))
+    times = numpy.array([0.0, *(float(time) for event in row for time in (event.start, event.end))])
+    work = numpy.diff(times, prepend=0.0)
+    work[1::2] = 0.0  # before each start
+    done = numpy.interp(numpy.linspace(0, makespan, page.columns + 1), times, numpy.cumsum(work))
     return numpy.diff(done) * page.columns / makespan
 
 

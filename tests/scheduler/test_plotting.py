@@ -295,6 +295,13 @@ def test_nothing_and_no_time_are_drawn_too(timeline):
     assert len(list(bars(figure.axes[0]))) == len(timeline.events)
 
 
+def test_a_lane_that_runs_nothing_is_left_white_where_actions_are_many():
+    events = [event for event in simulate(by_name("gpipe", 2, 500)).events if event.lane == 0]
+    axes = plot(Timeline(tuple(events), 2), memory=False).axes[0]
+    painted = [corners for colour, corners in patches(axes) if colour == PLAIN[Kind.F] and area(corners)]
+    assert {int(corners.mean(0)[1]) for corners in painted} == {0}
+
+
 @pytest.mark.parametrize("orders", ["lane 0: 0F0 0F1\nlane 1: 1F0 1F1", "lane 0: 0F0 0F1\nlane 1:"])
 def test_half_a_schedule_is_drawn(orders):
     schedule = Schedule.parse(f"schedule half, chunks 2, stages on lanes 0 1\n{orders}")
