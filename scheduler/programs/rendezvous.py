@@ -65,8 +65,8 @@ def stuck_lanes(program: Program, receives_wait: bool = False) -> list[Fault]:
 
 
 def _wait(program: Program, position: list[int], lane: int, need: Action) -> Fault:
-    words = f"cannot end: lane {lane} waits at {program.orders[lane][position[lane]]} for {need}, "
-    for runner, order in enumerate(program.orders):
-        if need in order[position[runner]:]:
-            return Fault(f"{words}which lane {runner} comes to after {order[position[runner]]}.", lane, position[lane])
-    return Fault(f"{words}which no lane runs: add it.", lane, position[lane])
+    at, runner = position[lane], next(lane for lane, order in enumerate(program.orders) if need in order)
+    return Fault(
+        f"cannot end: lane {lane} waits at {program.orders[lane][at]} for {need}, which lane {runner} comes to after "
+        f"{program.orders[runner][position[runner]]}.", lane, at
+    )
