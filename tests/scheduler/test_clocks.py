@@ -3,6 +3,7 @@
 from fractions import Fraction
 from itertools import pairwise
 
+import pytest
 from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,13 +57,14 @@ def test_no_message_between_neighbours_is_read_before_it_is_sent(run, offsets):
             assert reader.start >= giver.end
 
 
-def test_with_messages_one_way_the_fastest_takes_no_time():
+@pytest.mark.parametrize("kind, giver", [(Kind.F, 0), (Kind.B, 1)])
+def test_with_messages_one_way_the_fastest_takes_no_time(kind, giver):
     timeline = simulate(by_name("1f1b", 2, 3), Costs(link=5))
-    forwards = [event for event in timeline.events if event.action.kind is Kind.F]
-    clocks = [[event for event in forwards if event.lane == 0],
-              [event._replace(start=event.start + 70, end=event.end + 70) for event in forwards if event.lane == 1]]
-    first, _, _ = [event for event in on_one_clock(clocks) if event.lane == 1]
-    assert first.start == 1
+    told_of = [event for event in timeline.events if event.action.kind is kind]
+    clocks = [[event for event in told_of if event.lane == 0],
+              [event._replace(start=event.start + 70, end=event.end + 70) for event in told_of if event.lane == 1]]
+    times = {(event.lane, event.action.chunk): event for event in on_one_clock(clocks)}
+    assert times[1 - giver, 0].start == times[giver, 0].end
 
 
 def test_a_clock_without_messages_is_left_alone():

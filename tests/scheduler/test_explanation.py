@@ -198,6 +198,12 @@ def test_words_for_an_idle_lane_say_when_a_message_is_on_its_way():
     )
 
 
+def test_words_for_an_idle_lane_end_where_what_it_waited_for_was_not_recorded():
+    events = [event for event in simulate(by_name("gpipe", lanes=2, chunks=1)).events if event.lane == 1]
+    words = Timeline(tuple(events), 2).why_idle(1, 0)
+    assert words == "lane 1 is idle from 0 to 1: 1F0 waits for nothing that was recorded."
+
+
 def test_words_for_an_idle_lane_name_an_order_that_holds_it_up():
     """1B0 could run at 2, but lane 1 runs all forwards first."""
     words = simulate(by_name("gpipe", lanes=2, chunks=3)).why_idle(0, 3.5)

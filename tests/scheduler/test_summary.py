@@ -26,6 +26,11 @@ def test_a_timeline_that_fits_prints_as_it_is_drawn():
     assert str(timeline) == draw(timeline)
 
 
+def test_a_measured_timeline_of_as_many_lanes_as_lines_is_not_drawn():
+    timeline = Timeline.measured(simulate(by_name("1f1b", 40, 1)).events, 40)
+    assert "too long to draw here" in str(timeline)
+
+
 def test_a_timeline_of_very_unequal_actions_is_not_drawn():
     """Its grid would have a million columns."""
     timeline = simulate(by_name("1f1b", 2, 2), Costs(backward=10**6 + 1 / 8))
