@@ -152,7 +152,8 @@ def passing_of(
             raise PartitionError(
                 f"{losses[-1]}, in another part of the model, and does not travel there. Return it from a block, or "
                 "from a module that is called once; turn off what drops layers at random (layerdrop=0); name the "
-                "module that computes it among the blocks, blocks=[...]; or write the model as an nn.Sequential."
+                "module that computes it among the blocks, to_sequential(model, sample, blocks=[...]); or write the "
+                "model as an nn.Sequential."
             )
     if absent:
         raise AbsentUnitsError(absent)

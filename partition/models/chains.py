@@ -55,7 +55,7 @@ def found_blocks(model: nn.Module, calls: Sequence[ModuleCall]) -> list[list[Mod
     if not ways:
         raise PartitionError(
             f"{type(model).__name__} has no blocks: no modules that are called with a tensor and have most of its "
-            "parameters. Name them, blocks=[...], or write the model as an nn.Sequential."
+            "parameters. Name them, to_sequential(model, sample, blocks=[...]), or write the model as an nn.Sequential."
         )
     return ways
 
@@ -167,7 +167,7 @@ def _chain(run: Sequence[ModuleCall]) -> BlockChain:
     if not any(isinstance(leaf, Tensor) for leaf in hidden):
         raise PartitionError(
             f"block {first.name!r} is not called with a tensor, or returns none: it has no hidden state. Name others: "
-            "blocks=[...]."
+            "to_sequential(model, sample, blocks=[...])."
         )
     returned = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     dtypes = tuple([leaf.dtype if isinstance(leaf, Tensor) else None for leaf in hidden])

@@ -84,7 +84,8 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
             raise PartitionError(
                 f"{kind} does not return on the sample what its parts return: a value that the beginning computes is "
                 f"used behind the blocks, or one is changed in place{_furthest(ours, theirs)}. Name the module that "
-                "computes it among the blocks, blocks=[...], or write the model as an nn.Sequential."
+                "computes it among the blocks, to_sequential(model, sample, blocks=[...]), or write the model as an "
+                "nn.Sequential."
             )
         _compare_grads(kind, ours, theirs, parameters, names)
     if attributes:
@@ -124,8 +125,8 @@ def compare_in_train_mode(record: ModelRecord, layers: nn.Sequential, make: Call
             raise PartitionError(
                 f"{type(record.model).__name__} does not return in train mode what its parts return: what is drawn for "
                 "dropout in one part is used in another, layers are dropped (as layerdrop=... does), or blocks hand "
-                "something over beside what they return. Turn that off, name other blocks, blocks=[...], or write an "
-                "nn.Sequential."
+                "something over beside what they return. Turn that off, name other blocks, "
+                "to_sequential(model, sample, blocks=[...]), or write an nn.Sequential."
             )
         kind = f"{type(model).__name__} in train mode"
         _compare_grads(kind, tree_leaves(ours), tree_leaves(theirs), parameters, names)
@@ -195,8 +196,8 @@ def _compare_grads(
                 raise PartitionError(f"{kind}: the gradient of {name} is not finite on the sample. {_REMEDY}")
             raise PartitionError(
                 f"{kind}: the gradient of {name} is not that of the model: something between two blocks, a hook or a "
-                "function of autograd, is not in the parts. Name other blocks, blocks=[...], or write the model as an "
-                "nn.Sequential."
+                "function of autograd, is not in the parts. Name other blocks, "
+                "to_sequential(model, sample, blocks=[...]), or write the model as an nn.Sequential."
             )
 
 

@@ -87,7 +87,7 @@ def shares_of(
             if name not in inner_modules and any(phase % 2 for phase in phases.called.get(name, ())):
                 raise PartitionError(
                     f"module {name!r} is called between blocks, and belongs to none. Name blocks that contain it: "
-                    "blocks=[...]."
+                    "to_sequential(model, sample, blocks=[...])."
                 )
         owners = {phase // 2 for phase in phases_used if phase % 2 == 0}
         if not owners and (is_single or name not in modules or modules[name].state_dict()):

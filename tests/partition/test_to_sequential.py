@@ -485,6 +485,54 @@ def test_blocks_may_be_named_and_wrong_names_are_refused():
             to_sequential(model, ids(2), blocks=blocks)
 
 
+class Scales(Chain):
+    """A block that is called with a number, one that no forward calls, one between others in train mode alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.spare, self.watch = Scale(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        x = self.embed(ids) * self.scale(2)
+        for block in self.blocks:
+            x = block(x)
+            if self.training:
+                self.watch(x)
+        return x
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, times):
+        return self.weight * times
+
+
+class Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+@pytest.mark.parametrize("model, blocks, words", [
+    (Scales(), ["scale", "blocks"], "block 'scale' is not called with a tensor, or returns none: it has no hidden st"),
+    (Scales(), ["blocks", "spare"], "block 'spare' is not called in a forward."),
+    (Scales(), ["blocks"], "module 'watch' is called between blocks, and belongs to none. Name blocks that contain"),
+    (Products(), None, "Products has no blocks: no modules that are called with a tensor and have most of its param"),
+])  # fmt: skip
+def test_what_is_no_block_is_refused(model, blocks, words):
+    sample = ids(2) if isinstance(model, Scales) else torch.randn(2, 4)
+    with pytest.raises(PartitionError, match=re.escape(words)):
+        to_sequential(model, sample, blocks=blocks)
+
+
 class Stage(nn.Module):
     def __init__(self, *layers):
         super().__init__()
