@@ -261,6 +261,9 @@ def test_what_does_not_fit_is_said_of_a_stage_and_a_layer() -> None:
     layers = Layers([1] * 6, amounts_of([Bytes(40)] * 6), amounts_of([Bytes(0)] * 6))
     with pytest.raises(PartitionError, match="2 stages as long as their memory allows .100 by.* end at layer 4 of 6"):
         cut_layers(layers, [StageSpec(memory=100)] * 2, (), of_one_stage([StageSpec(memory=100)] * 2))
+    shared = [DeviceStages((0, 1), 200, ((HeldChunks(0), HeldChunks(0)),))]
+    with pytest.raises(PartitionError, match="no balance fits: the stages of a device hold too much together, howev"):
+        cut_layers(layers, [StageSpec(memory=200)] * 2, (), shared)
     with pytest.raises(PartitionError, match="cannot cut 6 layers into 7 stages"):
         cut_layers(layers, [StageSpec()] * 7)
 
@@ -323,6 +326,9 @@ def test_stages_are_a_number_or_specs() -> None:
         cut(layers, [1, 2])
     with pytest.raises(PartitionError, match="stages must be a whole number, 1 or more; got 2.0"):
         cut(layers, 2.0)
+    for latency, bandwidth in ((-1, 1), (float("nan"), 1), (0, 0)):
+        with pytest.raises(PartitionError, match=f"latency is {latency} and bandwidth {bandwidth}. Give 0 or more"):
+            cut(layers, 2, latency, bandwidth)
 
 
 def test_times_that_cannot_be_are_refused() -> None:
