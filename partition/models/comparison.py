@@ -21,6 +21,11 @@ from partition.randomness import generators_left, seed_host
 
 _PIECE = 2**12  # numbers of a gradient of which one is made
 _REMEDY = "Give a sample, and a dtype, in which the model alone can be trained."
+_OUTSIDE = (
+    "its forward reads what changes from call to call outside of the model (a global, a closure), or something between "
+    "two blocks is in no part. Hand that over with the inputs, name other blocks, "
+    "to_sequential(model, sample, blocks=[...]), or write the model as an nn.Sequential."
+)
 
 
 @float32_in_full()
@@ -82,10 +87,7 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
                     "call the model with them."
                 )
             raise PartitionError(
-                f"{kind} does not return on the sample what its parts return: a value that the beginning computes is "
-                f"used behind the blocks, or one is changed in place{_furthest(ours, theirs)}. Name the module that "
-                "computes it among the blocks, to_sequential(model, sample, blocks=[...]), or write the model as an "
-                "nn.Sequential."
+                f"{kind} does not return on the sample what its parts return{_furthest(ours, theirs)}: {_OUTSIDE}"
             )
         _compare_grads(kind, ours, theirs, parameters, names)
     if attributes:
@@ -123,10 +125,7 @@ def compare_in_train_mode(record: ModelRecord, layers: nn.Sequential, make: Call
         attributes, theirs, ours = _calls(record, layers, make, [record.sample])
         if not same(ours, theirs):
             raise PartitionError(
-                f"{type(record.model).__name__} does not return in train mode what its parts return: what is drawn for "
-                "dropout in one part is used in another, layers are dropped (as layerdrop=... does), or blocks hand "
-                "something over beside what they return. Turn that off, name other blocks, "
-                "to_sequential(model, sample, blocks=[...]), or write an nn.Sequential."
+                f"{type(record.model).__name__} does not return in train mode what its parts return: {_OUTSIDE}"
             )
         kind = f"{type(model).__name__} in train mode"
         _compare_grads(kind, tree_leaves(ours), tree_leaves(theirs), parameters, names)

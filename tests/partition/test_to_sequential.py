@@ -533,6 +533,27 @@ def test_what_is_no_block_is_refused(model, blocks, words):
         to_sequential(model, sample, blocks=blocks)
 
 
+@pytest.mark.parametrize("only_in_training, words", [
+    (False, "CountsOutside does not return on the sample what its parts return (the furthest number is"),
+    (True, "CountsOutside does not return in train mode what its parts return: its forward reads what changes from ca"),
+])  # fmt: skip
+def test_a_forward_that_reads_what_calls_change_outside_of_the_model_is_refused(only_in_training, words):
+    calls = []
+
+    class CountsOutside(Chain):
+        def finish(self, x, ids):
+            if self.training or not only_in_training:
+                calls.append(ids)
+            return x + len(calls)
+
+    with pytest.raises(PartitionError, match=re.escape(words)):
+        to_sequential(CountsOutside(), ids(2))
+
+
+def test_layers_print_with_the_names_of_the_model():
+    assert "(0): Beginning(\n    embed\n" in repr(to_sequential(Chain(), ids(2)))
+
+
 class Stage(nn.Module):
     def __init__(self, *layers):
         super().__init__()
