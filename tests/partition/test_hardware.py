@@ -272,6 +272,9 @@ def test_of_unlike_gpus_the_numbers_are_unknown_before_cuda_starts() -> None:
         assert choice.environment == {"CUDA_VISIBLE_DEVICES": f"{uuid(1)},{uuid(2)}"}
         with pytest.raises(PartitionError, match=r"nobody knows CUDA's number of GPU 1, GPU 2 .*PCI_BUS_ID"):
             choice.names
+        untold = replace(choice, devices=[replace(choice.devices[0], uuid=None)])
+        with pytest.raises(PartitionError, match="the UUID of GPU 1 is not known. Use `names`."):
+            untold.environment
     assert found_on(unlike(), **BY_BUS).best(2).names == ["cuda:1", "cuda:2"]
     assert found_on(unlike(), CUDA_VISIBLE_DEVICES=f"{uuid(2)},{uuid(0)}")[0].uuid == uuid(2)  # no order is asked for
     assert not found_on(unlike(), CUDA_VISIBLE_DEVICES="-1").visible

@@ -11,6 +11,7 @@ from torch import nn
 from partition import Plan, Profile, plan, profile
 from pipeline import Pipe
 from pipeline.__main__ import main
+from scheduler import Link
 
 SCRIPT = """
 import torch
@@ -61,6 +62,15 @@ def test_plan_prints_the_plan_which_a_pipe_takes(script: str, capsys: Any) -> No
     printed = capsys.readouterr().out
     assert Plan.from_json(printed) == expected and json.loads(printed)["memory"] == [memory, memory]
     assert torch.equal(Pipe.from_plan(model, Plan.from_json(printed))(x), model(x))
+
+
+def test_plan_takes_links_and_the_order_of_devices(script: str, capsys: Any) -> None:
+    model, x = given()
+    expected = plan(model, x, devices=2, speed=[1.0, 2.0], chunks=2, device="meta", flops=1e9, reorder=False,
+                    link=Link(1e-6, 1e9), optimizer=torch.optim.Adam)  # fmt: skip
+    words = ["plan", f"{script}:build", "--devices", "2", "--speed", "1,2", "--chunks", "2", "--device", "meta"]
+    assert main([*words, "--flops", "1e9", "--keep-order", "--latency", "1e-6", "--bandwidth", "1e9"]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
 
 
 @pytest.mark.parametrize("words, told", [

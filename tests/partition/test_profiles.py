@@ -134,6 +134,12 @@ def test_optimizer_state_is_that_of_the_optimizer_after_a_step(optimizer: Any) -
             assert measured.gradients.total == sum(p.nbytes for p in layer.parameters() if p.requires_grad)
 
 
+def test_of_a_model_that_is_frozen_an_optimizer_keeps_nothing() -> None:
+    model, x = models()["plain"]
+    layers = profile(model.requires_grad_(False), x, device="meta", optimizer=torch.optim.AdamW).layers
+    assert [layer.optimizer.total for layer in layers] == [0] * len(layers)
+
+
 def test_optimizers_that_are_none_are_refused() -> None:
     model, x = models()["plain"]
     with pytest.raises(PartitionError, match="optimizer is -1, but as a factor it must be finite, 0 or more"):
