@@ -173,6 +173,14 @@ def test_another_vector_is_refused_in_words(what):
         op.hvp(vector())
 
 
+def test_what_is_no_pair_of_vectors_and_no_kind_of_random_ones_is_refused_in_words():
+    op = made()
+    with pytest.raises(ValueError, match="dot takes two vectors, not 2 and 1."):
+        op.dot(torch.ones(43, 2), torch.ones(43))
+    with pytest.raises(ValueError, match=r"kind is 'gauss'. Use 'rademacher' \(\+1 or -1\) or 'normal'."):
+        op.space.random("gauss", 0, 0)
+
+
 def test_hvp_of_several_vectors_is_refused_in_words():
     with pytest.raises(ValueError, match="hvp takes one vector, not 2. Use Hessian @ vectors"):
         made().hvp(torch.ones(43, 2))
@@ -363,6 +371,9 @@ def test_a_plain_modules_masks_are_the_same_in_every_product():
 def test_another_model_is_refused_in_words(matrix):
     with pytest.raises(TypeError, match="the model is a function. Give a Pipe or a torch.nn.Module"):
         MATRICES[matrix](lambda x: x, data(), CE.whole)
+    two_devices = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3, device="meta"))
+    with pytest.raises(ValueError, match=r"the module is on several devices \(\['cpu', 'meta'\]\). Wrap it: Pipe\("):
+        MATRICES[matrix](two_devices, data(), CE.whole)
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -530,6 +541,9 @@ LOSS_PAIRS = {
     "a default": [lambda s=s: lambda out, y, by=s: functional.cross_entropy(out, y) * by for s in (1.0, 2.0)],
     "a closure": [lambda w=w: closed_over(torch.tensor([w, 1.0, 1.0]).double()) for w in (1.0, 2.0)],
     "an array": [lambda w=w: closed_over(numpy.array([w, 1.0, 1.0])) for w in (1.0, 2.0)],
+    "a set": [lambda v=v: closed_over({"ids", v}) for v in ("x", "y")],
+    "a module": [lambda v=v: closed_over(v) for v in (functional, numpy)],
+    "a builtin": [lambda v=v: closed_over(v) for v in (max, min)],
     "a constant": [lambda: lambda out, y: out.sum() * 2, lambda: lambda out, y: out.sum() * 3],
     "a function": [
         lambda: lambda out, y: functional.mse_loss(out, y), lambda: lambda out, y: functional.l1_loss(out, y)

@@ -557,6 +557,22 @@ def test_switches_and_modules_are_as_they_were_after_a_product_and_after_an_erro
         torch.backends.cuda.enable_math_sdp(True)
 
 
+@pytest.mark.parametrize("outputs, shapes", [
+    (lambda x: (x, x[:3]), r"\[\[5, 8\], \[3, 8\]\]"), (lambda x: x.sum(0)[:7], r"\[\[7\]\]"),
+], ids=["unlike", "summed"])  # fmt: skip
+def test_the_empirical_fisher_of_outputs_without_rows_is_refused(outputs, shapes):
+    class Outputs(nn.Linear):
+        def forward(self, x):
+            return outputs(super().forward(x))
+
+    def loss(output, y):
+        return sum(part.sum() for part in (output if isinstance(output, tuple) else (output,)))
+
+    fisher = EmpiricalFisher(nn.Sequential(Outputs(8, 8)), (torch.randn(ROWS, 8), torch.randn(ROWS, 8)), loss)
+    with pytest.raises(ValueError, match=f"the output has shapes {shapes} for 5 rows of input. The empirical Fish"):
+        fisher @ torch.ones(72)
+
+
 def test_within_a_product_only_what_can_be_differentiated_twice_is_on():
     with twice_differentiable([nn.GRU(3, 3)]):
         assert switches() == [False, False, False, True, False, False]

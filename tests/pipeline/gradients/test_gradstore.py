@@ -278,6 +278,18 @@ def test_two_parameters_of_one_name_are_refused():
         GradStore([("w", parameter(2)), ("w", parameter(2))])
 
 
+def test_a_name_that_is_no_string_is_refused():
+    with pytest.raises(TypeError, match="params has a parameter named 1. Names are strings."):
+        GradStore([(1, torch.zeros(1))])
+
+
+def test_a_store_prints_what_it_has():
+    weight, bias = nn.Linear(2, 3).parameters()
+    store = GradStore([weight, bias])
+    store.insert(weight, torch.ones(3, 2))
+    assert repr(store) == "GradStore(gradients of 1 of 2 parameters, 24 bytes)"
+
+
 def test_one_tensor_is_no_list_of_parameters():
     with pytest.raises(TypeError, match=r"GradStore\(\[parameter\]\)"):
         GradStore(parameter(2, 3))

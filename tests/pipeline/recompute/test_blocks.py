@@ -4,6 +4,7 @@ The reference is a deepcopy of the model that nobody has touched, in float64 and
 """
 
 import copy
+import gc
 import inspect
 import pickle
 import random
@@ -669,6 +670,16 @@ def test_remove_refuses_where_the_forward_was_replaced_since() -> None:
     model[1].forward = ours
     blocks.remove()
     assert not any("forward" in vars(block) for block in model)
+
+
+def test_blocks_print_their_names_and_one_that_is_gone_says_so() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert repr(checkpoint_blocks(model, nn.Linear)) == "CheckpointedBlocks(0)"
+    forward = model[0].forward
+    del model
+    gc.collect()
+    with pytest.raises(ReferenceError, match="the checkpointed block '0' is gone, but its forward was called"):
+        forward(torch.zeros(1, 4))
 
 
 def pickled(model: nn.Sequential) -> nn.Sequential:

@@ -523,6 +523,22 @@ def test_a_buffer_that_requires_grad_is_differentiated_or_refused(policy: str, e
     assert all(torch.allclose(one, other, rtol=1e-13) for one, other in zip(*found, strict=True))
 
 
+def test_a_buffer_that_requires_grad_and_is_read_without_is_not_written_before_the_recomputation() -> None:
+    class Reads(InPlace):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.b.detach()
+
+    layer = Reads()
+    layer.b.requires_grad_()
+    loss = Pipe(nn.Sequential(layer, nn.Linear(2, 2).double()), [1, 1], 2, devices=["cpu"] * 2, checkpoint="always")(
+        torch.ones(4, 2, dtype=DOUBLE, requires_grad=True)
+    ).sum()
+    with torch.no_grad():
+        layer.b.mul_(2)
+    with pytest.raises(CheckpointError, match="buffer 'b', which requires a gradient, was changed in place between"):
+        loss.backward()
+
+
 def test_buffers_of_frozen_stages_change_once_too() -> None:
     for policy in POLICIES:
         ours, plain = norm_net(), norm_net()
