@@ -70,10 +70,14 @@ class NumpyGenerator:
         self._seed = self._generator.seed
 
     def manual_seed(self, seed: int) -> None:
-        self._seed(seed & _MASK32)
+        bits: Any = self._generator._bit_generator  # numpy.random.set_bit_generator may have changed that of the global
+        if type(bits) is numpy.random.MT19937:
+            self._seed(seed & _MASK32)
+        else:  # numpy seeds no other anew
+            self._generator.set_state(type(bits)(seed).state)
 
     def get_state(self) -> Any:
-        bits = self._generator._bit_generator  # numpy.random.set_bit_generator may have changed that of the global one
+        bits = self._generator._bit_generator
         if self._address is None or type(bits) is not numpy.random.MT19937:
             return self._generator.get_state(legacy=False)  # in half the time
         return Bits(string_at(bits.ctypes.state_address, _STATE.size), string_at(self._address, _NORMAL.size))

@@ -100,6 +100,12 @@ def test_a_state_that_lies_in_memory_is_the_one_that_the_generator_gives_out(kin
     assert repr(own.getstate() if kind == "python" else own.get_state(legacy=False)) == repr(given_out)
 
 
+def test_bits_are_seeded_as_new_ones_are() -> None:
+    generator = numpy.random.default_rng(0)
+    NumpyBits(generator.bit_generator).manual_seed(7)
+    assert (generator.random(3) == numpy.random.default_rng(numpy.random.PCG64(7)).random(3)).all()
+
+
 def test_the_global_generator_of_numpy_may_get_other_bits() -> None:
     found = numpy.random.get_bit_generator()
     try:
@@ -109,6 +115,10 @@ def test_the_global_generator_of_numpy_may_get_other_bits() -> None:
             state = generator.get_state()
             first = numpy.random.standard_normal(3)
             generator.set_state(state)
+            assert (numpy.random.standard_normal(3) == first).all()
+            generator.manual_seed(7)
+            first = numpy.random.standard_normal(3)  # and half of a pair waits
+            generator.manual_seed(7)
             assert (numpy.random.standard_normal(3) == first).all()
     finally:
         numpy.random.set_bit_generator(found)
