@@ -228,3 +228,9 @@ def test_what_does_not_go_together_is_refused_in_words(wrong, words):
     call = dict(costs=Costs(), lanes=3, chunks=4) | wrong
     with pytest.raises(ScheduleError, match=words):
         search(**call)
+
+
+def test_a_search_among_whole_backwards_shows_its_words_and_its_picture():
+    found = search(unequal(4, 3), 3, 5, split=False, effort=0.01)
+    assert not found.schedule.split
+    assert found._repr_html_().startswith("<pre>") and "<img src=" in found._repr_html_()
