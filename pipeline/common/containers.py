@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import is_
 from typing import Any
 
@@ -16,6 +17,7 @@ CONTAINERS = (OrderedDict, dict, list, set, deque, bytearray)
 FIXED = (tuple, frozenset)  # they are read alone
 
 
+@lru_cache(maxsize=4096)
 def base_of(kind: type) -> Any:
     """Python's own class that a class of containers is derived from. None: they are no containers.
 
