@@ -69,15 +69,20 @@ class LeftAttributes:
         self._new = new
         self._owners = owners
         self._changes: list[Changes] = []  # by forwards of this call, one after the other
+        self._unchanged: tuple[Attributes, Attributes] | None = None  # as a forward found and left it; all alive
         # By chunk: what it left; the number of changes until then; those of its recomputation.
         self._left: dict[int, tuple[Attributes | None, int, list[Changes]]] = {}
 
     def after_forward(self, chunk: int, before: Attributes, is_kept: bool) -> None:
         """Note what F of `chunk` left. `before`: what it found; `is_kept`: a backward will ask."""
-        is_changed = not before.is_current
-        snapshot = self._new() if is_changed or self._changes else before
-        if is_changed:
+        snapshot = before
+        if not before.is_current:
+            snapshot = self._new()
             self._changes.append(Changes.between(before, snapshot))
+        elif is_kept and self._changes:
+            if self._unchanged is None or self._unchanged[0] is not before:
+                self._unchanged = before, self._new()
+            _, snapshot = self._unchanged
         self._left[chunk] = snapshot if is_kept else None, len(self._changes), []
 
     def after_recomputation(self, chunk: int, before: Attributes) -> None:
@@ -145,6 +150,7 @@ class LeftAttributes:
         """Drop what is kept for all chunks."""
         self._left.clear()
         self._changes.clear()
+        self._unchanged = None
 
 
 class EntrySwap:

@@ -51,6 +51,22 @@ class Modules(nn.Module):
         return x * self.weight
 
 
+class Lists(nn.Module):
+    """Many lists, and one of its parameters, made anew in the first forward of a call: torch's RNNs have such ones."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        for number in range(count):
+            setattr(self, f"l{number}", [number])
+        self.weights: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not any(weight is self.weight for weight in self.weights):
+            self.weights = [self.weight]
+        return x * self.weight
+
+
 def function_calls(run: Callable[[], object]) -> int:
     """How many functions are called, of Python and of C."""
     count = 0
@@ -110,7 +126,9 @@ def test_one_more_costs_few_calls_of_functions(
 @pytest.mark.parametrize("entry", ["step", "forward"])
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize(
-    ("make", "limit"), [(Parameters, 0), (Buffers, 6), (Modules, 0)], ids=["parameter", "buffer", "module"]
+    ("make", "limit"),
+    [(Parameters, 0), (Buffers, 6), (Modules, 0), (Lists, 0)],
+    ids=["parameter", "buffer", "module", "list"],
 )
 def test_one_more_costs_a_further_chunk_few_calls_of_functions(
     make: Callable[[int], nn.Module], limit: float, mode: str, entry: str

@@ -298,25 +298,43 @@ def test_a_log_of_forwards_and_backwards_has_all_entries(chunks, schedule):
         pipe.step(x, y, loss_fn=nn.functional.mse_loss)
 
 
-def test_what_some_forwards_leave_alone_is_kept_alive_for_them():
-    class Sometimes(Keeps):
-        """Every second forward keeps what it sees, in autograd's graph; the next one finds that."""
+class Sometimes(Keeps):
+    """Every second forward keeps what it sees, in autograd's graph; the next one finds that."""
 
-        turns = 0
+    turns = 0
 
-        def keep(self, seen):
-            if self.turns % 2 == 0:
-                self.seen = seen
-            self.turns += 1
+    def keep(self, seen: torch.Tensor) -> None:
+        if self.turns % 2 == 0:
+            self.seen = seen
+        self.turns += 1
 
-    plain = model_of(Sometimes)
-    pipe = Pipe(copy.deepcopy(plain), [2, 3], 4, checkpoint="never", schedule="gpipe")
+
+class Seldom(Keeps):
+    """Some forwards keep what they see, and write in place what all have; others change nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = torch.zeros(1, dtype=torch.float64)
+
+    def keep(self, seen: torch.Tensor) -> None:
+        if seen.sum() > 0 or not hasattr(self, "seen"):
+            self.seen = seen.detach().mean()
+            self.written += self.seen
+
+    def read(self) -> torch.Tensor:
+        return self.seen + self.written
+
+
+@pytest.mark.parametrize("layer", [Sometimes, Seldom])
+def test_what_some_forwards_leave_alone_is_kept_alive_for_them(layer):
+    plain = model_of(layer)
+    pipe = Pipe(copy.deepcopy(plain), [2, 3], 8, checkpoint="never", schedule="gpipe")
     x, y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
     for _ in range(5):
         for each in (plain, pipe):
             each.zero_grad()
-        for rows, target in zip(x.chunk(4), y.chunk(4), strict=True):
-            (nn.functional.mse_loss(plain(rows), target) / 4).backward()
+        for rows, target in zip(x.chunk(8), y.chunk(8), strict=True):
+            (nn.functional.mse_loss(plain(rows), target) / 8).backward()
         pipe.step(x, y, loss_fn=nn.functional.mse_loss)
         for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-14)
