@@ -82,8 +82,7 @@ class Attributes:
             if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
                 continue
             table = vars(module)
-            names = list(filterfalse(_ELSEWHERE.__contains__, table))
-            get = itemgetter("_modules", *names) if names else lambda table: (table["_modules"],)
+            names, get = _getter(tuple(table))
             values = get(table)
             self.modules.append(ModuleEntries(table, names, get, keep(values)))
             self._look(values[1:], 0, package_of(type(module)), keep)
@@ -166,6 +165,13 @@ class Attributes:
                     if tensor.shape != copy.shape:  # torch resizes no tensor with gradients, not even to the same shape
                         tensor.resize_(copy.shape)
                     tensor.copy_(copy)
+
+
+@lru_cache(maxsize=4096)
+def _getter(keys: tuple[str, ...]) -> tuple[list[str], Callable[[dict[str, Any]], tuple[Any, ...]]]:
+    """Of the dict of a module the names that count, and what gets their values, behind that of its children."""
+    names = list(filterfalse(_ELSEWHERE.__contains__, keys))
+    return names, itemgetter("_modules", *names) if names else lambda table: (table["_modules"],)
 
 
 class ModuleEntries(NamedTuple):
