@@ -95,9 +95,17 @@ def hooked(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]
     if not pairs:
         return []
     owners = [owner for owner, _ in pairs]
+    ends = [owner if owner.is_leaf else _with_hooks_of(owner) for owner in owners]
     with torch.enable_grad():
-        root = _delivery([grad for _, grad in pairs], *owners)
-    return list(zip(owners, torch.autograd.grad(root, owners), strict=True))
+        root = _delivery([grad for _, grad in pairs], *ends)
+    return list(zip(owners, torch.autograd.grad(root, ends), strict=True))
+
+
+def _with_hooks_of(computed: Tensor) -> Tensor:
+    """A leaf with the hooks of a computed tensor, from which autograd would go on, to `.grad` and other leaves."""
+    leaf = computed.detach().requires_grad_()
+    leaf._backward_hooks = computed._backward_hooks
+    return leaf
 
 
 @contextmanager

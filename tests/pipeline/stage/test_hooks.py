@@ -304,6 +304,27 @@ def test_hooks_of_the_input_act_once(entry):
     assert calls == ["hook", "post"]
 
 
+@pytest.mark.parametrize("where", ["tensor", "parameter"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_computed_input_keeps_its_gradient_once_whatever_has_a_hook(entry, where):
+    model, (x, y) = mlp(), batch()
+    grads = []
+    for module in (model, Pipe(model, [2, 3], CHUNKS)):
+        leaf = x.clone().requires_grad_()
+        computed = leaf * 2
+        handle = (computed if where == "tensor" else model[0].weight).register_hook(clipped)
+        computed.retain_grad()
+        if module is model:
+            mse(module(computed), y).backward()
+            model.zero_grad()
+        else:
+            run(entry, module, computed, y)
+        handle.remove()
+        grads.append((leaf.grad, computed.grad))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
 # ------------------------------------------------------------------------------------------------------ module hooks
 
 
