@@ -29,7 +29,7 @@ from pipeline.data.loss import Loss, divide_, divided
 from pipeline.data.pytrees import span_of
 from pipeline.distributed.wrapped import OF_PARTS, refuse_parts
 from pipeline.entry.loss_end import LossEnd
-from pipeline.entry.sinks import Sink, check_reached, input_pairs, summed
+from pipeline.entry.sinks import Sink, check_reached, input_pairs, refuse_behind_x, summed
 from pipeline.entry.step import RunWithLoss, Step
 from pipeline.execution.call import Call, Listener
 from pipeline.execution.communicator import Pair, Verdict, joined
@@ -52,6 +52,7 @@ class EagerSink(Sink):
         """A step; with a norm over all gradients, of two runs."""
         update, named = self.optimizer, dict(run.runtime.module.named_parameters())
         update.get_ready()
+        refuse_behind_x(run.execution.batch.tensors, named.values())
         refuse_parts(named.items(), "a step with an EagerUpdate", OF_PARTS)
         others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
         stages = enumerate(run.execution.setup.stages)
@@ -69,6 +70,7 @@ class EagerSink(Sink):
         with update.guarded(step, run.execution.communicator.is_alone):
             call, loss, external, metrics = EagerRun(update, step, named).play(run)
             with call:
+                refuse_behind_x(call.batch.tensors, [owner for owner, _ in external if owner._backward_hooks])
                 _finish(update, step, external)
         with call:
             outputs = run.joined(call)

@@ -9,7 +9,7 @@ the buffers back. An EagerUpdate is a sink of another kind, see entry/eager_step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from math import inf
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipeline.common.graph import explore
 from pipeline.common.interrupts import firm
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
@@ -68,14 +69,20 @@ class LossSink(Sink):
 
 
 class GradSink(Sink):
-    """`.grad` of the parameters, to which gradients are added as backward() does."""
+    """`.grad` of the parameters, to which gradients are added as backward() does.
+
+    Attributes:
+        completes: parts of gradients that come from behind x are added too.
+    """
+
+    completes = True
 
     def run(self, run: RunWithLoss) -> Step:
         call, loss = run.play()
         with without_autocast():
             with call:
                 firm()
-                pairs, value, hooks, metrics = collect(call, loss)
+                pairs, value, hooks, metrics = collect(call, loss, self.completes)
                 outputs = run.joined(call)
                 call.release()
                 store, norm = self.take(pairs, call, run.runtime.module)
@@ -109,6 +116,8 @@ class StoreSink(GradSink):
     Args:
         max_norm: clips the gradients to this norm.
     """
+
+    completes = False
 
     def __init__(self, max_norm: float | None) -> None:
         self._max_norm = max_norm
@@ -205,10 +214,14 @@ def _grads_undone(pairs: Sequence[Pair]) -> Iterator[None]:
         yield
 
 
-def collect(call: Call, loss: Loss) -> tuple[list[Pair], Tensor, bool, Mapping[str, Tensor]]:
+def collect(call: Call, loss: Loss, completes: bool) -> tuple[list[Pair], Tensor, bool, Mapping[str, Tensor]]:
     """After the run: whole gradients, and the loss, on which all processes agree.
 
     Tensor hooks are the user's code: if any process has some, all agree again after these have run.
+
+    Args:
+        call, loss: of the run.
+        completes: what comes to `.grad` from behind x joins these gradients.
 
     Returns:
         (owner, whole gradient) of the parameters and of the input's tensors, each once, whose hooks have run; the loss;
@@ -218,6 +231,8 @@ def collect(call: Call, loss: Loss) -> tuple[list[Pair], Tensor, bool, Mapping[s
     pairs = list(call.sums().values())
     reached, has_loss = bool(pairs or inputs), call.execution.has_last
     own_divisor = loss.divisor if has_loss else None
+    takers = [owner for owner, _ in [*inputs, *pairs] if owner._backward_hooks]
+    refuse_behind_x(call.batch.tensors, takers if completes else [*takers, *[owner for owner, _ in pairs]])
     averager = call.communicator.averager
     if averager is not None:
         pairs = averager.average(pairs, own_divisor)
@@ -241,6 +256,18 @@ def input_pairs(call: Call) -> list[Pair]:
     """The gradients of the input's tensors, with these; only such as need one."""
     pairs = zip(call.batch.tree.tensors, call.input_grads(), strict=True)
     return [(tensor, grad) for tensor, grad in pairs if grad is not None and tensor.requires_grad]
+
+
+def refuse_behind_x(inputs: Iterable[Tensor], owners: Iterable[Tensor]) -> None:
+    """Raise if x was computed with one of these leaves: behind x is a part of its gradient, which comes to `.grad`."""
+    leaves = explore([tensor for tensor in inputs if tensor.grad_fn is not None])
+    for owner in owners:
+        if id(owner) in leaves:
+            raise RuntimeError(
+                f"x was computed with a leaf of shape {list(owner.shape)} whose gradient the step gives too. It is "
+                "whole only when the backward has gone on from x: a store, an EagerUpdate or a hook would get a part. "
+                "Make what computes x a layer of the model, give x.detach(), or use pipe(x) and loss.backward()."
+            )
 
 
 def check_reached(reached: bool) -> None:

@@ -206,8 +206,9 @@ class EagerStep:
             if id(param) in self.updated:
                 raise RuntimeError(
                     f"late gradient for {name or 'a parameter'} of shape {list(param.shape)}: it was updated already "
-                    "in this step, and this part of its gradient was not in it. A layer runs a backward of its own "
-                    "(a reentrant checkpoint); use checkpoint_blocks or use_reentrant=False, or the optimizer itself."
+                    "in this step, and this part of its gradient was not in it. x was computed with it, or a layer ran "
+                    "a backward of its own (a reentrant checkpoint): use checkpoint_blocks or use_reentrant=False, or "
+                    "the optimizer itself."
                 )
             self._take(param, grad)
 

@@ -7,7 +7,7 @@ import torch
 from by_chunks import CHECKPOINTS, ByChunks, assert_same_grads, same, step_by_chunks, twins
 from torch import nn
 
-from pipeline import Pipe, is_recomputing
+from pipeline import EagerUpdate, Pipe, is_recomputing
 
 ROWS, WIDE, CHUNKS = 7, 4, 3
 ENTRIES = ("forward", "step", "step with optimizer", "step with store")
@@ -323,6 +323,29 @@ def test_a_computed_input_keeps_its_gradient_once_whatever_has_a_hook(entry, whe
         grads.append((leaf.grad, computed.grad))
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("has_hook", [True, False])
+@pytest.mark.parametrize("entry", [*ENTRIES, "eager"])
+def test_a_parameter_behind_the_input_has_one_whole_gradient_or_the_step_is_refused(entry, has_hook):
+    model, (x, y) = mlp(), batch()
+    if has_hook:
+        model[0].bias.register_hook(clipped)
+    mse(model(x + model[0].bias[:WIDE]), y).backward()
+    expected = {name: param.grad for name, param in model.named_parameters()}
+    model.zero_grad()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    pipe, computed = Pipe(model, [2, 3], CHUNKS), x + model[0].bias[:WIDE]
+    if entry == "forward" or entry in ("step", "step with optimizer") and not has_hook:
+        for name, grad in run(entry, pipe, computed, y).items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-14)
+        return
+    with pytest.raises(RuntimeError, match=r"computed with a leaf of shape \[6\].*loss.backward"):
+        if entry == "eager":
+            pipe.step(computed, y, loss_fn=mse, optimizer=EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=1.0)))
+        else:
+            run(entry, pipe, computed, y)
+    assert all(param.grad is None and same(param, before[name]) for name, param in pipe.named_parameters())
 
 
 # ------------------------------------------------------------------------------------------------------ module hooks
