@@ -21,6 +21,10 @@ from pipeline.common.arguments import check_group
 from pipeline.gradients.slot import GradientSum, mixed_layouts, sum_dtype
 
 OPS = ("sum", "mean")
+_SAME = (
+    "Make them of the same model, its parameters in the same order. Those of pipe.step over ranks hold each rank's own "
+    "parameters, whose gradients are whole: there is nothing to add."
+)
 BUCKET_BYTES = 25 << 20  # enough that bandwidth counts, not latency; DistributedDataParallel's size
 
 
@@ -87,13 +91,12 @@ def _check_equal(by_rank: Sequence[tuple[str, list[Word]]]) -> None:
         raise ValueError(f"the ranks called all_reduce_ with different ops: {ops}, by rank. Use the same on all.")
     counts = [len(descriptions) for _, descriptions in by_rank]
     if len(set(counts)) > 1:
-        raise ValueError(f"the GradStores of the ranks hold {counts} parameters, by rank. Make them of the same model.")
+        raise ValueError(f"the GradStores of the ranks hold {counts} parameters, by rank. {_SAME}")
     for key, column in enumerate(zip(*(descriptions for _, descriptions in by_rank), strict=True)):
         if len({(description.name, description.shape) for description in column}) > 1:
             listing = ", ".join(f"{description.name or 'no name'} {list(description.shape)}" for description in column)
             raise ValueError(
-                f"parameter {key} of the GradStore is not the same on all ranks: {listing}, by rank. Make the stores "
-                "of the same model, its parameters in the same order."
+                f"parameter {key} of the GradStore is not the same on all ranks: {listing}, by rank. {_SAME}"
             )
 
 

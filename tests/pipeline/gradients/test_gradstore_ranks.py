@@ -209,7 +209,7 @@ def test_from_grads_copies_out_of_the_buckets_of_ddp(both_ranks):
         ("ops", "ValueError", "different ops: ['sum', 'mean'], by rank"),
         ("order", "ValueError", "0 of the GradStore is not the same on all ranks: a [3, 4], e [6, 2], by rank"),
         ("shape", "ValueError", "parameter 1 of the GradStore is not the same on all ranks: b [5], b [7], by rank"),
-        ("fewer", "ValueError", "hold [5, 1] parameters, by rank. Make them of the same model."),
+        ("fewer", "ValueError", "hold [5, 1] parameters, by rank. Make them of the same model, "),
         ("sparse", "TypeError", "parameter of shape [6, 2] got sparse and dense gradients"),
     ],
 )
