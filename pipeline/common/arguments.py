@@ -74,8 +74,8 @@ def check_norm_type(value: Any) -> None:
 
 def check_factor(value: Any) -> None:
     """Raise unless gradients can be multiplied by a value: a number that is not nan, or a tensor of one."""
-    if isinstance(value, Tensor) and not value.is_nested and value.numel() == 1:  # on any device: its value is not read
-        return
+    if isinstance(value, Tensor) and not value.is_nested and value.numel() == 1 and not value.is_complex():
+        return  # on any device: its value is not read
     if isnan(_number("factor", value)):
         raise ValueError("factor is nan, so every gradient would be nan. Give a number.")
 

@@ -123,12 +123,13 @@ class GradStore:
     def insert(self, key: GradKey, grad: Tensor) -> Tensor | None:
         """Replace a gradient and return the earlier one. The store takes over `grad`. Raises as `add_`.
 
-        Of an expanded tensor (the gradient of a sum is one) it takes a copy, as sums are written in place.
+        Of a tensor whose entries may share memory (the gradient of a sum is expanded) it takes a copy, as sums are
+        written in place.
         """
         slot = self._slot(key)
         check_grad(slot.param, grad)
         before = slot.sum
-        slot.put(grad.clone() if not grad.is_sparse and 0 in grad.stride() else grad)
+        slot.put(grad.clone() if not grad.is_sparse and torch._debug_has_internal_overlap(grad) else grad)
         return before
 
     def get(self, key: GradKey) -> Tensor | None:
@@ -221,7 +222,7 @@ class GradStore:
         self._check_alive()
         check_factor(factor)
         for _, grad in self.items():
-            grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+            grad.mul_(factor.detach().to(grad.device) if isinstance(factor, Tensor) else factor)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector, each parameter counted once; a 0-d tensor.

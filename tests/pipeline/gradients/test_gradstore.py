@@ -189,15 +189,16 @@ def test_insert_returns_what_was_and_takes_the_gradient_over():
     assert GradStore([param]).insert(param, new) is None
 
 
-def test_an_expanded_gradient_is_copied_as_sums_are_written_in_place():
+@pytest.mark.parametrize("strides", [(0, 0), (0, 1), (1, 1), (2, 2)])
+def test_a_gradient_whose_entries_share_memory_is_copied_as_sums_are_written_in_place(strides):
     param = parameter(3, 2)
-    (grad,) = torch.autograd.grad(param.sum(), param)
-    assert 0 in grad.stride()
+    grad = torch.arange(7, dtype=torch.float64).as_strided((3, 2), strides)
+    before = grad.clone()
     store = GradStore([param])
     store.insert(param, grad)
     store.add_(param, torch.ones(3, 2, dtype=torch.float64))
     store.scale_(0.5)
-    assert torch.equal(store.get(param), torch.ones(3, 2, dtype=torch.float64)) and torch.equal(grad, store.get(param))
+    assert torch.equal(store.get(param), (before + 1) / 2) and torch.equal(grad, before)
 
 
 def test_pop_takes_out():
@@ -477,13 +478,14 @@ def test_is_finite_finds_one_bad_entry(value, finite, layout):
     assert store.is_finite() is finite
 
 
-@pytest.mark.parametrize("factor", [0.25, 2, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)])
+@pytest.mark.parametrize("factor", [0.25, 2, torch.tensor(0.25), torch.tensor([0.25]).double().requires_grad_()])
 def test_scaling_multiplies_all(factor):
     params = [parameter(3, dtype=torch.float32), parameter(2, 2), parameter(2, dtype=torch.complex64)]
     store, grads = filled(*params)
     store.scale_(factor)
     for param, grad in zip(params, grads, strict=True):
-        assert torch.equal(store.get(param), grad * float(factor))
+        assert torch.equal(store.get(param), grad * torch.as_tensor(factor).item())
+        assert not store.get(param).requires_grad
 
 
 def test_nbytes_are_those_of_the_sums():
