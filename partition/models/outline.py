@@ -83,7 +83,7 @@ class _ArgumentCache:
         return _ArgumentCache, ()
 
 
-_Place: TypeAlias = tuple[str | None, Any]  # of an input, its number; of a module, its name and the attribute's
+_StateKey: TypeAlias = tuple[str | None, Any]  # of an input, its number; of a module, its name and the attribute's
 
 
 class Outline(nn.Module):
@@ -234,9 +234,9 @@ class Outline(nn.Module):
                 )
         return returned
 
-    def _state(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[_Place, tuple[Any, int]]:
+    def _state(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[_StateKey, tuple[Any, int]]:
         """The values that a forward may write, and versions: inputs, what modules that contain blocks keep."""
-        state: dict[_Place, tuple[Any, int]]
+        state: dict[_StateKey, tuple[Any, int]]
         state = {(None, number): (leaf, version_of(leaf)) for number, leaf in enumerate(given)}
         for owner, volatile in self._volatile.items():
             table, buffers = vars(copies[owner]), copies[owner]._buffers

@@ -36,7 +36,7 @@ def length(holder: Any) -> int:
         >>> length([5, 6])
         2
     """
-    return int(base_of(type(holder)).__len__(holder))
+    return int(base_of(type(holder)).__len__(holder))  # type: ignore[arg-type]  # a type is Hashable
 
 
 def reader_of(kind: type) -> Callable[[Any], list[Any]]:
@@ -62,7 +62,7 @@ def write(holder: Any, entries: Sequence[Any]) -> None:
         >>> held
         {'a': 1, 'b': 2}
     """
-    base, present = base_of(type(holder)), reader_of(type(holder))(holder)
+    base, present = base_of(type(holder)), reader_of(type(holder))(holder)  # type: ignore[arg-type]  # Hashable
     if len(present) == len(entries) and all(map(is_, present, entries)):
         return
     if issubclass(base, dict):
@@ -83,7 +83,7 @@ def shorten(holder: Any, most: int) -> None:
         >>> held
         {'b': 2}
     """
-    base = base_of(type(holder))
+    base = base_of(type(holder))  # type: ignore[arg-type]  # a type is Hashable
     while base is not set and length(holder) > most:
         if issubclass(base, dict):
             base.__delitem__(holder, next(base.__reversed__(holder)))
