@@ -78,6 +78,16 @@ def test_mini_batches_that_count_nothing_change_nothing() -> None:
     assert pipe.evaluate(iter(pairs[:1]), loss_fn=F.cross_entropy).loss.isnan()
 
 
+def test_mini_batches_of_which_one_counts_and_another_does_not_are_refused() -> None:
+    x = data().tensors[0]
+
+    def loss(out: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return (out.sum(), torch.tensor(8)) if len(out) == 8 else out.sum()
+
+    with pytest.raises(ValueError, match="of one mini-batch is combined by its count, that of another by its mean"):
+        Pipe(classifier(), [5]).evaluate(iter([(x[:8], x[:8]), (x[8:11], x[8:11])]), loss_fn=loss)
+
+
 def test_what_is_no_data_set_is_refused_in_words() -> None:
     pipe, (x, y) = Pipe(classifier(), [5], chunks=2), data().tensors
     cases = {
