@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from partition.precision import OPERATIONS, float32_in_full, precision_switch
 
 _T = TypeVar("_T")
+_get_function_state: Callable[[], Any] = getattr(torch._C, "_get_torch_function_state")  # torch's stubs lack both
+_set_function_state: Callable[[Any], None] = getattr(torch._C, "_set_torch_function_state")
 _CHECKPOINTS = ("torch.utils.checkpoint", "pipeline.recompute.saved_tensors")
 
 
@@ -33,6 +35,7 @@ class Ambient(NamedTuple):
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     switches: tuple[Any, ...]  # of the whole process, in the order of _SWITCHES
+    function_state: Any  # whether modes and subclasses of tensors act: not in the backward() of a loss of a subclass
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     saved_tensors_hooks: tuple[Any, Any] | None  # those of a checkpoint count what its own forward saves: None
@@ -44,6 +47,7 @@ class Ambient(NamedTuple):
             tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types]),
             torch.is_autocast_cache_enabled(),
             switches(),
+            _get_function_state(),
             tuple(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else (),
             None if within_checkpoint() else torch._C._autograd._top_saved_tensors_default_hooks(False),
@@ -71,6 +75,9 @@ class Ambient(NamedTuple):
             if present.saved_tensors_hooks != self.saved_tensors_hooks:
                 hooks = self.saved_tensors_hooks or (as_it_is, as_it_is)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+            if present.function_state != self.function_state:
+                stack.callback(_set_function_state, present.function_state)
+                _set_function_state(self.function_state)
             if present.function_modes != self.function_modes:
                 stack.enter_context(_function_modes(self.function_modes))
             if present.dispatch_modes != self.dispatch_modes:

@@ -528,6 +528,26 @@ def test_a_function_mode_acts_on_the_layers_and_not_on_the_pipe():
         torch.testing.assert_close(step.loss, theirs(x).pow(2).sum().detach(), rtol=1e-12, atol=1e-12)
 
 
+class Tripled(torch.Tensor):
+    """Its matrix products are tripled by its own __torch_function__, which is off in the backward() of such a loss."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs)
+        return result * 3.0 if func is F.linear else result
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_subclass_of_tensors_acts_on_a_recomputation_as_on_its_forward(checkpoint):
+    ours, theirs = twins(nn.Sequential(nn.Linear(WIDE, 8), nn.Tanh(), nn.Linear(8, 3)).double())
+    x = torch.randn(ROWS, WIDE, dtype=torch.float64).as_subclass(Tripled)
+    output = Pipe(ours, [2, 1], CHUNKS, checkpoint=checkpoint)(x)
+    theirs(x).sin().sum().backward()
+    output.sin().sum().backward()
+    for found, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("grad_off", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_a_context_still_counts(grad_off):
     model = ambient_model().eval()
