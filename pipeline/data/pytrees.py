@@ -237,6 +237,23 @@ def copied(tensor: Tensor) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride(), offset)
 
 
+def unshared(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors that share memory neither with each other nor with `others`: copies where they would.
+
+    Example:
+        >>> x = torch.zeros(4)
+        >>> y, z = unshared([x, torch.ones(4)], [x])
+        >>> y.data_ptr() == x.data_ptr()
+        False
+    """
+    taken, result = set(map(storage_of, others)), []
+    with without_function_modes():
+        for tensor in tensors:
+            result.append(tensor.clone() if storage_of(tensor) in taken else tensor)
+            taken.add(storage_of(tensor))
+    return tuple(result)
+
+
 def share_memory(tensors: Sequence[Tensor]) -> list[bool]:
     """Whether another tensor has the memory of each. Of sparse ones and of subclasses that is not known.
 

@@ -24,7 +24,7 @@ from pipeline.common.call_lock import LockHold, turn
 from pipeline.common.graph import asks_for_all_leaves
 from pipeline.common.torch_modes import outside_vmap
 from pipeline.data.microbatch import gather
-from pipeline.data.pytrees import Grads, Tree, versions
+from pipeline.data.pytrees import Grads, Tree, unshared, versions
 from pipeline.distributed.agreement import OPTIONS
 from pipeline.entry.attached_call import AttachedCall
 from pipeline.entry.nodes import OutputGrads, attach, is_batched, is_in_vmap
@@ -58,6 +58,8 @@ def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everyw
             output = share_output(call.communicator.exchange, output)
         tree, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [reached])
         owners = call.owners() if any(needs_grad) else []
+        if call.batch.chunks == 1:  # else they are joined, in new memory
+            tree = Tree(unshared(tree.tensors, [*call.batch.tensors, *owners]), tree.skeleton)
     if not any(needs_grad):
         return tree.build(tree.tensors)
     tensors = call.batch.tree.tensors

@@ -286,6 +286,24 @@ def test_the_output_may_be_written_in_place_before_a_double_backward(mode, chunk
     assert_close(found, flat_orders(plain(normal(5, 4)).mul(2.0).sin().sum(), list(model.parameters()), 3))
 
 
+@every_mode
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_output_that_is_written_in_place_changes_no_other_tensor(mode, chunks):
+    """Neither the input that layers pass on, nor an output that is a part of it: in any call, of any chunks."""
+    model = nn.Sequential(linear(4, 4), Apply(lambda pair: (pair[0], made := pair[1].sin(), made[:, :2])))
+    model[0] = Apply(lambda x, layer=model[0]: (x, layer(x)))
+    pipe = Pipe(model, [1, 1], chunks, checkpoint=MODES[mode])
+    for _ in range(4):
+        x = normal(4, 4).requires_grad_()
+        read = x * 1.0
+        outputs = pipe(read)
+        written = [out.mul_(3.0) for out in outputs]
+        found = torch.autograd.grad(sum(out.sin().sum() for out in (*written, read)), x)
+        wanted = [3.0 * out for out in model(x)]
+        assert torch.equal(read, x)
+        assert_close(found, torch.autograd.grad(sum(out.sin().sum() for out in (*wanted, x)), x))
+
+
 # ------------------------------------------------------------------------------------------ layers that differentiate
 
 
