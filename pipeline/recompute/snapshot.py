@@ -201,9 +201,9 @@ class ForwardSnapshot:
         if not self._fingerprints.agree(chunk, outputs):
             raise CheckpointError(
                 f"the recomputation of {self._stage}, chunk {chunk}, gave other values than its forward. A layer "
-                "depends on state outside its module that has changed since (in its class, a global, a closure). "
-                "Make it an attribute or a buffer, change it after backward(), or use checkpoint='never' and no "
-                "create_graph."
+                "depends on state outside its module that has changed since (in its class, a global, a closure), or "
+                "its input was written through .data or numpy. Make it an attribute or a buffer, change it after "
+                "backward(), or use checkpoint='never' and no create_graph."
             )
 
     def forget(self, chunk: int) -> None:
