@@ -589,3 +589,25 @@ def test_a_late_writer_that_no_counter_shows_is_put_back_after_recomputations_to
     with pytest.raises((KeyError, CheckpointError)):
         pipe.step(batch(3), loss_fn=total, loss_reduction="sum")
     assert layers[1].b == 1.0
+
+
+class AttributeOfBuffer(nn.Module):
+    """Scales by a number that stands on its buffer."""
+
+    factor: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.full((4,), 2.0))
+        setattr(self.factor, "scale", 3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor * getattr(self.factor, "scale", 1.0)
+
+
+@pytest.mark.parametrize("policy", ["always", "except_last", "never"])
+def test_a_recomputation_finds_what_was_set_on_a_buffer(policy: str) -> None:
+    x = torch.randn(6, 4, requires_grad=True)
+    output = Pipe(nn.Sequential(AttributeOfBuffer(), nn.Identity()), [1, 1], 3, checkpoint=policy)(x)
+    (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    assert torch.equal(grad, torch.full((6, 4), 6.0))
