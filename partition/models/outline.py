@@ -16,6 +16,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import filterfalse
+from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -83,7 +85,7 @@ class _ArgumentCache:
         return _ArgumentCache, ()
 
 
-_StateKey: TypeAlias = tuple[str | None, Any]  # of an input, its number; of a module, its name and the attribute's
+_Kept: TypeAlias = tuple[dict[Any, Any], dict[Any, int]]  # values by name, and the versions of tensors
 
 
 class Outline(nn.Module):
@@ -222,27 +224,35 @@ class Outline(nn.Module):
         finally:
             this_run.reset(token)
         check_noted(run)
-        for (owner, name), (value, version) in self._state(copies, given).items():
-            earlier_value, earlier_version = earlier.get((owner, name), (None, version))
-            if version != earlier_version or not is_same(value, earlier_value):
-                path = f"{owner}.{name}" if owner else name
-                words = f"keeps {path!r} from one call to the next"
-                raise PartitionError(
-                    f"the model's own forward {words if owner is not None else f'writes {self.inputs.words(name)}'}, "
-                    "and each part runs that forward. Let a module of its own, that is called once, keep what is kept; "
-                    "of an input, write to a copy."
-                )
+        self._check_kept(earlier, self._state(copies, given))
         return returned
 
-    def _state(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[_StateKey, tuple[Any, int]]:
-        """The values that a forward may write, and versions: inputs, what modules that contain blocks keep."""
-        state: dict[_StateKey, tuple[Any, int]]
-        state = {(None, number): (leaf, version_of(leaf)) for number, leaf in enumerate(given)}
-        for owner, volatile in self._volatile.items():
-            table, buffers = vars(copies[owner]), copies[owner]._buffers
-            state.update({(owner, name): (table[name], version_of(table[name])) for name in table.keys() - volatile})
-            state.update({(owner, name): (buffer, version_of(buffer)) for name, buffer in buffers.items()})
+    def _state(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[str | None, _Kept]:
+        """What a forward may write: what modules that contain blocks keep, by their names, and inputs."""
+        state: dict[str | None, _Kept] = {name: _kept({**vars(copies[name]), **copies[name]._buffers})
+                                          for name in self._volatile}  # fmt: skip
+        state[None] = _kept(dict(enumerate(given)))
         return state
+
+    def _check_kept(self, earlier: Mapping[str | None, _Kept], state: Mapping[str | None, _Kept]) -> None:
+        """Raise if a forward has written something."""
+        for owner, (values, versions) in state.items():
+            before, versions_before = earlier[owner]
+            if versions == versions_before and len(values) == len(before) and all(
+                map(is_, values.values(), before.values())
+            ):
+                continue
+            volatile = frozenset[str]() if owner is None else self._volatile[owner]
+            for name in filterfalse(volatile.__contains__, values):
+                is_written = name in versions_before and versions_before[name] != versions.get(name)
+                if is_written or not is_same(values[name], before.get(name)):
+                    path = f"{owner}.{name}" if owner else name
+                    words = f"keeps {path!r} from one call to the next"
+                    raise PartitionError(
+                        f"the model's own forward {words if owner is not None else f'writes {self.inputs.words(name)}'}"
+                        ", and each part runs that forward. Let a module of its own, that is called once, keep what is "
+                        "kept; of an input, write to a copy."
+                    )
 
     def call(
         self, number: int, hidden: tuple[Any, ...], kept: tuple[Any, ...], travelling: tuple[Any, ...]
@@ -420,6 +430,10 @@ def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict
     excluded = OF_EVERY_MODULE | references_of(module).keys()
     attributes = {key: value for key, value in vars(module).items() if key not in excluded}
     return {key: value for key, value in attributes.items() if (id(module), key) not in volatile} | behaviour_of(module)
+
+
+def _kept(values: dict[Any, Any]) -> _Kept:
+    return values, {name: version_of(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _stream(device: torch.device) -> int:
