@@ -228,7 +228,7 @@ class Outline(nn.Module):
         return returned
 
     def _state(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[str | None, _Kept]:
-        """What a forward may write: what modules that contain blocks keep, by their names, and inputs."""
+        """The values that a forward may write: of modules that contain blocks, by their names, and inputs."""
         state: dict[str | None, _Kept] = {name: _kept({**vars(copies[name]), **copies[name]._buffers})
                                           for name in self._volatile}  # fmt: skip
         state[None] = _kept(dict(enumerate(given)))
