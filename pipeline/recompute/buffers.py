@@ -180,7 +180,8 @@ class Buffers:
         buffers = [tensor for tensor in tensors if tensor is not None]
         counts = versions(buffers)
         for slot, copy in [*self._spare, *zip([*written, *others], replacements, strict=True)]:
-            vars(copy).update(vars(slot.tensor))  # what the user has set on it
+            if slot.tensor.__dict__:
+                copy.__dict__.update(slot.tensor.__dict__)  # what the user has set on it
             slot.table[slot.name] = copy if not slot.tensor.requires_grad else _leaf_of_caller(slot)
         try:
             yield
