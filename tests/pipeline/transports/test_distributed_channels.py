@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import gt
 from pathlib import Path
 
 import pytest
@@ -184,7 +185,7 @@ def story(store, rank, ranks):
     meeting.wait()
     channels.close()
     deadline = time.monotonic() + 5
-    while threads_and_sockets() != before and time.monotonic() < deadline:
+    while any(map(gt, threads_and_sockets(), before)) and time.monotonic() < deadline:  # fewer: gloo closes its own
         time.sleep(0.01)  # threads that have ended are gone a moment later
     assert len(waiters) and len(kept) == 3  # errors and handles that are kept keep nothing alive
     seen["left behind"] = tuple(now - then for now, then in zip(threads_and_sockets(), before, strict=True))
@@ -236,7 +237,7 @@ def test_the_channels_of_a_rank_have_one_thread_and_a_socket_each(seen):
 
 
 def test_no_thread_and_no_socket_is_left_after_close(seen):
-    assert [each["left behind"] for each in seen] == [(0, 0)] * len(seen)
+    assert all(max(each["left behind"]) <= 0 for each in seen)
 
 
 def vanish(store, rank, ranks):
