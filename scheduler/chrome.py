@@ -51,12 +51,12 @@ def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = T
     ]}
     """
     refuse_unless_a("timeline", timeline, Timeline)
-    events = [*_names(timeline, name), *_actions(timeline)]
-    events += _counters(timeline) if memory else ()
-    events += _arrows(timeline) if arrows else ()
+    scale = _scale(timeline)
+    events = [*_names(timeline, name), *_actions(timeline, scale)]
+    events += _counters(timeline, scale) if memory else ()
+    events += _arrows(timeline, scale) if arrows else ()
     held = [[_plain(height) for height in of_stage] for of_stage in timeline.held]
     about = {"unit": timeline.unit, "clocked": timeline.clocked, "lanes": timeline.lanes, "held": held}
-    scale = _scale(timeline)
     optional: dict[str, Any] = {"turns": timeline.turns, "outside": _written(timeline.outside, scale),
                                 "scale": scale if scale > 1 and timeline.unit == "slots" else 0}
     head = json.dumps(about | {key: value for key, value in optional.items() if value})
@@ -102,8 +102,7 @@ def _names(timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": lane}}
 
 
-def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    scale = _scale(timeline)
+def _actions(timeline: Timeline, scale: int) -> Iterator[dict[str, Any]]:
     for action, lane, start, end in timeline.events:
         first, last = _written(start, scale), _written(end, scale)
         yield {
@@ -113,8 +112,7 @@ def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
         }
 
 
-def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    scale = _scale(timeline)
+def _counters(timeline: Timeline, scale: int) -> Iterator[dict[str, Any]]:
     for lane, steps in enumerate(timeline.memory):
         for time, level in steps:
             yield {
@@ -123,9 +121,8 @@ def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
             }
 
 
-def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _arrows(timeline: Timeline, scale: int) -> Iterator[dict[str, Any]]:
     """From what was waited for to what waited, between lanes; an arrow's ends stick to the actions that start there."""
-    scale = _scale(timeline)
     causes = Causes(timeline.by_lane, not timeline.clocked)
     pairs = [(giver, taker) for taker in timeline.events for giver in causes.elsewhere(taker)]
     for number, (giver, taker) in enumerate(pairs):

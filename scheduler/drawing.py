@@ -43,7 +43,7 @@ def draw(what: Schedule | Timeline, width: int | None = None) -> str:
         ScheduleError: the schedule cannot end, or `width` is not at least 1.
     """
     if width is not None:
-        whole_number("width", width, least=1)
+        width = whole_number("width", width, least=1)
     refuse_unless_a("what", what, Schedule, Timeline)
     timeline = simulate(what) if isinstance(what, Schedule) else what
     blocks: Set[tuple[int, int]] = what.blocks if isinstance(what, Schedule) else frozenset()

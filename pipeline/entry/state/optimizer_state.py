@@ -170,6 +170,7 @@ def numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def check_numbers(packed: Mapping[str, Any]) -> None:
+    """Raise ValueError if a packed state of an optimizer has state under a number that no group has."""
     numbers = {number for group in packed["param_groups"] for number in group["params"]}
     others = [key for key in packed["state"] if key not in numbers]
     if others:
