@@ -13,8 +13,11 @@ buffers that it writes (BatchNorm's running statistics).
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from operator import itemgetter, le
-from typing import NamedTuple
+from operator import le
+from typing import Any, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
 
 from partition.cuts.windows import HeldChunks
 from partition.profiles.profile import Profile, StageProfile
@@ -130,56 +133,79 @@ def peaks(
         recomputes: the (stage, chunk) pairs that are recomputed.
         loss: bytes that the loss saves while the last stage's backward runs.
     """
-    waiting = _waiting(timeline, placement, values)
+    ran = _Ran.of(timeline)
+    changes = zip(_changes(ran, stages, recomputes, loss), _waiting(ran, placement, values))
+    lanes, times, *held = map(numpy.concatenate, changes)
+    order = numpy.argsort(times, kind="stable")  # actions of a lane stay in their order, also those that take no time
     device_peaks = []
-    for lane, row in enumerate(timeline.by_lane):
+    for lane in range(timeline.lanes):
+        of_lane = order[lanes[order] == lane]
+        saved, inputs, waiting = (column[of_lane].cumsum() for column in held)
         state = sum(stages[stage].state for stage in placement.stages_of(lane))
-        changes = list(chain.from_iterable(_changes(event.action, event.start, event.end, stages, recomputes, loss)
-                                           for event in row))  # fmt: skip
-        saved = inputs = waiting_bytes = most_saved = most_inputs = most = 0
-        # Sorting is stable: actions of a lane stay in their order, also those that take no time.
-        for _, of_saved, of_inputs, of_waiting in sorted([*changes, *waiting[lane]], key=itemgetter(0)):
-            saved, inputs, waiting_bytes = saved + of_saved, inputs + of_inputs, waiting_bytes + of_waiting
-            most_saved, most_inputs = max(most_saved, saved), max(most_inputs, inputs)
-            most = max(most, saved + inputs + waiting_bytes)
-        device_peaks.append(DevicePeak(state, most_saved, most_inputs, state + most))
+        most = [int(column.max(initial=0)) for column in (saved, inputs, saved + inputs + waiting)]
+        device_peaks.append(DevicePeak(state, most[0], most[1], state + most[2]))
     return tuple(device_peaks)
 
 
-MemoryChange = tuple[float, int, int, int]  # time, and the change of saved, inputs and waiting bytes
+Column = NDArray[Any]
+
+
+class _Ran(NamedTuple):
+    """The actions of a timeline, in its order: a column for each thing that they say."""
+
+    lane: Column
+    stage: Column
+    chunk: Column
+    start: Column
+    end: Column
+    is_forward: Column
+    is_half: Column
+    is_weight: Column
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> "_Ran":
+        actions, *columns = zip(*timeline.events)
+        stages, kinds, chunks = zip(*actions)
+        lane, stage, chunk, start, end = map(numpy.array, (columns[0], stages, chunks, *columns[1:]))
+        are = [numpy.array([kind is one for kind in kinds]) for one in (Kind.F, Kind.I, Kind.W)]
+        return cls(lane, stage, chunk, start, end, *are)
 
 
 def _changes(
-    action: Action, start: float, end: float, stages: Sequence[StageProfile], recomputes: Collection[tuple[int, int]],
-    loss: int,
-) -> Iterator[MemoryChange]:  # fmt: skip
-    """The changes that one action makes on its device."""
-    stage, kind, chunk = action
-    profile = stages[stage]
-    is_recomputed, of_loss = (stage, chunk) in recomputes, loss if stage == len(stages) - 1 else 0
-    if kind is Kind.F:
-        yield (start, 0, profile.read, 0) if is_recomputed else (start, profile.saved, 0, 0)
-    elif kind is Kind.W:
-        yield end, -profile.late, 0, 0
-    else:
-        extra, late = (max(of_loss, profile.split - profile.saved), profile.late) if kind is Kind.I else (of_loss, 0)
-        yield start, profile.saved * is_recomputed + extra, 0, 0
-        yield end, late - profile.saved - extra, -profile.read * is_recomputed, 0
+    ran: _Ran, stages: Sequence[StageProfile], recomputes: Collection[tuple[int, int]], loss: int
+) -> list[Column]:
+    """The changes that actions make, each as it starts and as it ends: lane, time, saved, inputs, waiting."""
+    saved, read, split, late = numpy.array([(s.saved, s.read, s.split, s.late) for s in stages])[ran.stage].T
+    again = numpy.array([pair in recomputes for pair in zip(ran.stage.tolist(), ran.chunk.tolist())])
+    of_loss = numpy.where(ran.stage == len(stages) - 1, loss, 0)
+    extra = numpy.where(ran.is_half, numpy.maximum(of_loss, split - saved), of_loss)
+    kinds = [ran.is_forward, ran.is_weight]  # else B or I
+    changes = [
+        (ran.lane, ran.lane),
+        (ran.start, ran.end),
+        (numpy.select(kinds, [saved * ~again, 0], saved * again + extra),
+         numpy.select(kinds, [0, -late], late * ran.is_half - saved - extra)),
+        (numpy.select(kinds, [read * again, 0], 0), numpy.select(kinds, [0, 0], -read * again)),
+        (0 * saved, 0 * saved),
+    ]  # fmt: skip
+    return [numpy.column_stack(change).ravel() for change in changes]
 
 
-def _waiting(timeline: Timeline, placement: Placement, values: Sequence[StageValue]) -> list[list[MemoryChange]]:
-    """For each device the changes of what waits there: values until F of their reader begins, gradients until B."""
-    forward = {e.action[::2]: e for e in timeline.events if e.action.kind is Kind.F}
-    backward = {e.action[::2]: e for e in timeline.events if e.action.kind in (Kind.B, Kind.I)}
-    changes: list[list[MemoryChange]] = [[] for _ in range(timeline.lanes)]
-    for chunk in {chunk for _, chunk in forward}:
-        for producer, reader, size in values:
-            reader_lane, producer_lane = placement.lane_of[reader], placement.lane_of[producer]
-            start, end = forward[producer, chunk].end, forward[reader, chunk].start
-            if producer == reader:  # the output of the last stage, until its loss
-                end = backward[reader, chunk].start
-            changes[reader_lane] += [(start, 0, 0, size), (end, 0, 0, -size)]
-            if producer != reader and backward:
-                start, end = backward[reader, chunk].end, backward[producer, chunk].start
-                changes[producer_lane] += [(start, 0, 0, size), (end, 0, 0, -size)]
-    return changes
+def _waiting(ran: _Ran, placement: Placement, values: Sequence[StageValue]) -> list[Column]:
+    """The changes of what waits: values until F of their reader begins, gradients until B; columns as above."""
+    forward, backward = numpy.zeros((2, 2, placement.stages, ran.chunk.max() + 1))  # starts and ends
+    for table, chosen in ((forward, ran.is_forward), (backward, ~ran.is_forward & ~ran.is_weight)):
+        table[:, ran.stage[chosen], ran.chunk[chosen]] = ran.start[chosen], ran.end[chosen]
+    lanes, sizes, times = [], [], []
+    for producer, reader, size in values:
+        taken = backward if producer == reader else forward  # the output of the last stage waits until its loss
+        waits = [(reader, forward[1, producer], taken[0, reader])]
+        if producer != reader and backward.any():
+            waits.append((producer, backward[1, reader], backward[0, producer]))
+        for stage, arrived, read in waits:
+            lanes += [placement.lane_of[stage]] * 2
+            sizes += [size, -size]
+            times += [arrived, read]
+    by_chunk = numpy.array(times).reshape(-1, forward.shape[-1]).T
+    columns = numpy.broadcast_arrays(numpy.array(lanes), by_chunk, 0, 0, numpy.array(sizes))
+    return [column.ravel() for column in columns]
