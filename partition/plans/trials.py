@@ -7,7 +7,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, combinations
 from math import comb, inf, isfinite
@@ -21,13 +21,14 @@ from partition.errors import PartitionError
 from partition.plans.memory import DevicePeak, moments_of, peaks, values_of
 from partition.plans.plan import RecomputedStages
 from partition.profiles.profile import Profile, StageProfile
-from scheduler import Costs, Link, Schedule, Timeline, simulate
+from scheduler import Action, Costs, Kind, Link, Schedule, Timeline, simulate
+from scheduler.collecting import no_collecting
 from scheduler.interruptions import interrupted
 from scheduler.links import between
 
 __all__ = [
-    "Machine", "Trial", "TrialSetup", "costs_of", "enumerated", "polished", "recomputed", "replayed", "stages_of",
-    "tried",
+    "Machine", "Trial", "TrialSetup", "costs_of", "enumerated", "least_time", "polished", "recomputed", "replayed",
+    "stages_of", "tried",
 ]  # fmt: skip
 
 Checkpoint = str | RecomputedStages
@@ -120,7 +121,7 @@ def tried(setup: TrialSetup) -> list[Trial]:
     Raises:
         PartitionError: there are fewer layers than stages.
     """
-    schedule, free = setup.schedule, _trial(setup, "never")
+    schedule, free = setup.schedule, replayed(setup, "never", _cut(setup, "never"))
     trials = [free]
     if free.fits:
         return trials
@@ -155,7 +156,8 @@ def polished(trial: Trial) -> Trial:
 def _neighbours(trial: Trial) -> Iterator[Trial]:
     moved = [trial.balance, *_moved(trial.balance)]
     for checkpoint in _toggled(trial):
-        yield _fitted(trial.setup, checkpoint)
+        if not _is_slower(trial, checkpoint, _cut(trial.setup, checkpoint)):
+            yield _fitted(trial.setup, checkpoint)
         for balance in moved if len(moved) <= _FEW else moved[:1]:
             if not _is_slower(trial, checkpoint, balance):
                 yield replayed(trial.setup, checkpoint, balance)
@@ -165,11 +167,32 @@ def _neighbours(trial: Trial) -> Iterator[Trial]:
 
 
 def _is_slower(trial: Trial, checkpoint: Checkpoint, balance: Sequence[int]) -> bool:
-    """Whether one device alone has more to do than a step of a trial that fits takes: it need not be simulated."""
-    setup, orders = trial.setup, trial.setup.schedule.orders
+    """Whether a choice must take longer than a trial that fits: it need not be simulated."""
+    setup = trial.setup
     costs = costs_of(setup, stages_of(setup.profile, balance), balance, recomputed(checkpoint, setup.schedule))
     longest = trial.timeline.makespan * (1 + 1e-9)  # sums of floats round
-    return trial.fits and any(sum(costs.of_order(lane, order)) > longest for lane, order in enumerate(orders))
+    return trial.fits and least_time(setup.schedule, costs) > longest
+
+
+def least_time(schedule: Schedule, costs: Costs) -> float:
+    """A time that no step is shorter than.
+
+    A device works through its order, from when its first chunk can have come; and the gradient of each of its backwards
+    has the way to the first stage before it.
+    """
+    once = replace(costs, recompute=0)
+    way_in, way_out = (
+        [0.0, *accumulate(min(once.of(Action(stage, kind, 0), lane) for kind in kinds)
+                          for stage, lane in enumerate(schedule.placement.lane_of))]
+        for kinds in ((Kind.F,), (Kind.B, Kind.I))
+    )  # fmt: skip
+    least = 0.0
+    for lane, order in enumerate(schedule.orders):
+        time = way_in[order[0].stage]
+        for (stage, kind, _), duration in zip(order, costs.of_order(lane, order)):
+            time += duration
+            least = max(least, time + way_out[stage] if kind is Kind.B or kind is Kind.I else time)
+    return least
 
 
 def _moved(balance: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -197,13 +220,13 @@ def _fitted(setup: TrialSetup, checkpoint: Checkpoint) -> Trial:
     The cut knows what devices hold of their stages at once; what waits to be read shows in the replay, and is taken off
     the caps.
     """
-    best = _trial(setup, checkpoint)
+    best = replayed(setup, checkpoint, _cut(setup, checkpoint))
     caps = list(setup.machine.caps)
     for _ in range(_ROUNDS):
         if best.fits:
             break
         try:
-            trial = _trial(setup, checkpoint, caps)
+            trial = replayed(setup, checkpoint, _cut(setup, checkpoint, caps))
         except PartitionError:
             break
         best = min(best, trial, key=lambda trial: trial.rank)
@@ -217,12 +240,12 @@ _ROUNDS = 3
 _FEW = 16  # moves of cuts that are tried with every other choice of stages to recompute
 
 
-def _trial(setup: TrialSetup, checkpoint: Checkpoint, caps: Sequence[float] | None = None) -> Trial:
-    windows = _windows(setup, checkpoint, caps)
-    balance = shared(windows, _SPLITS).balance
+def _cut(setup: TrialSetup, checkpoint: Checkpoint, caps: Sequence[float] | None = None) -> Sequence[int]:
+    """The balance whose slowest stage is the fastest."""
+    balance = shared(_windows(setup, checkpoint, caps), _SPLITS).balance
     if not balance:
         raise PartitionError("no balance is known to fit")
-    return replayed(setup, checkpoint, balance)
+    return balance
 
 
 def _windows(setup: TrialSetup, checkpoint: Checkpoint, caps: Sequence[float] | None) -> Windows:
@@ -287,6 +310,7 @@ def enumerated(setup: TrialSetup, budget: int) -> tuple[Trial | None, int]:
     return None, budget
 
 
+@no_collecting()
 def replayed(setup: TrialSetup, checkpoint: Checkpoint, balance: Sequence[int]) -> Trial:
     """The trial of one balance: simulated, and its memory counted."""
     profile, machine, _, _, schedule = setup
