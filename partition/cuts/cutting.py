@@ -1,9 +1,9 @@
 """The exact cut: stages on devices of their own speed and memory, with messages between them.
 
     layers: work, state, saved, read, message ─┐
-    stages: speed, memory, chunks held ────────┼─► windows ─► bottleneck ─► evenness ─► balance
-    links between them ────────────────────────┘                 ▲              │
-                                                                 └── sharing ◄──┘  several stages on one device
+    stages: speed, memory, chunks held ────────┼─► windows ─► fastest, evenest ─► balance
+    links between them ────────────────────────┘                 ▲           │
+                                                                 └─ sharing ◄┘  several stages on one device
 
     time(s, i, j)  = work(i, j) / speed[s] + message at cut i + message at cut j
     bytes(s, i, j) = state(i, j) + kept[s] x saved(i, j) + inputs[s] x read(i, j)            <= memory[s]
@@ -18,7 +18,7 @@ from math import inf
 import numpy
 
 from partition.contiguous import check_stages
-from partition.cuts.bottleneck import ANY_TIME
+from partition.cuts.fastest import ANY_TIME
 from partition.cuts.layers import Layers, layers_of
 from partition.cuts.sharing import loosest_caps, shared
 from partition.cuts.windows import DeviceStages, Floats, HeldChunks, StageSpec, WindowBlock, Windows, placed, slid

@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 import numpy
 
-from partition.cuts.bottleneck import bottleneck
-from partition.cuts.evenness import evenest
+from partition.cuts.fastest import fastest
 from partition.cuts.windows import Floats, Windows
 
 __all__ = ["Cut", "loosest_caps", "shared"]
@@ -107,10 +106,9 @@ def _even_caps(windows: Windows) -> Floats:
 
 def _cut_under(windows: Windows, caps: Floats, number: int) -> _LimitedCut | None:
     """The cut under limits of stages; None where nothing fits."""
-    slowest = bottleneck(windows, caps)
+    slowest, balance = fastest(windows, caps)
     if slowest == inf:
         return None
-    balance = evenest(windows, caps, slowest)
     row_bytes = windows.bytes(balance)
     return _LimitedCut(slowest, windows.over(row_bytes), number, caps, row_bytes, tuple(balance))
 

@@ -28,8 +28,6 @@ __all__ = ["DeviceStages", "HeldChunks", "Line", "Indices", "StageSpec", "Floats
 Floats: TypeAlias = NDArray[numpy.float64]
 Mask: TypeAlias = NDArray[numpy.bool_]
 Indices: TypeAlias = NDArray[numpy.intp]
-ColumnIndex: TypeAlias = slice | Indices
-ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -123,11 +121,6 @@ class WindowBlock(NamedTuple):
         """True for a block of no windows."""
         return self.first > self.last or self.short > self.long
 
-    @property
-    def size(self) -> int:
-        """The number of windows."""
-        return (self.last - self.first + 1) * (self.long - self.short + 1)
-
 
 class Line:
     """Numbers of all windows, as differences: ends[j] - begins[i] for layers i to j - 1.
@@ -143,16 +136,10 @@ class Line:
         self.least_ends = numpy.ascontiguousarray(numpy.minimum.accumulate(ends[::-1])[::-1])  # else each search copies
         self.most_begins = numpy.maximum.accumulate(begins)
         self._padded = numpy.concatenate([numpy.full(len(begins) - 1, missing), begins])
-        self._rises = bool((begins[1:] >= begins[:-1]).all())
 
-    def at_most(self, block: WindowBlock) -> float:
-        """No window of a block has more; inf: not known."""
-        longest = slid(self._padded, block._replace(short=block.long))
-        return float((self.ends[block.first : block.last + 1] - longest).max()) if self._rises else inf
-
-    def within(self, block: WindowBlock, chosen: ColumnIndex = ALL) -> Floats:
-        """The numbers of the windows in chosen columns of a block; what is missing: with a beginning before layer 0."""
-        table: Floats = self.ends[block.first : block.last + 1][chosen] - slid(self._padded, block)[:, chosen]
+    def within(self, block: WindowBlock) -> Floats:
+        """The numbers of the windows of a block; what is missing: with a beginning before layer 0."""
+        table: Floats = self.ends[block.first : block.last + 1] - slid(self._padded, block)
         return table
 
 
@@ -167,9 +154,7 @@ class Windows:
 
     Attributes:
         layers, stages: how many.
-        speeds, extra: of each stage, and its time on top of its layers'.
-        work: of all layers before each place, with what every stage recomputes of it.
-        light_messages: a guess at the time of all messages, at the cuts of an even balance.
+        share: the time that each stage would take if all were equally long, without messages.
         lines: the times of windows in each stage.
         rounding: the most by which sums of times that are equal may differ.
         limits: (bytes, rows): what some rows of bytes may have together.
@@ -183,15 +168,12 @@ class Windows:
         lanes: Sequence[DeviceStages],
     ) -> None:
         self.layers, self.stages = len(layers.work), len(specs)
-        self.speeds = numpy.array([spec.speed for spec in specs])
-        self.extra = numpy.array([spec.work for spec in specs])
         forward = _sums(layers.forward or [0.0] * self.layers)
         common = min(spec.recompute for spec in specs)
-        self.work = _sums(layers.work) + common * forward
-        different = {id(times): times for times in messages}
-        numbers = {key: numpy.asarray(times, dtype=float) for key, times in different.items()}
-        light = {key: float(numpy.sort(times)[self.layers // 5]) for key, times in numbers.items()}
-        self.light_messages = sum(light[id(times)] for times in messages)
+        common_work = _sums(layers.work) + common * forward
+        extra, speed = (numpy.array(column).sum() for column in zip(*[(spec.work, spec.speed) for spec in specs]))
+        self.share = float((common_work[-1] + extra) / speed)
+        numbers = {id(times): numpy.asarray(times, dtype=float) for times in messages}
         none = numpy.zeros(self.layers + 1)
         between = [none, *([numbers[id(times)] for times in messages] or [none] * (self.stages - 1)), none]
         line_of: dict[tuple[Any, ...], Line] = {}
@@ -199,7 +181,7 @@ class Windows:
         for spec, before, after in zip(specs, between, between[1:]):
             kind = spec.speed, spec.work, spec.recompute, id(before), id(after)
             if kind not in line_of:
-                work = self.work + (spec.recompute - common) * forward if spec.recompute > common else self.work
+                work = common_work + (spec.recompute - common) * forward if spec.recompute > common else common_work
                 ends, begins = (work + spec.work) / spec.speed + after, work / spec.speed - before
                 line_of[kind] = Line(ends, begins, inf)
             self.lines.append(line_of[kind])
@@ -207,11 +189,6 @@ class Windows:
             float(numpy.abs(part).max()) for line in line_of.values() for part in (line.ends, line.begins))
         self._rows = _Rows(layers, specs, [lane for lane in lanes if lane.memory < inf])
         self.limits = self._rows.limits
-
-    @property
-    def kinds(self) -> list[Line]:
-        """The different ones of the lines."""
-        return list({id(line): line for line in self.lines}.values())
 
     def furthest(self, caps: Floats, values: Floats) -> list[Indices]:
         """For each stage, and each time that a stage may take, no later end of it can be reached; 0: none can."""
@@ -240,13 +217,11 @@ class Windows:
             first.append(min(max(start, stage), self.layers))
         return list(zip(reversed(first), last, strict=True))
 
-    def shorter(
-        self, stage: int, caps: Floats, value: float, block: WindowBlock, chosen: ColumnIndex = ALL
-    ) -> WindowBlock:
-        """A block without the lengths at which no window in its chosen columns is so fast and small."""
+    def shorter(self, stage: int, caps: Floats, value: float, block: WindowBlock) -> WindowBlock:
+        """A block without the lengths at which no window is so fast and small."""
         if block.long - block.short < _NARROW:
             return block
-        stops = numpy.arange(block.first, block.last + 1)[chosen]
+        stops = numpy.arange(block.first, block.last + 1)
         longest = int((stops - self._earliest(stage, caps, value, stops)).max())
         return block._replace(long=max(block.short, min(block.long, longest)))
 
@@ -260,23 +235,13 @@ class Windows:
             starts = numpy.maximum(starts, limits)
         return starts
 
-    def too_big(self, stage: int, caps: Floats, block: WindowBlock, chosen: ColumnIndex = ALL) -> Mask | None:
-        """The windows that hold too much, in chosen columns of a block; None: there are none."""
+    def too_big(self, stage: int, caps: Floats, block: WindowBlock) -> Mask | None:
+        """The windows that hold too much; None: nothing is too much."""
         full: Mask | None = None
         for row in self._rows.by_stage[stage]:
-            if self._rows.is_separable and self._rows.lines[row].at_most(block) <= caps[row]:
-                continue
-            over = self._rows.bytes(row, block, chosen) > caps[row]
+            over = self._rows.bytes(row, block) > caps[row]
             full = over if full is None else full | over
         return full
-
-    def surely_fit(self, stage: int, caps: Floats, starts: Indices, stops: Indices) -> Mask:
-        """Of windows one by one, whether each fits; where that takes more than sums to know, none."""
-        fit = numpy.full(len(stops), self._rows.is_separable)
-        for row in self._rows.by_stage[stage]:
-            byte_line = self._rows.lines[row]
-            fit &= byte_line.ends[stops] - byte_line.begins[starts] <= caps[row]
-        return fit
 
     def bytes(self, balance: Sequence[int]) -> Floats:
         """The bytes of each row, for the stages of a balance."""
@@ -342,15 +307,10 @@ class _Rows:
         pairs = [(earlier, later) for amount in sums for earlier, later, _ in amount.distant]
         self._earlier, self._later = numpy.array(pairs, dtype=numpy.intp).reshape(-1, 2).T
 
-    @property
-    def is_separable(self) -> bool:
-        """True where sums alone are the bytes."""
-        return not len(self._earlier)
-
-    def bytes(self, row: int, block: WindowBlock, chosen: ColumnIndex = ALL) -> Floats:
-        """The bytes of windows, in chosen columns of a block."""
-        table = self.lines[row].within(block, chosen)
-        return table if self.is_separable else table + self._astride(row, block)[:, chosen]
+    def bytes(self, row: int, block: WindowBlock) -> Floats:
+        """The bytes of the windows of a block."""
+        table = self.lines[row].within(block)
+        return table + self._astride(row, block) if len(self._earlier) else table
 
     def _astride(self, row: int, block: WindowBlock) -> Floats:
         """The bytes of the later layer of two that share, in windows that begin between them."""
