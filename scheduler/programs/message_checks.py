@@ -40,49 +40,27 @@ def message_faults(program: Program) -> list[Fault]:
 
 
 def _there(program: Program, lane: int, travels: Messages) -> Iterator[Fault]:
-    due: dict[Action, Action] = {}  # a send that is to come -> what it sends
-    sent: set[Action] = set()
-    receive_at: dict[Action, int] = {}  # receives, and where
-    late: dict[Action, Action] = {}  # a receive that was not there yet -> what needed it
-    used: set[Action] = set()
-    odd: list[tuple[int, Action]] = []
+    position_of: dict[Action, int] = {}
+    computed_at: dict[Action, Action] = {}  # a message, and the action that gives or needs it
     for position, action in enumerate(program.orders[lane]):
         stage, kind, chunk = action
-        if kind in COMPUTE:
-            if (stage, kind) in travels.received:
-                receive = Action(stage, travels.received[stage, kind], chunk)
-                if receive in receive_at:
-                    used.add(receive)
-                else:
-                    late[receive] = action
-            for route in travels.sent.get((stage, kind), ()):
-                due[Action(stage, route.send, chunk)] = action
-        elif action in due:
-            del due[action]
-            sent.add(action)
-        elif kind.is_send or action in receive_at:
-            odd.append((position, action))
-        else:
-            receive_at[action] = position
-    for position, action in odd:
-        if action in due:
-            words = f"lane {lane} runs {action} before {due.pop(action)}, whose result it sends: put it after."
-        elif action in receive_at or action in sent:
-            words = f"lane {lane} runs {action}, which has run before: drop one of them."
-        else:
-            words = f"lane {lane} runs {action}, but there is no such message: drop it."
-        yield Fault(words, lane, position)
-    for send, action in due.items():
-        yield Fault(f"{send} is missing, the result of {action}: add it to lane {lane} after {action}.")
-    for receive, action in late.items():
-        if receive in receive_at:
-            words = f"lane {lane} runs {receive} after {action}, which needs it: put it before."
-            yield Fault(words, lane, receive_at[receive])
-        else:
-            yield Fault(f"{receive} is missing, which {action} needs: add it to lane {lane} before {action}.")
-    for receive in [receive for receive in receive_at if receive not in used and receive not in late]:
-        words = f"lane {lane} runs {receive}, but there is no such message: drop it."
-        yield Fault(words, lane, receive_at[receive])
+        if position_of.setdefault(action, position) < position:
+            yield Fault(f"lane {lane} runs {action}, which has run before: drop one of them.", lane, position)
+        if (stage, kind) in travels.received:
+            computed_at[Action(stage, travels.received[stage, kind], chunk)] = action
+        for route in travels.sent.get((stage, kind), ()):
+            computed_at[Action(stage, route.send, chunk)] = action
+    for message, action in computed_at.items():
+        is_send = message.kind.is_send
+        side, role = ("after", f"the result of {action}") if is_send else ("before", f"which {action} needs")
+        if message not in position_of:
+            yield Fault(f"{message} is missing, {role}: add it to lane {lane} {side} {action}.")
+        elif (position_of[message] < position_of[action]) is is_send:
+            wrong = f"before {action}, whose result it sends" if is_send else f"after {action}, which needs it"
+            yield Fault(f"lane {lane} runs {message} {wrong}: put it {side}.", lane, position_of[message])
+    for message, position in position_of.items():
+        if message.kind not in COMPUTE and message not in computed_at:
+            yield Fault(f"lane {lane} runs {message}, but there is no such message: drop it.", lane, position)
 
 
 def _in_order(program: Program) -> Iterator[Fault]:
