@@ -21,7 +21,7 @@ from partition.contiguous import check_stages
 from partition.cuts.fastest import ANY_TIME
 from partition.cuts.layers import Layers, layers_of
 from partition.cuts.sharing import loosest_caps, shared
-from partition.cuts.windows import DeviceStages, Floats, HeldChunks, StageSpec, WindowBlock, Windows, placed, slid
+from partition.cuts.windows import DeviceStages, HeldChunks, StageSpec, Windows
 from partition.errors import PartitionError
 from partition.profiles.profile import Profile
 
@@ -136,34 +136,19 @@ def cut_layers(
 
 def _unfit(windows: Windows, memory: Sequence[float]) -> str:
     """The reason that nothing fits, in words. `memory`: of each stage's device."""
-    caps = loosest_caps(windows)
-    first, reached = 0, numpy.zeros(1)  # inf where no stage may end
-    for stage, size in enumerate(memory):
-        last = first + len(reached) - 1
-        block = WindowBlock.between((first, last), (first + 1, windows.layers))
-        if first < windows.layers:
-            block = windows.shorter(stage, caps, ANY_TIME, block)
-            starts = slid(placed(reached, first, windows.layers), block)
-            full = windows.too_big(stage, caps, block)
-            ends = (starts if full is None else numpy.where(full, inf, starts)).min(axis=0)
-        if first == windows.layers or ends.min() == inf:
-            is_too_big = first < windows.layers and _is_too_big(windows, stage, caps, first)
-            reason = f"stage {stage} cannot hold layer {first} alone" if is_too_big else f"stage {stage} gets no layer"
-            return f"no balance fits: {reason} in {size:.0f} bytes. {_REMEDY}"
-        indices = (ends < inf).nonzero()[0]
-        first, reached = first + 1 + int(indices[0]), ends[indices[0] : indices[-1] + 1]
-    last = first + len(reached) - 1
-    if last == windows.layers:
-        return f"no balance fits: the stages of a device hold too much together, however its memory is split. {_REMEDY}"
-    return (
-        f"no balance fits: {len(memory)} stages as long as their memory allows ({max(memory):.0f} bytes at the most) "
-        f"end at layer {last} of {windows.layers}. {_REMEDY}"
-    )
-
-
-def _is_too_big(windows: Windows, stage: int, caps: Floats, layer: int) -> bool:
-    full = windows.too_big(stage, caps, WindowBlock(layer + 1, layer + 1, 1, 1))
-    return full is not None and bool(full.any())
+    ends = [int(furthest[0]) for furthest in windows.furthest(loosest_caps(windows), numpy.array([ANY_TIME]))]
+    if 0 in ends:
+        stage = ends.index(0)
+        layer = ends[stage - 1] if stage else 0
+        reason = f"stage {stage} cannot hold layer {layer} alone in {memory[stage]:.0f} bytes"
+    elif ends[-1] < windows.layers:
+        reason = (
+            f"{len(memory)} stages as long as their memory allows ({max(memory):.0f} bytes at the most) end at layer "
+            f"{ends[-1]} of {windows.layers} at the furthest"
+        )
+    else:
+        reason = "the stages of a device hold too much together, however layers are cut and its memory is split"
+    return f"no balance fits: {reason}. {_REMEDY}"
 
 
 _REMEDY = "Recompute activations, take more chunks or more devices, or an optimizer that keeps less."
