@@ -12,12 +12,9 @@ import click
 
 from partition.errors import PartitionError
 from partition.hardware.gpus import gib
-from partition.hardware.inventory import Devices
 from partition.hardware.inventory import devices as find
 from partition.hardware.selection import MARGIN, Choice, memory_cap
-from partition.hardware.tables import bandwidths, device_table, link_table
 from scheduler.command_line.running import CommandError
-from scheduler.command_line.tables import show
 
 __all__ = ["devices"]
 
@@ -65,23 +62,10 @@ def devices(count: int | None, margin: float, as_variable: bool, as_json: bool) 
     if as_json:
         print(json.dumps(inventory.to_json() | ({} if choice is None else {"choice": _plain(choice, caps)}), indent=2))
         return 0
-    _show_devices(inventory)
+    print(inventory)
     if choice is not None:
         _show_choice(choice, caps, margin)
     return 0
-
-
-def _show_devices(inventory: Devices) -> None:
-    head, *rows = device_table(inventory.visible, inventory.hidden)
-    if rows:
-        show(head, rows, dim=[False] * len(inventory) + [True] * len(inventory.hidden))
-        print()
-    if inventory.links:
-        head, *rows = link_table(inventory.all, inventory.links)
-        show(head, rows)
-        print("\n".join(bandwidths(inventory.links)) + "\n")
-    for note in inventory.notes:
-        print(note)
 
 
 def _show_choice(choice: Choice, caps: list[int | None], margin: float) -> None:
