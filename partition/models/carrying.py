@@ -1,17 +1,16 @@
 """The values that travel between the parts of a model beside the hidden state.
 
-    carrying      arguments of blocks that are not computed from the inputs alone, for all blocks of a chain
-    passing_of    values that blocks return, and that are read later than by the next block; what the first block of a
-                  chain was called with, where that is read behind it; what a module of one part returned, and another
-                  reads
+    arguments of blocks that are not computed from the inputs alone, for all blocks of a chain
+    values that blocks return, and that are read later than by the next block
+    what the first block of a chain was called with, where that is read behind it
+    what a module of one part returned, and another reads
 
-Both follow from the flow of values through the model: from which values each was computed.
+They follow from the flow of values through the model: from which values each was computed.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -51,17 +50,16 @@ class NotCarriedError(PartitionError):
         self.number = number
 
 
-def carrying(chain: BlockChain, runs: Sequence[Sources]) -> BlockChain:
-    """A chain, with what its blocks are called with that is not computed from the inputs alone.
+def _carried(chain: BlockChain, runs: Sequence[Sources]) -> list[dict[ArgumentKey, ArgumentKey]]:
+    """For each block of a chain its arguments that are not computed from the inputs alone: which of the first block's.
 
     Raises:
         NotCarriedError: a block is called with something that the first one is not.
         PartitionError: blocks write into what others are called with.
     """
-    kept: dict[ArgumentKey, int] = {}
     carried = []
     for number in range(chain.first, chain.last + 1):
-        places: dict[ArgumentKey, int] = {}
+        places: dict[ArgumentKey, ArgumentKey] = {}
         for sources in runs:
             first_leaves, block = sources.blocks[chain.first].arguments.leaves, sources.blocks[number]
             if number > chain.first and any(sources.of((), until=block.begin)):
@@ -79,11 +77,9 @@ def carrying(chain: BlockChain, runs: Sequence[Sources]) -> BlockChain:
                     matches = [key]
                 if not matches:
                     raise NotCarriedError(number, block.name, key[0])
-                places[key] = kept.setdefault(matches[0], len(kept))
-        carried.append(tuple(places.items()))
-    arguments = [sources.blocks[chain.first].arguments for sources in runs]
-    whole = frozenset([key for key in kept if all(is_whole(each[key]) for each in arguments)])
-    return chain._replace(kept=tuple(kept), whole=whole, carried=tuple(carried))
+                places[key] = matches[0]
+        carried.append(places)
+    return carried
 
 
 def _is_computed(sources: Sources, number: int, key: ArgumentKey, leaf: Any) -> bool:
@@ -110,17 +106,22 @@ def _is_plain(leaf: Any) -> bool:
 
 def passing_of(
     chains: Sequence[BlockChain], shares: Sequence[Mapping[str, Any]], runs: Sequence[Sources]
-) -> tuple[tuple[BlockChain, ...], PassingPlan]:
-    """The values that pass blocks by; and the chains, whose `whole` are those of their kept arguments that are read.
+) -> PassingPlan:
+    """The values that pass blocks by, or go to all of a chain.
 
     Raises:
+        NotCarriedError: a block is called with something that the first one of its chain is not.
         AbsentUnitsError: parts read parameters that they do not have.
         PartitionError: what is before a chain, or the end, reads what another part computes, and no block returns or is
-            called with, nor a module returns.
+            called with, nor a module returns. Or blocks write into what others are called with.
     """
-    readers: dict[ValueSlot, int] = {}
+    carried = [_carried(chain, runs) for chain in chains]
+    kept = [list(dict.fromkeys(key for places in of_chain for key in places.values())) for of_chain in carried]
+    readers: dict[ValueSlot, int] = {
+        (chain.first, Argument(key)): number
+        for number, (chain, keys) in enumerate(zip(chains, kept)) for key in keys
+    }  # fmt: skip
     written_slots: set[ValueSlot] = set()
-    read_keys: dict[int, set[ArgumentKey]] = defaultdict(set)  # by chain
     absent: set[tuple[int, str]] = set()
     for sources in runs:
         slots, nodes = sources.written()
@@ -129,12 +130,10 @@ def passing_of(
         losses: list[str] = []
         for reader in range(len(chains), 0, -1):
             last_chain = chains[reader - 1]
-            earlier_chains, next_chains = chains[:reader], chains[reader : reader + 1]
-            slots, lost, returned, arrived = _read(
-                sources, earlier_chains, next_chains, shares[reader], returned_nodes.pop(reader, set())
+            next_keys = [*chains[reader].entries, *kept[reader]] if reader < len(chains) else []
+            slots, lost, returned = _read(
+                sources, chains, reader, next_keys, shares[reader], returned_nodes.pop(reader, set())
             )
-            first_nodes = sources.blocks[last_chain.first].nodes
-            read_keys[reader - 1] |= {key for key in last_chain.whole if first_nodes.get(key) in arrived}
             for node in returned:
                 returned_nodes.setdefault(_part_of(sources, chains, node), set()).add(node)
                 slots |= _returns(sources, chains, node)
@@ -159,8 +158,11 @@ def passing_of(
         raise AbsentUnitsError(absent)
     slots_in_order = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
     until = tuple([readers[slot] for slot in slots_in_order])
-    read_chains = tuple([chain._replace(whole=frozenset(read_keys[place])) for place, chain in enumerate(chains)])
-    return read_chains, PassingPlan(tuple(slots_in_order), until, frozenset(written_slots))
+    of_blocks = tuple([
+        tuple([(key, slots_in_order.index((chain.first, Argument(of_first)))) for key, of_first in places.items()])
+        for chain, of_chain in zip(chains, carried) for places in of_chain
+    ])  # fmt: skip
+    return PassingPlan(tuple(slots_in_order), until, frozenset(written_slots), of_blocks)
 
 
 def _returns(sources: Sources, chains: Sequence[BlockChain], node: int) -> set[ValueSlot]:
@@ -179,30 +181,29 @@ def _part_of(sources: Sources, chains: Sequence[BlockChain], node: int) -> int:
 
 def _read(
     sources: Sources,
-    earlier_chains: Sequence[BlockChain],
-    next_chains: Sequence[BlockChain],
+    chains: Sequence[BlockChain],
+    reader: int,
+    next_keys: Iterable[ArgumentKey],
     share: Mapping[str, Any],
     returned_nodes: Collection[int],
 ) -> ValueSources:
     """The sources of what the part behind some chains makes: for the next one or the output.
 
     Args:
+        reader: how many chains are before the part.
+        next_keys: the arguments of the next block that it makes.
         returned_nodes: what it makes for later ones.
     """
-    blocks, last_chain = sources.blocks, earlier_chains[-1]
-    first_block = blocks[last_chain.first]
-    arrivals = {
-        first_block.nodes[key]: first_block.begin for key in last_chain.whole if key in first_block.nodes
-    }
+    blocks = sources.blocks
     offers: dict[int, list[tuple[int, ValueSlot]]] = {}
-    for number in [chain.first for chain in earlier_chains]:
+    for number in [chain.first for chain in chains[:reader]]:
         for key, node in blocks[number].nodes.items():
-            if is_whole(blocks[number].arguments[key]):
+            if is_whole(blocks[number].arguments[key]):  # of a slice the rest may be read as well
                 offers.setdefault(node, []).append((blocks[number].begin, (number, Argument(key))))
     nodes, until = sources.run.output, sources.run.flow.tick()
-    for chain in next_chains:
-        next_block = blocks[chain.first]
-        nodes = [next_block.nodes[key] for key in (*chain.entries, *chain.kept) if key in next_block.nodes]
+    if reader < len(chains):
+        next_block = blocks[chains[reader].first]
+        nodes = [next_block.nodes[key] for key in next_keys if key in next_block.nodes]
         until = next_block.begin
-    end = blocks[last_chain.last].end
-    return sources.of([*nodes, *returned_nodes], share, arrivals, end, until, offers, returned_before=end)
+    end = blocks[chains[reader - 1].last].end
+    return sources.of([*nodes, *returned_nodes], share, end, until, offers, returned_before=end)

@@ -255,11 +255,11 @@ class Outline(nn.Module):
                     )
 
     def call(
-        self, number: int, hidden: tuple[Any, ...], kept: tuple[Any, ...], travelling: tuple[Any, ...]
+        self, number: int, hidden: tuple[Any, ...], travelling: tuple[Any, ...], passing: tuple[Any, ...]
     ) -> tuple[list[Any], dict[str, Any], Switches]:
         """The arguments of a block, args and kwargs, and the switches with which the model calls it."""
         chain, device = chain_of(self.chains, number), next(leaf.device for leaf in hidden if leaf is not None)
-        carried = [(key, kept[index]) for key, index in chain.carried[number - chain.first]]
+        carried = [(key, passing[index]) for key, index in self.passing.carried[number]]
         call = self.arguments_of_block(number, device, travelling)
         return *call.replaced([*zip(chain.entries, hidden, strict=True), *carried]), call.switches
 

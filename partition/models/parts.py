@@ -1,10 +1,11 @@
 """The parts of a model as layers of an nn.Sequential: its beginning, its blocks, its end; between two chains a middle.
 
-    x --> Beginning --> (hidden state, kept, inputs, passing) --> Block --> ... --> Block --> End --> the model's output
+    x --> Beginning --> (hidden state, inputs, passing) --> Block --> ... --> Block --> End --> the model's output
 
 What travels beside the hidden state is those inputs whose numbers are read again: ids, padding masks. What the model
 makes of them for its blocks is made again in each stage (`Outline.arguments_of_block`), and not sent. Only what the
-beginning computes for all blocks with parameters is kept, and travels: the embedding of a diffusion model's time.
+beginning computes for all blocks with parameters travels, as what passes blocks by does: the embedding of a diffusion
+model's time.
 
 A part holds modules of the model under their names in the model, and brings these: `partition.names`.
 """
@@ -24,13 +25,13 @@ from partition.contents import storage_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.outline import Outline
-from partition.models.passing import PassingPlan
-from partition.models.runs import BlockChain, CallArguments, OutlineRun, Switches, chain_of
+from partition.models.passing import Argument
+from partition.models.runs import ArgumentKey, BlockChain, CallArguments, OutlineRun, Switches, chain_of
 from partition.models.shapes import is_whole
 from partition.names import ModelNames, NamedLayer
 
 _PartLeaves: TypeAlias = tuple[Any, ...]
-PartValue: TypeAlias = tuple[_PartLeaves, _PartLeaves, _PartLeaves, _PartLeaves]  # hidden state, kept, inputs, passing
+PartValue: TypeAlias = tuple[_PartLeaves, _PartLeaves, _PartLeaves]  # hidden state, inputs, passing
 
 
 class Holder(nn.Module):
@@ -124,11 +125,10 @@ class Beginning(OutlinePart):
     def forward(self, x: Any) -> PartValue:
         leaves = self.outline.inputs.leaves(x)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-        chain = self.outline.chains[0]
-        run = OutlineRun(self.outline.chains, chain.first, wanted=self.outline.passing.wanted(chain.first))
+        run = OutlineRun(self.outline.chains, 0, wanted=self.outline.passing.wanted(0))
         self.outline.run(run, leaves, device, self._units(), self.modes)
         nothing = (None,) * len(self.outline.passing.slots)
-        return _value_at(self.outline, run, chain, self.outline.inputs.travelling(leaves), nothing)
+        return _value_at(self.outline, run, 0, self.outline.inputs.travelling(leaves), nothing)
 
 
 class Block(Part):
@@ -155,16 +155,16 @@ class Block(Part):
         return ModelNames(tuple(names), self.outline.places, {})
 
     def forward(self, value: PartValue) -> PartValue:
-        hidden, kept, travelling, passing = value
+        hidden, travelling, passing = value
         chain = chain_of(self.outline.chains, self._number)
         if self._number == chain.first:
             _check_dtypes(hidden, chain.dtypes)
-        args, kwargs, switches = self.outline.call(self._number, hidden, kept, travelling)
+        args, kwargs, switches = self.outline.call(self._number, *value)
         with nullcontext() if switches == Switches.now() else switches.entered():
             returned = self.block(*args, **kwargs)
         leaves = [returned] if isinstance(returned, Tensor) else self._leaves(returned, chain)
-        passing = self.outline.passing.filled(self._number, leaves, passing)
-        return tuple([leaves[place] for place in chain.exits]), kept, travelling, passing
+        passing = self.outline.passing.filled(self._number, dict(enumerate(leaves)), passing)
+        return tuple([leaves[place] for place in chain.exits]), travelling, passing
 
     @property
     def block(self) -> nn.Module:
@@ -180,9 +180,10 @@ class Block(Part):
 
     def called(self, value: PartValue) -> tuple[list[Any], dict[str, Any]] | None:
         """The arguments of the block. None: what it does with what it returns depends on its number."""
-        hidden, kept, travelling, passing = value
-        args, kwargs, switches = self.outline.call(self._number, hidden, kept, travelling)
-        return None if passing or switches != Switches.now() else (args, kwargs)
+        args, kwargs, switches = self.outline.call(self._number, *value)
+        slots = self.outline.passing.slots
+        returns_slot = any(block == self._number and isinstance(place, int) for block, place in slots)
+        return None if returns_slot or switches != Switches.now() else (args, kwargs)
 
     def _leaves(self, returned: Any, chain: BlockChain) -> Leaves:
         """The leaves that the block returned: tensors, and the plain values that it returned on the sample."""
@@ -212,10 +213,10 @@ class Middle(OutlinePart):
         super().__init__(outline, units)
 
     def forward(self, value: PartValue) -> PartValue:
-        before, after = self.outline.chains[self._number - 1 : self._number + 1]
-        run, leaves, device = _resumed_run(self.outline, before, value, after.first, self.modes)
+        run, leaves, device = _resumed_run(self.outline, self._number, value, self.modes)
         self.outline.run(run, leaves, device, self._units(), self.modes)
-        return _value_at(self.outline, run, after, value[2], self.outline.passing.behind(self._number, value[3]))
+        passing = self.outline.passing.behind(self._number, value[2])
+        return _value_at(self.outline, run, self._number, value[1], passing)
 
 
 class End(OutlinePart):
@@ -234,23 +235,23 @@ class End(OutlinePart):
         super().__init__(outline, units)
 
     def forward(self, value: PartValue) -> Any:
-        run, leaves, device = _resumed_run(self.outline, self.outline.chains[-1], value, None, self.modes)
+        run, leaves, device = _resumed_run(self.outline, len(self.outline.chains), value, self.modes)
         return self._output(self.outline.run(run, leaves, device, self._units(), self.modes))
 
 
 def _resumed_run(
-    outline: Outline, chain: BlockChain, value: PartValue, end: int | None, modes: Mapping[str, bool]
+    outline: Outline, number: int, value: PartValue, modes: Mapping[str, bool]
 ) -> tuple[OutlineRun, Leaves, torch.device]:
-    """A run that goes on where a chain has ended, the leaves of its inputs, and where it computes."""
-    hidden, kept, travelling, passing = value
+    """A run that goes on where the chain before that of a number has ended, its leaves, and where it computes."""
+    hidden, travelling, values = value
+    before, passing = outline.chains[number - 1], outline.passing
     device = next(leaf.device for leaf in hidden if leaf is not None)
-    outputs = outline.passing.outputs(passing, chain.last, dict(zip(chain.exits, hidden, strict=True)))
-    arguments = outline.passing.arguments(passing)
-    arrived = {key: leaf for key, leaf in zip(chain.kept, kept, strict=True) if key in chain.whole}
-    arguments.setdefault(chain.first, {}).update(arrived)
+    exits = zip([(before.last, place) for place in before.exits], hidden, strict=True)
+    outputs, arguments, returns = passing.arrived(number, values, dict(exits))
     rewind = _generator_rewind(device) if any(modes.values()) else int
-    returns, wanted = outline.passing.returns(passing), {} if end is None else outline.passing.wanted(end)
-    run = OutlineRun(outline.chains, end, outputs, arguments, chain.last, rewind, returns, wanted)
+    end = outline.chains[number].first if number < len(outline.chains) else None
+    wanted = {} if end is None else passing.wanted(end)
+    run = OutlineRun(outline.chains, end, outputs, arguments, before.last, rewind, returns, wanted)
     return run, outline.inputs.arrived(travelling, device), device
 
 
@@ -270,12 +271,14 @@ def _generator_rewind(device: torch.device) -> Callable[[], object]:
 
 
 def _value_at(
-    outline: Outline, run: OutlineRun, chain: BlockChain, travelling: _PartLeaves, passing: _PartLeaves
+    outline: Outline, run: OutlineRun, number: int, travelling: _PartLeaves, values: _PartLeaves
 ) -> PartValue:
+    chain = outline.chains[number]
     call = outline.call_of_block(run.calls, chain.first)
-    _check_whole(chain, outline.passing, call)
-    passing = outline.passing.entered(chain.first, call, run.noted, passing)
-    return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
+    _check_whole(chain, outline.passing.keys(chain.first, number + 1), call)
+    arguments = {Argument(key): call[key] for key in outline.passing.keys(chain.first)}
+    values = outline.passing.filled(chain.first, {**arguments, **run.noted}, values)
+    return tuple([call[key] for key in chain.entries]), travelling, values
 
 
 def _names_apart(name: str, module: nn.Module, shared_names: Collection[str]) -> Iterator[str]:
@@ -289,9 +292,9 @@ def _names_apart(name: str, module: nn.Module, shared_names: Collection[str]) ->
             yield from _names_apart(f"{name}.{key}", child, shared_names)
 
 
-def _check_whole(chain: BlockChain, passing: PassingPlan, call: CallArguments) -> None:
+def _check_whole(chain: BlockChain, keys: Iterable[ArgumentKey], call: CallArguments) -> None:
     """See that what is read behind a chain, as it arrives there, are no slices: nobody computes the rest there."""
-    for key in (*chain.whole, *passing.keys(chain.first)):
+    for key in keys:
         if isinstance(call[key], Tensor) and storage_of(call[key]) >= 0 and not is_whole(call[key]):
             raise PartitionError(
                 f"argument {key[0]!r} of block {chain.blocks[0]!r} is a slice of what was computed, and was all of it "

@@ -1,4 +1,4 @@
-"""Values that pass blocks by: the skips of a U-Net, the outputs of all blocks that an end adds up, residual streams.
+"""Values that travel beside the hidden state: the skips of a U-Net, the outputs of all blocks that an end adds up.
 
     block 1 ─► its output ─► block 2 ─► ... ─► block 7
                        └──────── a slot ────────► what is computed before block 7
@@ -6,14 +6,15 @@
               └─────────── a slot ──────────┘
     embed(words) ─► images ─► block 1 ─► ... ─► both ─► block 5     what a module of one part returns, and another reads
             └─────────────── a slot ────────────┘
+    time ─► embed ─► block 1, block 2, ...                          what all blocks of a chain are called with: a slot
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from partition.models.runs import ArgumentKey, CallArguments
+from partition.models.runs import ArgumentKey
 
 
 class Argument(NamedTuple):
@@ -31,23 +32,26 @@ class Return(NamedTuple):
 
 # A block's number; the place among the leaves of what it returns, or what there is as it is called.
 ValueSlot: TypeAlias = "tuple[int, int | Argument | Return]"
+_ByPlace: TypeAlias = dict[Any, dict[Any, Any]]
 
 
 class PassingPlan(NamedTuple):
-    """The slots of the values that pass blocks by.
+    """The slots of the values that pass blocks by, or go to all of a chain.
 
     Attributes:
         slots: of what blocks return, of what the first blocks of chains are called with, and of what modules before
             these return.
         until: for each slot the number of the last chain of blocks before which it is read; that behind the last chain
-            is the end.
+            is the end, that of its own chain says that blocks alone read it.
         written: values that blocks and modules return, hidden states among them, into which the model writes: each
             part to a copy.
+        carried: for each block which leaf of its arguments is which slot.
 
     Example:
         >>> passing = PassingPlan(((1, 0), (3, 2)), (2, 4))
-        >>> values = passing.filled(1, ["an output"], (None, None))
-        >>> passing.outputs(values, 3, {0: "a hidden state"})
+        >>> values = passing.filled(1, {0: "an output"}, (None, None))
+        >>> outputs, arguments, returns = passing.arrived(2, values, {(3, 0): "a hidden state"})
+        >>> outputs
         {1: {0: 'an output'}, 3: {0: 'a hidden state'}}
         >>> passing.behind(2, values)
         (None, None)
@@ -56,27 +60,21 @@ class PassingPlan(NamedTuple):
     slots: tuple[ValueSlot, ...] = ()
     until: tuple[int, ...] = ()
     written: frozenset[ValueSlot] = frozenset()
+    carried: tuple[tuple[tuple[ArgumentKey, int], ...], ...] = ()
 
-    def filled(self, number: int, leaves: Sequence[Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The values, with those that the block of this number returns."""
+    def filled(self, number: int, made: Mapping[Any, Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values, with those that are made as the block of this number is called, or by it."""
         return tuple([
-            leaves[place] if block == number and isinstance(place, int) else value
+            made.get(place, value) if block == number else value
             for (block, place), value in zip(self.slots, values, strict=True)
         ])
 
-    def entered(
-        self, number: int, call: CallArguments, returned: Mapping[tuple[str, int], Any], values: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """The values, with those that the block of this number is called with, and what modules before it returned."""
-        return tuple([
-            value if block != number or isinstance(place, int)
-            else call[place.key] if isinstance(place, Argument) else returned[place]
-            for (block, place), value in zip(self.slots, values, strict=True)
-        ])
-
-    def keys(self, number: int) -> list[ArgumentKey]:
-        """The arguments of the block of this number that pass blocks by."""
-        return [place.key for block, place in self.slots if block == number and isinstance(place, Argument)]
+    def keys(self, number: int, least: int = 0) -> list[ArgumentKey]:
+        """The arguments of the block of this number that are read before a chain, or later."""
+        return [
+            place.key for (block, place), until in zip(self.slots, self.until, strict=True)
+            if block == number and isinstance(place, Argument) and until >= least
+        ]  # fmt: skip
 
     def wanted(self, number: int) -> dict[str, dict[int, bool]]:
         """The values to be noted of modules before the block of this number: by name, by place, whether to copy."""
@@ -87,34 +85,32 @@ class PassingPlan(NamedTuple):
                 wanted.setdefault(place.name, {})[place.place] = slot in self.written
         return wanted
 
-    def returns(self, values: tuple[Any, ...]) -> dict[str, dict[int, Any]]:
-        """The values that modules of other parts returned, as far as they are there: by name, by place."""
-        by_name: dict[str, dict[int, Any]] = {}
-        for slot, value in zip(self.slots, values, strict=True):
-            place = slot[1]
-            if value is not None and isinstance(place, Return):
-                by_name.setdefault(place.name, {})[place.place] = value.clone() if slot in self.written else value
-        return by_name
+    def arrived(
+        self, chain: int, values: tuple[Any, ...], hidden: Mapping[ValueSlot, Any]
+    ) -> tuple[_ByPlace, _ByPlace, _ByPlace]:
+        """The values that are there and are read before a chain, or later, and the hidden state.
 
-    def arguments(self, values: tuple[Any, ...]) -> dict[int, dict[ArgumentKey, Any]]:
-        """The arguments that are there: by block, by key."""
-        by_block: dict[int, dict[ArgumentKey, Any]] = {}
-        for (block, place), value in zip(self.slots, values, strict=True):
-            if value is not None and isinstance(place, Argument):
-                by_block.setdefault(block, {})[place.key] = value
-        return by_block
-
-    def outputs(self, values: tuple[Any, ...], last: int, hidden: Mapping[int, Any]) -> dict[int, dict[int, Any]]:
-        """The values that are there, and the hidden state that the last block has returned: by block, by place."""
-        by_block: dict[int, dict[int, Any]] = {}
-        for (block, place), value in zip(self.slots, values, strict=True):
-            if value is not None and isinstance(place, int):
-                by_block.setdefault(block, {})[place] = value
-        by_block.setdefault(last, {}).update(hidden)
-        for block, place in self.written:
-            if isinstance(place, int) and place in by_block.get(block, ()):
-                by_block[block][place] = by_block[block][place].clone()
-        return by_block
+        Returns:
+            What blocks returned: by block, by place. What they were called with: by block, by key. What modules of
+            other parts returned: by name, by place.
+        """
+        outputs, arguments, returns = _ByPlace(), _ByPlace(), _ByPlace()
+        there: dict[ValueSlot, Any] = {
+            slot: value for slot, until, value in zip(self.slots, self.until, values, strict=True)
+            if value is not None and until >= chain
+        }  # fmt: skip
+        there.update(hidden)
+        for slot, value in there.items():
+            block, place = slot
+            if isinstance(place, Argument):
+                arguments.setdefault(block, {})[place.key] = value
+                continue
+            value = value.clone() if slot in self.written else value
+            if isinstance(place, Return):
+                returns.setdefault(place.name, {})[place.place] = value
+            else:
+                outputs.setdefault(block, {})[place] = value
+        return outputs, arguments, returns
 
     def behind(self, chain: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values that are read again behind what comes before a chain."""

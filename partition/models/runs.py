@@ -132,11 +132,6 @@ class BlockChain(NamedTuple):
         none: which of them are None.
         dtypes: of the hidden state that the first block is called with; None where that is no tensor.
         first: the number of its first block among those of all chains.
-        kept: which leaves of the first block's arguments, handed to others, too, cannot be made from the inputs alone:
-            what is before the block computes them with parameters, or decides by what it has computed so.
-        whole: those that are read behind the chain and have all numbers of their storage: there they are what they are
-            here. Of a slice the rest may be read there, too, and all of it is computed again.
-        carried: for each block which leaf of its arguments is which of these that are kept.
     """
 
     blocks: tuple[str, ...]
@@ -147,9 +142,6 @@ class BlockChain(NamedTuple):
     none: frozenset[int]
     dtypes: tuple[torch.dtype | None, ...]
     first: int = 0
-    kept: tuple[ArgumentKey, ...] = ()
-    whole: frozenset[ArgumentKey] = frozenset()
-    carried: tuple[tuple[tuple[ArgumentKey, int], ...], ...] = ()
 
     @property
     def last(self) -> int:

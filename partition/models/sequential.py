@@ -22,7 +22,7 @@ from partition.compilation import uncompiled
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
 from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, in_eval_mode, record_model
-from partition.models.carrying import AbsentUnitsError, NotCarriedError, carrying, passing_of
+from partition.models.carrying import AbsentUnitsError, NotCarriedError, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks
 from partition.models.comparison import compare, compare_in_train_mode, keeps
 from partition.models.inputs import ModelInputs, UnsentInputError
@@ -227,9 +227,7 @@ def _divided(
         containers = containers_of(model, chains) - {""}
         sources = [Sources(model, run, called_again(run.calls, blocks), unit_names, containers) for run in runs]
         try:
-            chains = tuple([carrying(chain, sources) for chain in chains])
-            chains, passing = passing_of(chains, shares, sources)
-            return chains, shares, part_names, passing
+            return chains, shares, part_names, passing_of(chains, shares, sources)
         except NotCarriedError as error:
             if any(chain.first == error.number for chain in chains):
                 raise
@@ -281,7 +279,7 @@ def _check_containers(record: ModelRecord, chains: Sequence[BlockChain]) -> None
 
 def _shaping(chains: Sequence[BlockChain], passing: PassingPlan, blocks: Sequence[ModuleCall]) -> set[int]:
     """The blocks that return more than the hidden state in its shape, where more than blocks sees what they return."""
-    is_seen = len(chains) > 1 or passing.slots
+    is_seen = len(chains) > 1 or any(passing.until)
     return {
         number for number, block in enumerate(blocks)
         if is_seen and not _returns_hidden_state(block, chain_of(chains, number))

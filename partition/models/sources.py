@@ -47,13 +47,11 @@ class ValueSources(NamedTuple):
         slots: values that blocks returned, and what else was offered.
         lost: what else was computed in another part.
         returned: nodes that modules of other parts returned, where these are asked for.
-        arrived: those that reach the part.
     """
 
     slots: set[ValueSlot]
     lost: list[LostValue]
     returned: set[int]
-    arrived: set[int]
 
 
 class Sources:
@@ -102,7 +100,6 @@ class Sources:
         self,
         nodes: Iterable[int],
         present: Collection[str] = (),
-        arrivals: Mapping[int, int] = MappingProxyType({}),
         since: int | None = None,
         until: int = -1,
         offers: Mapping[int, Sequence[tuple[int, ValueSlot]]] = MappingProxyType({}),
@@ -113,21 +110,18 @@ class Sources:
         Args:
             nodes: of the flow.
             present: the names of the modules and parameters that the part has.
-            arrivals: nodes that reach the part, and when: they are there for what is computed later.
             since: from when on the part draws the random numbers that the model draws; None: never.
             until: what Python was told until then counts, too: it may have decided the way.
             offers: for nodes from when on which slots have them, for what the part cannot compute.
             returned_before: what modules had returned by then is no loss.
         """
-        flow, sources = self.run.flow, ValueSources(set(), [], set(), set())
+        flow, sources = self.run.flow, ValueSources(set(), [], set())
         open_nodes, visited = list[int](), set[int]()
 
         def reach(numbers: Iterable[int], time: float) -> None:
             for number in numbers:
                 slots = [slot for begin, slot in offers.get(number, ()) if begin < time]
-                if number in arrivals and arrivals[number] <= time:
-                    sources.arrived.add(number)
-                elif slots and self.of((number,), present, arrivals, since).lost:
+                if slots and self.of((number,), present, since).lost:
                     sources.slots.add(slots[-1])
                 elif number not in visited:
                     open_nodes.append(number)
@@ -153,7 +147,7 @@ class Sources:
                     sources.returned.add(number)
                 elif lost is not None:
                     sources.lost.append(lost._replace(unit="") if is_told else lost)
-                elif node.time < returned_before and self._is_lost_within(number, present, arrivals, since):
+                elif node.time < returned_before and self._is_lost_within(number, present, since):
                     sources.returned.add(number)
                 else:
                     reach(node.parents, node.time)
@@ -167,15 +161,13 @@ class Sources:
         call = self._calls[returned_by[0]]
         return call if self._times[call.name] == 1 else None
 
-    def _is_lost_within(
-        self, number: int, present: Collection[str], arrivals: Mapping[int, int], since: int | None
-    ) -> bool:
+    def _is_lost_within(self, number: int, present: Collection[str], since: int | None) -> bool:
         """Whether a module that contains blocks returned a node, and computed it from what is lost."""
         returned_by = self.run.flow.nodes[number].returned_by
         is_of_container = (
             returned_by is not None and returned_by[0] in self._containers and self.call_of(number) is not None
         )
-        return is_of_container and bool(self.of((number,), present, arrivals, since).lost)
+        return is_of_container and bool(self.of((number,), present, since).lost)
 
     def written(self) -> tuple[set[ValueSlot], set[int]]:
         """The values that blocks returned, and the nodes that modules did, into which the model wrote."""

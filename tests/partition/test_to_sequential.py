@@ -295,7 +295,7 @@ def test_what_passes_by_travels_as_long_as_it_is_read():
     layers, value, there = to_sequential(model, x := torch.randn(4, 3, 8, 8)), x, []
     for layer in layers[:-1]:
         value = layer(value)
-        there.append([i for i, passing in enumerate(value[3]) if passing is not None])
+        there.append([i for i, passing in enumerate(value[2]) if passing is not None])
     assert max(map(len, there)) == 2 and there[0] == there[-1] == []
     assert torch.equal(layers[-1](value), model(x))
 
@@ -309,10 +309,10 @@ def test_a_block_that_returns_another_plain_value_than_on_the_sample_is_refused(
 
 def test_what_is_not_read_again_does_not_travel():
     value = to_sequential(Chain(), ids(4))[0](ids(3))
-    assert value == (value[0], (), (((3, 6), "int64"),), ()) and value[0][0].shape == (3, 6, 4)
+    assert value == (value[0], (((3, 6), "int64"),), ()) and value[0][0].shape == (3, 6, 4)
     x = padded(3)
-    (state,), kept, (first, padding), _ = to_sequential(Gpt(), padded(4))[0](x)
-    assert not kept and state.shape == (3, 6, 8) and padding is x["padding"]
+    (state,), (first, padding), passing = to_sequential(Gpt(), padded(4))[0](x)
+    assert not passing and state.shape == (3, 6, 8) and padding is x["padding"]
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=6))
