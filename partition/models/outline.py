@@ -51,7 +51,6 @@ from partition.models.stand_ins import (
     Shadow,
     StandIn,
     VolatileAttributes,
-    autocast_of,
     forget_oldest,
     rebuilt,
     shallow,
@@ -273,8 +272,7 @@ class Outline(nn.Module):
         tensors = [leaf for leaf in travelling if isinstance(leaf, Tensor)]
         # In the thread and stream where it was made, it is ready.
         key = (
-            end, device, threading.get_ident(), _stream(device), torch.is_inference_mode_enabled(),
-            torch.is_grad_enabled(), autocast_of(device),
+            end, device, threading.get_ident(), _stream(device), torch.is_inference_mode_enabled(), Switches.now(),
             *[
                 (id(leaf), version_of(leaf)) if isinstance(leaf, Tensor)
                 else leaf if type(leaf) is tuple else repr(leaf)

@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from partition.models.as_found import Hook
 from partition.models.references import renewed_references
-from partition.models.runs import this_run
+from partition.models.runs import Switches, this_run
 from partition.models.shapes import TensorShape, lost
 
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
@@ -109,8 +109,7 @@ class AbsentModule(Shadow):
         leaves, tree = (args, None) if is_plain else tree_flatten((args, kwargs))
         shapes = [TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-        autocast = autocast_of(device)
-        key = repr((tree, shapes, autocast))
+        key = repr((tree, shapes, Switches.now().autocast))
         if key not in self._meta_outputs:
             self._meta_outputs[key] = self._meta_output(device, shapes, tree)
             forget_oldest(self._meta_outputs)
@@ -126,7 +125,7 @@ class AbsentModule(Shadow):
         Autocast does not come there, nor do modules that ask for their device or keep tensors beside their buffers: for
         these, torch's fake tensors stand on the device, which take longer. One whose code asks for numbers gets nan.
         """
-        if not any(autocast_of(device)):
+        if not any(is_on for _, is_on, _ in Switches.now().autocast):
             try:
                 return self._output_on(torch.device("meta"), shapes, tree)
             except Exception:
@@ -191,14 +190,6 @@ def shallow(module: nn.Module, volatile: VolatileAttributes = MappingProxyType({
     for name in ("forward", "_compiled_call_impl"):  # it is bound to the other
         attributes.pop(name, None)
     return module_copy
-
-
-def autocast_of(device: torch.device) -> tuple[torch.dtype | None, ...]:
-    """The types that autocast computes in, on the CPU and on a device."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
-    kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-    return tuple([torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds])
 
 
 def forget_oldest(cache: OrderedDict[Any, Any]) -> None:
