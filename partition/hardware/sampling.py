@@ -14,8 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
@@ -90,43 +90,39 @@ class DeviceSampling:
         self._readers = [_DeviceReader(device) for device in devices]
         self._every = every
         self._clock = clock
-        self._library = opened()
-        self._is_open = False
+        self._open = ExitStack()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-sampling", daemon=True)
 
     def __enter__(self) -> DeviceSampling:
         try:
-            nvml = self._library.__enter__()
+            nvml = self._open.enter_context(opened())
         except NvmlUnavailable as error:
             for reader in self._readers:
                 reader.source = str(error)
             return self
-        self._is_open = True
         for reader in self._readers:
             reader.open(nvml)
         self._sample()
         for reader in self._readers:
             reader.read_counter()
         self._thread.start()
+        self._open.callback(self._end)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._is_open:
-            return
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    @property
+    def usage(self) -> list[Usage]:
+        return [reader.usage() for reader in self._readers]
+
+    def _end(self) -> None:
         self._stop.set()
         self._thread.join()
         for reader in self._readers:
             reader.read_counter()
         self._sample()
-        self._is_open = False
-        self._library.__exit__(None, None, None)
-
-    @property
-    def usage(self) -> list[Usage]:
-        return [reader.usage() for reader in self._readers]
 
     def _run(self) -> None:
         while not self._stop.wait(self._every):
