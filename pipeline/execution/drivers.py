@@ -26,9 +26,8 @@ from torch import nn
 from pipeline.common.accelerators import bind, current_streams, entered, entered_streams, is_accelerator
 from pipeline.common.places import Place
 from pipeline.common.torch_modes import Ambient
-from pipeline.execution.engine import Perform
 from pipeline.execution.plan import Phase
-from pipeline.execution.threads import drive_threads
+from pipeline.execution.threads import Perform, drive_threads
 from scheduler import Action
 
 WORKERS = (None, "inline", "threads")
@@ -77,6 +76,7 @@ class Driver:
         workers: str | None,
     ) -> None:
         self._places = places
+        self._lane_of = lane_of
         self._accelerators = {place.device for place in places if is_accelerator(place.device)}
         self._groups: list[list[int]] = []
         self._locks: list[list[threading.Lock]] = []
@@ -107,9 +107,11 @@ class Driver:
             locks = self._locks[action.stage]
             _holding([*locks, self._generators] if draws else locks, perform, action)
 
-        groups = [{lane: phase.orders[lane] for lane in group} for group in self._groups]
-        enter = _thread_like_this(ambient, self._places, len(groups) - 1)
-        drive_threads(groups, phase.needs, self._on_device(locked), enter, phase.before)
+        orders = [
+            [action for action in phase.merged if self._lane_of[action.stage] in group] for group in self._groups
+        ]
+        enter = _thread_like_this(ambient, self._places, len(orders) - 1)
+        drive_threads(orders, phase.needs, self._on_device(locked), enter, phase.before)
 
     def _on_device(self, perform: Perform) -> Perform:
         """Perform with the stage's accelerator as the current device, which a new thread does not begin with."""

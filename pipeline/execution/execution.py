@@ -27,10 +27,10 @@ from pipeline.data.pytrees import Activations, Grads
 from pipeline.data.values import CALLER
 from pipeline.execution.communicator import Communicator
 from pipeline.execution.drivers import Driver
-from pipeline.execution.engine import Perform
 from pipeline.execution.mailbox import Mailbox, check_alone
 from pipeline.execution.placement import ParameterPlacement
 from pipeline.execution.setup import Setup
+from pipeline.execution.threads import Perform
 from pipeline.recompute.randomness import GeneratorGuard, Seeder
 from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, remote_objects
 from pipeline.stage.layers import StageLayers

@@ -10,7 +10,6 @@ import _thread
 import gc
 import os
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -34,11 +33,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline import CheckpointError, Pipe, StuckError, is_checkpointing, is_recomputing
+from pipeline import CheckpointError, Pipe, is_checkpointing, is_recomputing
 from pipeline.common.places import Place
 from pipeline.execution.call import Call
 from pipeline.execution.drivers import uses_threads
-from pipeline.execution.engine import drive_inline, needs_of
+from pipeline.execution.engine import Needs, merged_order, needs_of
 from pipeline.execution.threads import drive_threads
 from pipeline.skip import pop, skippable, stash
 from scheduler import Action, Timeline, by_name, requires
@@ -625,7 +624,7 @@ def test_after_an_error_no_thread_begins_another_action() -> None:
 
     orders = by_name("gpipe", 2, 6).orders
     with pytest.raises(Trouble):
-        in_time(lambda: drive_threads([{0: orders[0]}, {1: orders[1]}], needs_of(orders, 2), perform, nullcontext))
+        in_time(lambda: drive_threads(orders, needs_of(orders, 2), perform, nullcontext))
     assert " ".join(map(str, ran)) in ("0F0", "0F0 0F1")
 
 
@@ -639,7 +638,7 @@ def test_an_error_while_a_thread_gets_ready_is_raised() -> None:
         yield
 
     with pytest.raises(Trouble, match="not ready"):
-        in_time(lambda: drive_threads([{0: orders[0]}, {1: orders[1]}], needs_of(orders, 2), print, within))
+        in_time(lambda: drive_threads(orders, needs_of(orders, 2), print, within))
 
 
 def calls_alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
@@ -901,19 +900,19 @@ def test_unknown_workers_are_refused() -> None:
 # ------------------------------------------------------------------------------------------------- the driver by itself
 
 
-def grouped(orders: Sequence[Sequence[Action]], cuts: Sequence[int]) -> list[dict[int, Sequence[Action]]]:
-    """Lanes in groups: `cuts` says to which group each belongs."""
-    return [
-        {lane: orders[lane] for lane in range(len(orders)) if cuts[lane] == group} for group in sorted(set(cuts))
-    ]
+def grouped(orders: Sequence[Sequence[Action]], needs: Needs, cuts: Sequence[int]) -> list[list[Action]]:
+    """The parts of the merged order that groups of lanes run: `cuts` says to which group each stage belongs."""
+    merged = merged_order(orders, needs)
+    return [[action for action in merged if cuts[action.stage] == group] for group in sorted(set(cuts))]
 
 
 @settings(max_examples=examples(25))
 @given(data=st.data(), name=st.sampled_from(["gpipe", "1f1b"]), lanes=st.integers(1, 5), chunks=st.integers(1, 5))
-def test_threads_perform_each_action_once_after_its_needs_and_keep_every_lane(
+def test_threads_perform_each_action_once_after_its_needs_and_keep_every_group(
     data: Any, name: str, lanes: int, chunks: int
 ) -> None:
     orders = by_name(name, lanes, chunks).orders
+    needs = needs_of(orders, lanes)
     cuts = data.draw(st.lists(st.integers(0, 2), min_size=lanes, max_size=lanes))
     performed: list[Action] = []
     done: set[Action] = set()
@@ -923,50 +922,18 @@ def test_threads_perform_each_action_once_after_its_needs_and_keep_every_lane(
         performed.append(action)
         done.add(action)
 
-    in_time(lambda: drive_threads(grouped(orders, cuts), needs_of(orders, lanes), perform, nullcontext))
+    in_time(lambda: drive_threads(grouped(orders, needs, cuts), needs, perform, nullcontext))
     assert sorted(performed) == sorted(action for order in orders for action in order)
-    for order in orders:
+    for order in [*orders, *grouped(orders, needs, cuts)]:
         assert [action for action in performed if action in set(order)] == list(order)
-
-
-@settings(max_examples=examples(40))
-@given(data=st.data(), seed=st.randoms(use_true_random=False), lanes=st.integers(1, 4), chunks=st.integers(1, 4))
-def test_a_shuffled_order_ends_or_is_stuck_in_the_words_of_one_thread(
-    data: Any, seed: Any, lanes: int, chunks: int
-) -> None:
-    orders = [list(each) for each in by_name("1f1b", lanes, chunks).orders]
-    for each in orders:
-        seed.shuffle(each)
-    cuts = data.draw(st.lists(st.integers(0, 3), min_size=lanes, max_size=lanes))
-    needs = needs_of(orders, lanes)
-    expected = outcome_in_words(lambda: drive_inline(orders, needs, lambda action: None))
-    performed: list[Action] = []
-    found = in_time(
-        lambda: outcome_in_words(lambda: drive_threads(grouped(orders, cuts), needs, performed.append, nullcontext))
-    )
-    assert found == expected
-    parts = re.findall(r"lane (\d+) (?:waits at|is done)", found)
-    assert not found or [int(number) for number in parts] == list(range(lanes))
-    assert (not found) is (len(performed) == sum(map(len, orders)))
-
-
-def outcome_in_words(drive: Callable[[], None]) -> str:
-    try:
-        drive()
-    except StuckError as error:
-        return str(error)
-    return ""
 
 
 def test_what_ran_before_counts_as_done_in_threads() -> None:
     orders = [(Action.parse("0B0"),), (Action.parse("1B0"),)]
     before = [Action.parse("0F0"), Action.parse("1F0")]
     performed: list[Action] = []
-    groups = [{0: orders[0]}, {1: orders[1]}]
-    drive_threads(groups, needs_of(orders, 2), performed.append, nullcontext, before)
+    drive_threads(orders, needs_of(orders, 2), performed.append, nullcontext, before)
     assert " ".join(map(str, performed)) == "1B0 0B0"
-    with pytest.raises(StuckError, match="lane 0 waits at 0B0 for 0F0 and 1B0; lane 1 waits at 1B0 for 1F0"):
-        in_time(lambda: drive_threads(groups, needs_of(orders, 2), performed.append, nullcontext))
 
 
 # ------------------------------------------------------------------------------------------- what threads might disturb
