@@ -51,6 +51,8 @@ class DistributedCommunicator(Communicator):
         series: of that call; the key of its cached message specs.
     """
 
+    is_alone = False
+
     def __init__(
         self,
         topology: PipeTopology,

@@ -37,7 +37,6 @@ from pipeline.entry.settings import Settings, stages_of
 from pipeline.entry.validation import refuse_transforms
 from pipeline.execution.communicator import CommonTensors, Communicator
 from pipeline.execution.drivers import in_turns
-from pipeline.execution.local_communicator import LocalCommunicator
 from pipeline.execution.plan import plan_step
 from pipeline.execution.setup import Setup
 from pipeline.execution.trace import TraceRecorder
@@ -165,9 +164,7 @@ class Runtime:
         topology, replicas = self.topology, self.settings.processes.replicas
         refuse_around(self.module, self.world_ranks)
         tied = [] if topology is None else topology.assignment.copies_in(self.module)
-        inner: Communicator = (
-            LocalCommunicator() if topology is None else DistributedCommunicator(topology, tied, entry)
-        )
+        inner = Communicator() if topology is None else DistributedCommunicator(topology, tied, entry)
         if replicas is None or not averages:
             return inner
         stages = {stage: layers for stage, layers in enumerate(self.stages()) if inner.topology.has(stage)}

@@ -11,10 +11,9 @@
                 .gradients     a parameter's whole gradient, from those of the stages that read it
                 .averager      the means of gradients over replicas; None: there are none
 
-One process has that of local_communicator.py, ranks that of distributed/communicator.py. With replicas, the one of
+The classes here are those of a process that has every stage: nobody is to be asked, and everything is here. Over ranks
+each has a subclass that answers all of it anew (distributed/communicator.py and beside it). With replicas, the one of
 distributed/data_parallel/communicator.py stands around either: it has the other's parts, and an averager.
-
-Entry points and calls use these interfaces alone, so they are the same in one process and over ranks.
 """
 
 from __future__ import annotations
@@ -22,15 +21,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
+import torch
 from torch import Tensor
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Grads, Tree, add_grads
 from pipeline.data.values import Values
-from pipeline.execution.mailbox import Mailbox
+from pipeline.execution.mailbox import LocalMailbox, Mailbox
 from pipeline.execution.trace import Span
+from pipeline.gradients.clip import joined_norm, total_norm
+from pipeline.recompute.randomness import draw_seed
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
 from scheduler import Action, Event
@@ -86,8 +88,8 @@ class Verdict(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- the parts
 
 
-class Topology(ABC):
-    """The stages of this process.
+class Topology:
+    """The stages of this process: all.
 
     Attributes:
         nothing: a leaf for a process that has no parameters.
@@ -95,11 +97,13 @@ class Topology(ABC):
 
     nothing: Tensor
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self.nothing = torch.empty(0, requires_grad=True, device="cpu")
+
     def has(self, stage: int) -> bool:
         """Whether this process runs a stage."""
+        return True
 
-    @abstractmethod
     def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         """Raise if gradients of these leaves would be lost on other ranks.
 
@@ -110,14 +114,13 @@ class Topology(ABC):
         """
 
 
-class Exchange(ABC):
-    """The exchange of values between the processes of a call."""
+class Exchange:
+    """The exchange of values between the processes of a call: everything is here."""
 
-    @abstractmethod
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
         """A mailbox for the values between the action that makes them and the one that reads them."""
+        return LocalMailbox(values, places, transport)
 
-    @abstractmethod
     def broadcast(self, name: str, stage: int, message: Message | None) -> Message:
         """A message from the process of one stage, on all processes.
 
@@ -126,16 +129,17 @@ class Exchange(ABC):
             stage: 0 or -1: the first or the last.
             message: the message, on the process of that stage; else None.
         """
+        assert message is not None  # the first stage is here, and the last
+        return message
 
-    @abstractmethod
     def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
         """The named values of all ranks, on rank 0; None on the others. `agree` must follow."""
+        return dict(named)
 
-    @abstractmethod
     def any(self, condition: bool) -> bool:
         """Whether a condition holds in any process."""
+        return condition
 
-    @abstractmethod
     def sum_over(self, numbers: Tensor) -> Tensor:
         """The sum over all processes, added in the order of the ranks.
 
@@ -145,8 +149,8 @@ class Exchange(ABC):
         Raises:
             MismatchError: the ranks sum different things.
         """
+        return numbers
 
-    @abstractmethod
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         """The norm of all processes' gradients as one vector, to the bit as if one process had them all.
 
@@ -154,24 +158,24 @@ class Exchange(ABC):
             named: this process's gradients under the plain module's names; "" for leaves outside the module.
             norm_type: as in torch.nn.utils.clip_grad_norm_.
         """
+        return total_norm([grad for _, grad in named], norm_type)
 
-    @abstractmethod
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         """The same, from the norm of each gradient."""
+        return joined_norm([norm for _, norm in norms], norm_type)
 
-    @abstractmethod
     def share_events(self, events: Sequence[Event], steps: Sequence[Span]) -> tuple[list[Event], list[Span]]:
         """The events that all processes recorded, and the span of each step over all of them, by one clock."""
+        return list(events), list(steps)
 
 
-class Gradients(ABC):
-    """Whole gradients of parameters that several stages read."""
+class Gradients:
+    """Whole gradients of parameters that several stages read: all parts are here."""
 
-    @abstractmethod
     def join(self, parts: Sequence[StageGrad]) -> dict[int, Pair]:
         """Whole gradients by the id of their owner: (owner, its stages' sums, added in the order of the stages)."""
+        return joined(parts)
 
-    @abstractmethod
     def shared(self, pairs: dict[int, Pair]) -> dict[int, Pair]:
         """One tensor for each parameter, wherever it has copies.
 
@@ -181,6 +185,7 @@ class Gradients(ABC):
         Raises:
             MismatchError: the tensors of two copies differ.
         """
+        return pairs
 
 
 class Averager(ABC):
@@ -204,7 +209,7 @@ class Averager(ABC):
 # ---------------------------------------------------------------------------------------------------- the communicator
 
 
-class Communicator(ABC):
+class Communicator:
     """The processes that run a call together. The call runs within it as a context; a failure there fails all ranks.
 
     Attributes:
@@ -219,17 +224,19 @@ class Communicator(ABC):
     exchange: Exchange
     gradients: Gradients
     averager: Averager | None = None
-    is_alone = False
+    is_alone = True
 
-    @abstractmethod
-    def __enter__(self) -> Communicator: ...
+    def __init__(self) -> None:
+        self.topology, self.exchange, self.gradients = Topology(), Exchange(), Gradients()
 
-    @abstractmethod
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        pass
 
-    @abstractmethod
     def open(self, words: Describe, draws: bool = True, tensors: CommonTensors = CommonTensors()) -> int:
         """Make sure that all ranks make the same call.
 
@@ -244,26 +251,25 @@ class Communicator(ABC):
         Raises:
             MismatchError: the ranks make different calls.
         """
+        return draw_seed() if draws else 0
 
-    @abstractmethod
     def at(self, action: Action | None) -> None:
         """Note the action that runs next, unless this process is alone. None: those of the phase have run."""
 
-    @abstractmethod
     def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
         """The divisor of a step, which the process of the last stage knows, for updates before `agree`."""
+        return divisor
 
-    @abstractmethod
     def agree(self, verdict: Verdict) -> Verdict:
         """Wait for all ranks, and merge their verdicts."""
+        return verdict
 
-    @abstractmethod
     def close(self) -> None:
         """Wait until all ranks have made their step. Hooks and optimizers are the user's code and may raise."""
 
-    @abstractmethod
     def again(self, entry: str = "backward") -> Communicator:
         """A communicator for the backward of this call. `entry`: its name in words."""
+        return self
 
 
 def joined(parts: Sequence[StageGrad]) -> dict[int, Pair]:

@@ -34,7 +34,6 @@ from pipeline.data.microbatch import Batch, scatter, scatter_like
 from pipeline.distributed.agreement import MINI_BATCHES
 from pipeline.execution.communicator import Communicator
 from pipeline.execution.execution import Execution
-from pipeline.execution.local_communicator import LocalCommunicator
 from pipeline.pipe import Pipe
 from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.buffers import Buffers
@@ -135,7 +134,7 @@ class Passes:
                     communicator.open(lambda values: {"the part of the product": "tied parameters"}, draws=False)
                     sums.join(communicator)
             elif shared:  # by stages of this process
-                sums.join(LocalCommunicator())
+                sums.join(Communicator())
             if total:
                 sums.divide_(total)
             mean_loss = torch.tensor(loss / (total or 1.0), **HOST)

@@ -46,6 +46,8 @@ class DataParallelCommunicator(Communicator):
         forward_descriptions: the call whose backward this is: what the replicas must agree on.
     """
 
+    is_alone = False
+
     def __init__(
         self,
         inner: Communicator,

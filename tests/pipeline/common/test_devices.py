@@ -20,7 +20,7 @@ from pipeline.data.pytrees import Activations, Tree
 from pipeline.data.values import CALLER, chain
 from pipeline.distributed.mailbox import RankMailbox
 from pipeline.execution.drivers import Driver
-from pipeline.execution.local_communicator import LocalExchange
+from pipeline.execution.communicator import Exchange
 from pipeline.execution.mailbox import LocalMailbox
 from pipeline.execution.plan import plan_step
 from pipeline.transports.local import Local
@@ -117,7 +117,7 @@ def test_gradients_of_the_input_that_another_rank_computed_come_to_the_input(
 ) -> None:
     carried: list[Tensor] = []
 
-    def elsewhere(self: LocalExchange, what: str, stage: int, message: Message | None) -> Message:
+    def elsewhere(self: Exchange, what: str, stage: int, message: Message | None) -> Message:
         assert message is not None
         if what != "the gradients of the input":
             return message
@@ -130,7 +130,7 @@ def test_gradients_of_the_input_that_another_rank_computed_come_to_the_input(
         carried.append(tensor)
         return torch.full(tensor.shape, 7.0, device=target.device)
 
-    monkeypatch.setattr(LocalExchange, "broadcast", elsewhere)
+    monkeypatch.setattr(Exchange, "broadcast", elsewhere)
     monkeypatch.setattr(Local, "carry", carry)
     x = torch.ones(4, 2, requires_grad=True)
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], 2)
