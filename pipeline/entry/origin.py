@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from partition.models.references import references_of
 from partition.modes import Modes
-from partition.names import ModelLayers, ModelNames, NamedLayer, behaviour_of, plain_of
+from partition.names import ModelLayers, NamedLayer, behaviour_of, plain_of, starts
 from pipeline.entry.validation import check_own_hooks
 
 
@@ -42,18 +43,16 @@ class Origin:
         layers = [] if module is None else list(module.children())
         in_models = [layer.in_model for layer in layers if isinstance(layer, NamedLayer) and layer.in_model is not None]
         self._module = None if module is None else weakref.ref(module)
-        self._places = [] if module is None else [_children(module)]
-        self._settings: list[tuple[weakref.ref[nn.Module], Mapping[str, Any]]] = []
-        self._references: list[tuple[weakref.ref[nn.Module], Mapping[str, list[Any]]]] = []
         self._shared = list(_shared(layers))
-        self._containers: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._records: list[_Record] = []
+        if module is not None:
+            self._records.append(_table(module, "_modules", [*module._modules, str(len(module._modules))]))
         if model is not None:
-            owners = {name: model.get_submodule(name) for in_model in in_models for name in in_model.settings}
-            self._containers = [(name, weakref.ref(owner)) for name, owner in owners.items()]
-            self._places += _places(model, in_models)
-            self._settings += _settings(model, in_models, [name for name, _ in self._shared])
-            pairs = [(weakref.ref(owner), _reference_ids(owner)) for owner in owners.values()]
-            self._references = [(owner, ids) for owner, ids in pairs if ids]
+            settings = {name: own for in_model in in_models for name, own in in_model.settings.items()}
+            names = [*settings, *[name for in_model in in_models for name in in_model.names]]
+            self._records += _tables(model, dict.fromkeys([start for name in names for start in starts(name)]))
+            self._records += _settings(model, settings, [name for name, _ in self._shared])
+            self._records += [_record(model.get_submodule(name), _references) for name in settings]
 
     def __reduce__(self) -> tuple[type[Origin], tuple[None, Modes]]:
         return Origin, (None, self.modes)
@@ -75,87 +74,71 @@ class Origin:
                     f"{name!r}, which several parts of the model call, was replaced in one of them, in whole or in "
                     "part. Build the Pipe anew, or put that back."
                 )
-        model = self.modes.model
-        for name, container in self._containers:
-            parent, _, child = name.rpartition(".")
-            if model is not None and name and model.get_submodule(parent)._modules.get(child) is not container():
-                _refuse(model.get_submodule(parent), [child])
-        for owner, table, names, ids in self._places:
+        for owner, read, recorded in self._records:
             module = owner()
-            if module is not None and _ids(module, table, names) != ids:
-                changed = [name for name, old in zip(names, ids, strict=True) if _ids(module, table, [name]) != [old]]
-                _refuse(module, changed)
-        for owner, settings in self._settings:
-            module = owner()
-            if module is not None:
-                current = {**vars(module), **behaviour_of(module)}
-                changed = [name for name, value in settings.items() if _differs(current.get(name), value)]
-                if changed:
-                    _refuse(module, changed)
-        for owner, recorded in self._references:
-            module = owner()
-            if module is not None and (current_ids := _reference_ids(module)) != recorded:
-                changed = [key for key in {**recorded, **current_ids} if recorded.get(key) != current_ids.get(key)]
-                _refuse(module, changed)
+            if module is not None and (current := read(module)) != recorded:
+                changed = [key for key in {**recorded, **current} if current.get(key) != recorded.get(key)]
+                raise RuntimeError(
+                    f"{changed} of the {type(module).__name__} was replaced or removed or added after the Pipe was "
+                    "built, which has what stood there before. Build the Pipe anew, or put that back."
+                )
 
 
-def _refuse(module: nn.Module, changed: Sequence[str]) -> None:
-    raise RuntimeError(
-        f"{changed} of the {type(module).__name__} was replaced or removed or added after the Pipe was built, which "
-        "has what stood there before. Build the Pipe anew, or put that back."
-    )
-
-
-class _TableEntries(NamedTuple):
-    """A module, a table of its, names in it, and what stood there."""
+class _Record(NamedTuple):
+    """A module, a function that reads something in it, by name, and what that gave: plain values, and ids of others."""
 
     owner: weakref.ref[nn.Module]
-    table: str
-    names: list[str]
-    ids: list[int]
+    read: Callable[[nn.Module], Mapping[str, Any]]
+    recorded: Mapping[str, Any]
 
 
-def _children(module: nn.Module) -> _TableEntries:
-    appended = str(len(module._modules))
-    return _place(module, "_modules", [*module._modules, appended])
+def _record(module: nn.Module, read: Callable[[nn.Module], Mapping[str, Any]]) -> _Record:
+    return _Record(weakref.ref(module), read, read(module))
 
 
-def _places(model: nn.Module, in_models: Iterable[ModelNames]) -> Iterator[_TableEntries]:
-    """The places of what layers bring of a model."""
-    tables = dict[tuple[str, str], list[str]]()
-    for name in dict.fromkeys(name for in_model in in_models for name in in_model.names):
+def _table(module: nn.Module, table: str, names: Sequence[str]) -> _Record:
+    """The entries under some names in a table of a module."""
+    return _record(module, lambda owner: {name: id(getattr(owner, table).get(name)) for name in names})
+
+
+def _tables(model: nn.Module, names: Iterable[str]) -> Iterator[_Record]:
+    """The places of modules and tensors of a model, of which layers bring something or which they run."""
+    tables: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in filter(None, names):
         owner_name, _, key = name.rpartition(".")
         for table in _TABLES:
             if key in getattr(model.get_submodule(owner_name), table):
-                tables.setdefault((owner_name, table), []).append(key)
-    for (owner_name, table), names in tables.items():
-        yield _place(model.get_submodule(owner_name), table, names)
+                tables[owner_name, table].append(key)
+    for (owner_name, table), keys in tables.items():
+        yield _table(model.get_submodule(owner_name), table, keys)
 
 
 def _settings(
-    model: nn.Module, in_models: Iterable[ModelNames], shared: Iterable[str]
-) -> Iterator[tuple[weakref.ref[nn.Module], Mapping[str, Any]]]:
+    model: nn.Module, settings: Mapping[str, Mapping[str, Any]], shared: Iterable[str]
+) -> Iterator[_Record]:
     """The settings of modules of a model that layers run and do not hold; and of those of which they have copies.
 
     Numbers and words are those with which it was cut, which may have been a twin of it; objects are its own.
     """
-    settings = {name: module_settings for in_model in in_models for name, module_settings in in_model.settings.items()}
     for name, module_settings in settings.items():
         module = model.get_submodule(name)
         attributes = {**vars(module), **behaviour_of(module)}
-        yield weakref.ref(module), {
-            key: value if _is_plain(value) else attributes.get(key) for key, value in module_settings.items()
-        }
+        own = {key: value if _is_plain(value) else attributes.get(key) for key, value in module_settings.items()}
+        # They are held: no other object gets the id of one.
+        facts = {key: _fact(value) for key, value in own.items()}
+        yield _Record(weakref.ref(module), partial(_attributes, settings=own), facts)
     for module in [module for name in shared for module in model.get_submodule(name).modules()]:
-        yield weakref.ref(module), behaviour_of(module)
+        yield _record(module, behaviour_of)
 
 
-def _reference_ids(module: nn.Module) -> dict[str, list[Any]]:
+def _attributes(module: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
+    attributes = {**vars(module), **behaviour_of(module)}
+    return {name: _fact(attributes.get(name)) for name in settings}
+
+
+def _references(module: nn.Module) -> dict[str, Any]:
     """The entries of lists, tuples and dicts in which a module refers to others, by attribute: ids, plain values."""
-    return {
-        key: [leaf if isinstance(leaf, bool | int | float | str) else (id(leaf),) for leaf in tree_leaves(value)]
-        for key, value in references_of(module).items()
-    }
+    return {key: [_fact(leaf) for leaf in tree_leaves(value)] for key, value in references_of(module).items()}
 
 
 def _shared(layers: Iterable[nn.Module]) -> Iterator[tuple[str, list[weakref.ref[nn.Module]]]]:
@@ -181,19 +164,9 @@ def _contents(module: nn.Module) -> list[Any]:
     ]
 
 
-def _place(owner: nn.Module, table: str, names: list[str]) -> _TableEntries:
-    return _TableEntries(weakref.ref(owner), table, names, _ids(owner, table, names))
-
-
-def _ids(module: nn.Module, table: str, names: Iterable[str]) -> list[int]:
-    entries = getattr(module, table)
-    return [id(entries.get(name)) for name in names]
-
-
-def _differs(current: Any, recorded: Any) -> bool:
-    return current is not recorded and (
-        not _is_plain(recorded) or type(current) is not type(recorded) or current != recorded
-    )
+def _fact(value: Any) -> Any:
+    """The identity of a value: type and value of a plain one, else the id."""
+    return (type(value), value) if _is_plain(value) else id(value)
 
 
 def _is_plain(value: Any) -> bool:
