@@ -3,6 +3,8 @@
 The reference is that loop on a twin; of a pipe's output too.
 """
 
+import sys
+
 import pytest
 import torch
 from cover import examples
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline import EagerUpdate, Pipe, eager_backward
 
+eager_backward_module = sys.modules["pipeline.entry.eager_backward"]
 WIDTH = 4
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -589,3 +592,14 @@ def test_an_input_that_a_stage_captures_too_is_updated_once_with_both_parts():
         return everything(module, x)
 
     twins(run)
+
+
+def test_backwards_1_2_4_8_look_for_others_that_use_the_gradients_or_the_memory(monkeypatch):
+    looked = {"refuse_reduced": [], "refuse_shared_memory": []}
+    for name, numbers in looked.items():
+        monkeypatch.setattr(eager_backward_module, name, lambda *_, numbers=numbers: numbers.append(number))
+    layer = nn.Linear(2, 1)
+    update = EagerUpdate(torch.optim.SGD(layer.parameters(), lr=0.1))
+    for number in range(1, 10):
+        eager_backward(layer(torch.ones(3, 2)).square().mean(), update)
+    assert looked == {"refuse_reduced": [1, 2, 4, 8], "refuse_shared_memory": [1, 2, 4, 8]}
