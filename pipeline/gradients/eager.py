@@ -25,7 +25,7 @@ from pipeline.common.arguments import check_flag, check_limit, shown
 from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import firm
 from pipeline.gradients.clip import clip_factor, norm_of
-from pipeline.gradients.per_parameter import PerParameterOptimizer
+from pipeline.gradients.per_parameter import check_separable, groups_of, step_one
 
 Rule: TypeAlias = Callable[[Tensor, Tensor], Any]
 CLIPS = (None, "value", "per_parameter", "two_pass")
@@ -82,26 +82,23 @@ class EagerUpdate:
         check_flag("separable", separable)
         _check_clip(clip, clip_value, max_norm)
         self.clip, self.clip_value, self.max_norm = clip, clip_value, max_norm
-        self._per_parameter: PerParameterOptimizer | None = None
-        if isinstance(update, torch.optim.Optimizer):
-            self._per_parameter = PerParameterOptimizer(update, separable)
-        self._rule: Rule | None = None if isinstance(update, torch.optim.Optimizer) else update
+        self.optimizer: torch.optim.Optimizer | None = None
+        """The optimizer; None for a rule."""
+        self._update = update
+        self._groups: dict[int, dict[str, Any]] = {}  # of the optimizer, by the parameter's id
         self._torn = ""
         self._cadence = Cadence()  # of backwards outside a step
         self.without_gradient: list[Tensor] = []
         """The parameters of the optimizer that had no gradient in the last step and were not updated."""
-        if self._per_parameter is not None:
-            _acknowledge_after_loading(self, self._per_parameter.optimizer)
+        if isinstance(update, torch.optim.Optimizer):
+            check_separable(update, separable)
+            self.optimizer = update
+            _acknowledge_after_loading(self, update)
 
     def __repr__(self) -> str:
         kind = "a rule" if self.optimizer is None else type(self.optimizer).__name__
         limit = self.clip_value if self.clip == "value" else self.max_norm
         return f"EagerUpdate({kind}, clip={self.clip!r}{'' if self.clip is None else f' to {limit}'})"
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer; None for a rule."""
-        return None if self._per_parameter is None else self._per_parameter.optimizer
 
     @property
     def is_torn(self) -> bool:
@@ -115,7 +112,8 @@ class EagerUpdate:
     @property
     def params(self) -> list[Tensor]:
         """All parameters of the optimizer; none for a rule, which has no list."""
-        return [] if self._per_parameter is None else list(self._per_parameter.params)
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [param for group in groups for param in group["params"]]
 
     @property
     def needs_two_runs(self) -> bool:
@@ -130,8 +128,7 @@ class EagerUpdate:
         """
         if self._torn:
             raise RuntimeError(_TORN.format(self._torn))
-        if self._per_parameter is not None:
-            self._per_parameter.begin()
+        self._groups = {} if self.optimizer is None else groups_of(self.optimizer)
 
     @contextmanager
     def guarded(self, step: EagerStep, alone: bool = True) -> Iterator[None]:
@@ -146,24 +143,19 @@ class EagerUpdate:
 
     def holds(self, param: Tensor) -> bool:
         """Whether this optimizer or rule updates the parameter."""
-        return isinstance(param, nn.Parameter) if self._per_parameter is None else param in self._per_parameter
+        return isinstance(param, nn.Parameter) if self.optimizer is None else id(param) in self._groups
 
     def apply(self, param: Tensor, grad: Tensor) -> None:
         """Update one parameter."""
-        if self._per_parameter is not None:
-            self._per_parameter.step(param, grad)
+        if isinstance(self._update, torch.optim.Optimizer):
+            step_one(self._update, self._groups[id(param)], param, grad)
             return
-        assert self._rule is not None  # one of the two
         with torch.no_grad():
-            self._rule(param, grad)
+            self._update(param, grad)
 
     def validates(self) -> bool:
         """Count a backward outside a step. Returns whether it is to run the expensive checks."""
         return self._cadence.next()
-
-    def note_untouched(self, updated: set[int]) -> None:
-        """Note the end of a step that updated these parameters."""
-        self.without_gradient = [param for param in self.params if id(param) not in updated and param.requires_grad]
 
 
 def _acknowledge_after_loading(update: EagerUpdate, optimizer: torch.optim.Optimizer) -> None:
@@ -248,8 +240,10 @@ class EagerStep:
         return grad
 
     def finish(self) -> None:
-        """Note that the run has succeeded."""
-        self._update.note_untouched(self.updated)
+        """Note that the run has succeeded, and which parameters it left as they were."""
+        self._update.without_gradient = [
+            param for param in self._update.params if id(param) not in self.updated and param.requires_grad
+        ]
 
 
 def factor_of(update: EagerUpdate, total: Tensor) -> Tensor:

@@ -327,7 +327,7 @@ MECHANISMS = {  # functions of which a part is in place when they return
     "StrayGradientGuard.__enter__": "step", "GeneratorGuard.__enter__": "step", "GeneratorGuard.__exit__": "step",
     "_before": "gpipe", "_put_back": "gpipe", "DeferredBatchNorms.commit": "gpipe", "waiting": "zero bubble",
     "hooks_asleep": "step", "grads_kept": "optimizer", "finish_backward": "step", "collect": "optimizer",
-    "OptimizerSink.take": "optimizer", "OptimizerSink.finish": "scaler", "PerParameterOptimizer.step": "eager",
+    "OptimizerSink.take": "optimizer", "OptimizerSink.finish": "scaler", "step_one": "eager",
     "GradientFinalizer._begin": "eager", "Module.train": "evaluate", "Runtime.agreed": "evaluate",
     "turn": "forward", "StageRun.commit": "forward", "Buffers.as_before": "backward",
     "generators_at": "backward", "deliver": "backward", "_taking": "eager backward", "Gate.closed": "second order",
