@@ -14,7 +14,7 @@ from pipeline.common.places import Place
 from pipeline.data.values import Values
 from pipeline.distributed.assignment import on_ranks, schedule_named, schedule_over
 from pipeline.execution.plan import CallPlan, OneRank, plan_forward
-from scheduler import Action, Kind, Placement, Schedule, ScheduleError
+from scheduler import Placement, Schedule, ScheduleError
 
 Planner = Callable[[Schedule, Sequence[object], OneRank | None], CallPlan]
 
@@ -93,16 +93,8 @@ class Plans:
             self._plans[key] = planner(self.schedule(chunks, pipe_chunks), self._places, self._here)
         return self._plans[key]
 
-    def uncut(self, placement: Placement) -> CallPlan:
-        """The plan of a forward of one chunk, whatever the schedule."""
-        if placement not in self._uncut:
-            stages_of_lanes = [placement.stages_of(lane) for lane in range(placement.lanes)]
-            orders = tuple([
-                (
-                    *[Action(stage, Kind.F, 0) for stage in lane_stages],
-                    *[Action(stage, Kind.B, 0) for stage in reversed(lane_stages)],
-                )
-                for lane_stages in stages_of_lanes
-            ])
-            self._uncut[placement] = plan_forward(Schedule("uncut", placement, 1, orders), self._places, self._here)
-        return self._uncut[placement]
+    def uncut(self, schedule: Schedule) -> CallPlan:
+        """The plan of a forward of one chunk, by stages that are placed as in a schedule."""
+        if schedule.placement not in self._uncut:
+            self._uncut[schedule.placement] = plan_forward(schedule.first(1), self._places, self._here)
+        return self._uncut[schedule.placement]

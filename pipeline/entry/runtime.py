@@ -242,7 +242,7 @@ class Runtime:
         if not self.history.probed.next(key):
             return
         try:
-            plan = self.settings.plans.uncut(setup.plan.schedule.placement)
+            plan = self.settings.plans.uncut(setup.plan.schedule)
             with named("probe"):
                 Probe(replace(setup, plan=plan), batch, not self.settings.mixes_rows).check()
         except BaseException:
