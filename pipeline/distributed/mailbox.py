@@ -10,6 +10,7 @@ A message travels with its spec (transports/link.py). The P2PPlan of a phase has
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads, MemoryId
@@ -41,8 +42,8 @@ class RankMailbox(Mailbox):
         self._series = series
         self._transport = transport
         self._messages: P2PPlan | None = None  # of the phase that runs
-        self._activations: dict[MessageKey, tuple[Activations, Parcel | None]] = {}
-        self._gradients: dict[MessageKey, Grads] = {}
+        self._activations: dict[Any, tuple[Activations, Parcel | None]] = {}  # by MessageKey
+        self._gradients: dict[Any, Grads] = {}
 
     def begin(self, phase: int, messages: P2PPlan | None) -> None:
         assert messages is not None  # a plan over ranks has them

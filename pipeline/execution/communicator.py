@@ -29,7 +29,7 @@ from torch import Tensor
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Grads, Tree, add_grads
 from pipeline.data.values import Values
-from pipeline.execution.mailbox import LocalMailbox, Mailbox
+from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.trace import Span
 from pipeline.gradients.clip import joined_norm, total_norm
 from pipeline.recompute.randomness import draw_seed
@@ -119,7 +119,7 @@ class Exchange:
 
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
         """A mailbox for the values between the action that makes them and the one that reads them."""
-        return LocalMailbox(values, places, transport)
+        return Mailbox(values, places, transport)
 
     def broadcast(self, name: str, stage: int, message: Message | None) -> Message:
         """A message from the process of one stage, on all processes.

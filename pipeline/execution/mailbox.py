@@ -9,28 +9,39 @@ put, and has arrived when it is taken (transports/).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads, MemoryId, Tree
-from pipeline.data.values import CALLER, Name, Values
+from pipeline.data.values import CALLER, Values
 from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.transports.local import Local, Parcel
 
 
-class Mailbox(ABC):
-    """The interface of mailboxes: the values under way in one call, put and taken in the order of the table.
+class Mailbox:
+    """The values under way in one call, put and taken in the order of the table: here, those in one process.
+
+    Args:
+        values: the table.
+        places: the place of each stage. The caller has none: it gives and takes tensors on any device.
+        transport: moves tensors.
 
     Attributes:
         arrived: when the last value that came from another process was there, of `perf_counter`; -inf: none came.
     """
 
     arrived: float = -inf
-    _activations: Mapping[Any, tuple[Activations, Parcel | None]]  # by name and chunk
-    _gradients: Mapping[Any, object]
+
+    def __init__(self, values: Values, places: Mapping[int, Place], transport: Local) -> None:
+        self._read_by = values.read_by
+        self._made_by = values.made_by
+        self._place = places.get
+        self._is_one_place = len(set(places.values())) <= 1
+        self._transport = transport
+        self._activations: dict[Any, tuple[Activations, Parcel | None]] = {}  # by name and chunk
+        self._gradients: dict[Any, Any] = {}
 
     def begin(self, phase: int, messages: P2PPlan | None) -> None:
         """Begin a phase, before its first action.
@@ -43,51 +54,8 @@ class Mailbox(ABC):
     def end(self) -> None:
         """End a phase, after its last action: everything that was sent to other processes has arrived."""
 
-    @abstractmethod
     def put(self, stage: int, chunk: int, outputs: Sequence[Activations]) -> None:
         """Post the values that `stage` (or the caller) made of `chunk`."""
-
-    @abstractmethod
-    def take(self, stage: int, chunk: int) -> list[Activations]:
-        """Take the values that `stage` (or the caller) reads of `chunk`."""
-
-    @abstractmethod
-    def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
-        """Post the gradients that `stage` (or the caller) has for the values it read."""
-
-    @abstractmethod
-    def take_grads(self, stage: int, chunk: int) -> list[Grads]:
-        """Take the gradients of the values that `stage` (or the caller) made."""
-
-    def under_way(self, chunk: int) -> Iterator[MemoryId]:
-        """Identities of the memory of those tensors of `chunk` that were made and are not read yet."""
-        of_chunk = [message for (_, number, *_), (message, _) in list(self._activations.items()) if number == chunk]
-        return (memory for message in of_chunk for memory in message.memory)
-
-    def __len__(self) -> int:
-        """The number of values under way."""
-        return len(self._activations) + len(self._gradients)
-
-
-class LocalMailbox(Mailbox):
-    """The values under way in one process.
-
-    Args:
-        values: the table.
-        places: the place of each stage. The caller has none: it gives and takes tensors on any device.
-        transport: moves tensors.
-    """
-
-    def __init__(self, values: Values, places: Mapping[int, Place], transport: Local) -> None:
-        self._read_by = values.read_by
-        self._made_by = values.made_by
-        self._place = places.get
-        self._is_one_place = len(set(places.values())) <= 1
-        self._transport = transport
-        self._activations: dict[tuple[Name, int], tuple[Activations, Parcel | None]] = {}
-        self._gradients: dict[tuple[Name, int], tuple[Grads, Parcel | None]] = {}
-
-    def put(self, stage: int, chunk: int, outputs: Sequence[Activations]) -> None:
         stays = self._is_one_place and stage != CALLER
         for row, message in zip(self._made_by[stage], outputs):
             if stays:
@@ -97,6 +65,7 @@ class LocalMailbox(Mailbox):
                 self._activations[row.name, chunk] = sent(message, parcel), parcel
 
     def take(self, stage: int, chunk: int) -> list[Activations]:
+        """Take the values that `stage` (or the caller) reads of `chunk`."""
         inbox = []
         for row in self._read_by[stage]:
             activations, parcel = self._activations.pop((row.name, chunk))
@@ -106,17 +75,28 @@ class LocalMailbox(Mailbox):
         return inbox
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
+        """Post the gradients that `stage` (or the caller) has for the values it read."""
         stays = self._is_one_place or stage == CALLER  # an output's gradient is where the output is
         for row, of_row in zip(self._read_by[stage], grads):
             parcel = None if stays else self._transport.send(of_row, self._place(stage), self._place(row.producer))
             self._gradients[row.name, chunk] = of_row if parcel is None else parcel.tensors, parcel
 
     def take_grads(self, stage: int, chunk: int) -> list[Grads]:
+        """Take the gradients of the values that `stage` (or the caller) made."""
         of_rows = []
         for row in self._made_by[stage]:
             grads, parcel = self._gradients.pop((row.name, chunk))
             of_rows.append(grads if parcel is None else self._transport.receive(parcel))
         return of_rows
+
+    def under_way(self, chunk: int) -> Iterator[MemoryId]:
+        """Identities of the memory of those tensors of `chunk` that were made and are not read yet."""
+        of_chunk = [message for (_, number, *_), (message, _) in list(self._activations.items()) if number == chunk]
+        return (memory for message in of_chunk for memory in message.memory)
+
+    def __len__(self) -> int:
+        """The number of values under way."""
+        return len(self._activations) + len(self._gradients)
 
 
 def check_alone(index: int, name: str, inbox: Sequence[Activations], under_way: Iterable[MemoryId]) -> None:

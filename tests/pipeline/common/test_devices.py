@@ -19,9 +19,9 @@ from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import Activations, Tree
 from pipeline.data.values import CALLER, chain
 from pipeline.distributed.mailbox import RankMailbox
-from pipeline.execution.drivers import Driver
 from pipeline.execution.communicator import Exchange
-from pipeline.execution.mailbox import LocalMailbox
+from pipeline.execution.drivers import Driver
+from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.plan import plan_step
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
@@ -99,7 +99,7 @@ def test_what_the_caller_gives_comes_to_the_device_of_its_rank() -> None:
     values = chain(2, ())
     ranks: Any = SimpleNamespace(rank=0, device=META)  # nothing goes to another one
     over_ranks = RankMailbox(values, (0, 0), ranks, "", Local())
-    alone = LocalMailbox(values, dict.fromkeys(range(2), Place(META)), Local())
+    alone = Mailbox(values, dict.fromkeys(range(2), Place(META)), Local())
     x = torch.ones(3, 2)
     for box in (over_ranks, alone):
         box.put(CALLER, 0, [Activations(Tree((x,), None), (True,))])

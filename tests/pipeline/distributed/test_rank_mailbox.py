@@ -14,7 +14,7 @@ from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, MemoryId, Tree
 from pipeline.data.values import CALLER, chain
 from pipeline.distributed.mailbox import RankMailbox
-from pipeline.execution.mailbox import LocalMailbox
+from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.skip import Key, pop, skippable, stash
 from pipeline.transports.local import Local
@@ -94,7 +94,7 @@ def message(number: float, memory=()) -> Activations:
 def test_values_and_gradients_come_to_their_readers_as_in_one_process(rank_of) -> None:
     values, links, boxes = mailboxes(rank_of)
     places = dict.fromkeys(range(STAGES), Place(torch.device("cpu")))
-    reference = LocalMailbox(values, places, Local())
+    reference = Mailbox(values, places, Local())
     for chunk in range(CHUNKS):
         for box in (boxes[rank_of[0]], reference):
             box.put(CALLER, chunk, [message(chunk)])

@@ -12,7 +12,7 @@ from pipeline import StuckError
 from pipeline.data.pytrees import Activations, Tree
 from pipeline.data.values import CALLER, chain
 from pipeline.execution.engine import merged_order, needs_of
-from pipeline.execution.mailbox import LocalMailbox
+from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.plan import plan_forward, plan_step
 from pipeline.execution.trace import TraceRecorder
 from pipeline.transports.local import Local
@@ -187,7 +187,7 @@ def message(value: float) -> Activations:
 
 
 def test_a_value_is_put_once_and_taken_once() -> None:
-    mailbox = LocalMailbox(chain(2), {}, Local())
+    mailbox = Mailbox(chain(2), {}, Local())
     sent = message(1.0)
     mailbox.put(CALLER, 0, [sent])
     assert len(mailbox) == 1
@@ -199,7 +199,7 @@ def test_a_value_is_put_once_and_taken_once() -> None:
 
 
 def test_chunks_do_not_mix() -> None:
-    mailbox = LocalMailbox(chain(2), {}, Local())
+    mailbox = Mailbox(chain(2), {}, Local())
     sent = {chunk: message(float(chunk)) for chunk in range(3)}
     for chunk in (2, 0, 1):
         mailbox.put(0, chunk, [sent[chunk]])
@@ -207,7 +207,7 @@ def test_chunks_do_not_mix() -> None:
 
 
 def test_a_skip_is_another_row_of_the_table_and_its_gradient_comes_straight_back() -> None:
-    mailbox = LocalMailbox(chain(3, [("skip", 0, 2)]), {}, Local())
+    mailbox = Mailbox(chain(3, [("skip", 0, 2)]), {}, Local())
     h1, skip, h2 = message(1.0), message(2.0), message(3.0)
     mailbox.put(0, 0, [h1, skip])
     assert len(mailbox) == 2
