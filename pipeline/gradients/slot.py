@@ -8,7 +8,6 @@ Addition rounds, so the bits of a sum depend on the order in which contributions
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Lock
 
 import torch
@@ -59,11 +58,6 @@ class GradientSum:
     def put(self, grad: Tensor | None) -> None:
         """Replace the sum by `grad`, without a copy."""
         self.sum = grad if grad is None else grad.to(sum_dtype(self.param, grad))
-
-    def convert(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace the sum by another tensor of its value."""
-        if self.sum is not None:
-            self.sum = function(self.sum)
 
     def _check_layout(self, grad: Tensor) -> None:
         if not self._densify and self.sum is not None and self.sum.is_sparse != grad.is_sparse:

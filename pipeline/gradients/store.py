@@ -3,8 +3,8 @@
     from_grads(module), add_(key, gradient), merge_(another store)   -->   a GradientSum for each parameter
         -->   all_reduce_   -->   scale_, clip_   -->   apply(optimizer) or assign()
 
-Keys are in gradients/keys.py, sums in gradients/slot.py, the reduction over ranks in gradients/reduce.py, and the
-exchange with `.grad` in gradients/transfer.py.
+Keys are in gradients/keys.py, sums in gradients/slot.py, the reduction over ranks in gradients/reduce.py. What goes to
+and from `.grad` is moved: afterwards one side holds it alone.
 
 A value is the sum of its contributions, never their mean. A parameter without contributions is absent, which is not
 zero: the optimizer skips it (no weight decay, no momentum step). Sums are kept in the wider of the parameter's
@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.common.arguments import check_factor, check_limit, check_norm_type, shown
+from pipeline.common.arguments import check_factor, check_limit, check_norm_type, check_optimizer, shown
 from pipeline.gradients import reduce as gradstore_ranks
-from pipeline.gradients import transfer as gradstore_grads
 from pipeline.gradients.clip import clip_factor, entries, total_norm
 from pipeline.gradients.keys import GradKey, Keys, Params
 from pipeline.gradients.partial import refuse_norm, refuse_verdict
-from pipeline.gradients.slot import GradientSum, check_grad, parts
+from pipeline.gradients.slot import GradientSum, check_grad, parts, plus
 
 
 class GradStore:
@@ -60,7 +59,6 @@ class GradStore:
             raise ValueError(f"sparse is {sparse!r}. Use 'densify' or 'error'.")
         self._densify = sparse == "densify"
         self._keys = Keys(params, self._densify)
-        self._slots = self._keys.slots
         self._moved = False
 
     @classmethod
@@ -91,16 +89,17 @@ class GradStore:
         """
         store = cls(params)
         if grads is None:
-            gradstore_grads.move_grads(store._keys)
+            store._move_grads()
         elif isinstance(grads, Mapping):
             for name, grad in grads.items():
                 store.add_(name, grad)
         elif isinstance(grads, str | bytes | Tensor) or not isinstance(grads, Sequence):
             raise TypeError(f"grads is {shown(grads)}. Give a dict by name, a list in the parameters' order, or None.")
-        elif len(grads) != len(store._slots):
-            raise ValueError(f"there are {len(grads)} gradients of {len(store._slots)} parameters. Give each its own.")
         else:
-            for slot, grad in zip(store._slots.values(), grads, strict=True):
+            slots = store._keys.slots
+            if len(grads) != len(slots):
+                raise ValueError(f"there are {len(grads)} gradients of {len(slots)} parameters. Give each its own.")
+            for slot, grad in zip(slots.values(), grads, strict=True):
                 store.add_(slot.param, grad)
         return store
 
@@ -115,7 +114,7 @@ class GradStore:
                 sparse and a dense one under sparse="error".
             ValueError: another shape or device than the parameter's.
         """
-        slot = self._slots.get(id(key)) or self._slot(key)
+        slot = self._keys.slots.get(id(key)) or self._slot(key)
         if grad is not None:
             check_grad(slot.param, grad)
             slot.add(grad)
@@ -144,14 +143,14 @@ class GradStore:
         return grad
 
     def __contains__(self, key: GradKey) -> bool:
-        slot = self._keys.names.get(key) if isinstance(key, str) else self._slots.get(id(key))
+        slot = self._keys.names.get(key) if isinstance(key, str) else self._keys.slots.get(id(key))
         return slot is not None and slot.sum is not None
 
     def __len__(self) -> int:
         return sum(1 for _ in self.keys())
 
     def __repr__(self) -> str:
-        return f"GradStore(gradients of {len(self)} of {len(self._slots)} parameters, {self.nbytes:,} bytes)"
+        return f"GradStore(gradients of {len(self)} of {len(self._keys.slots)} parameters, {self.nbytes:,} bytes)"
 
     def keys(self) -> Iterator[Tensor]:
         """The parameters that have a gradient, in the order in which the store got them."""
@@ -181,16 +180,14 @@ class GradStore:
             raise TypeError(f"other is {shown(other)}. Give a GradStore.")
         if other is self:
             raise ValueError("a GradStore cannot be merged with itself: its gradients would count twice.")
-        other._check_alive()
-        self._check_alive()
-        pairs = [(self._slot(param), grad) for param, grad in other.items()]
+        theirs, keys = other._live, self._live
+        pairs = [(keys.find(slot.param), grad) for slot, grad in theirs.filled()]
         for slot, grad in pairs:
             slot.check_take(grad)
         for slot, grad in pairs:
             slot.take(grad)
-        self._keys.learn(other._keys)
-        other._keys = Keys(None, True)
-        other._slots, other._moved = other._keys.slots, True
+        keys.learn(theirs)
+        other._keys, other._moved = Keys(None, True), True
 
     def all_reduce_(self, group: dist.ProcessGroup | None = None, op: str = "sum") -> None:
         """Add up the stores of all ranks of a group: afterwards each has the same gradients, bit for bit.
@@ -208,20 +205,19 @@ class GradStore:
                 parameters differ, in names, shapes or order. On all ranks.
             TypeError: sparse on one rank and dense on another, under sparse="error". On all ranks.
         """
-        self._check_alive()
-        if self._keys.is_open:
+        if self._live.is_open:
             raise ValueError(
                 "an open GradStore has no order of its parameters that ranks share. Make it of them: GradStore(module)."
             )
         names = self._keys.first_names()
-        named = [(names.get(key), slot) for key, slot in self._slots.items()]
+        named = [(names.get(key), slot) for key, slot in self._keys.slots.items()]
         gradstore_ranks.all_reduce(named, group, op, not self._densify)
 
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply all gradients."""
-        self._check_alive()
+        slots = self._live.filled()
         check_factor(factor)
-        for _, grad in self.items():
+        for _, grad in slots:
             grad.mul_(factor.detach().to(grad.device) if isinstance(factor, Tensor) else factor)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
@@ -230,10 +226,10 @@ class GradStore:
         Raises:
             RuntimeError: these are a rank's part of a Pipe's gradients.
         """
-        self._check_alive()
+        grads = [entries(grad) for _, grad in self._live.filled()]
         check_norm_type(norm_type)
         refuse_norm(self.keys(), "store.assign() and pipe.clip_grad_norm_(max_norm), or step(..., clip_grad_norm=),")
-        return total_norm([grad for _, grad in self.items() if entries(grad).numel()], norm_type)
+        return total_norm([grad for grad in grads if grad.numel()], norm_type)
 
     def clip_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down to a norm of at most `max_norm`; return the norm before.
@@ -251,10 +247,10 @@ class GradStore:
         Raises:
             RuntimeError: these are a rank's part of a Pipe's gradients.
         """
-        self._check_alive()
+        slots = self._live.filled()
         refuse_verdict(self.keys())
         flags: dict[torch.device, list[Tensor]] = {}  # one wait for each device
-        for _, grad in self.items():
+        for _, grad in slots:
             flags.setdefault(grad.device, []).append(torch.isfinite(entries(grad)).all())
         return all(bool(torch.stack(device_flags).all()) for device_flags in flags.values())
 
@@ -267,18 +263,17 @@ class GradStore:
         Raises:
             TypeError: dtype is not a real floating-point type.
         """
-        self._check_alive()
+        keys = self._live
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"gradients cannot be held in {dtype}. Use a floating-point type, such as torch.float32.")
         of_complex = None if dtype is None else torch.promote_types(dtype, torch.complex32)
-        for slot in self._slots.values():
-            slot.convert(lambda grad: grad.to(device, of_complex if grad.is_complex() else dtype))
+        for slot, grad in keys.filled():
+            slot.sum = grad.to(device, of_complex if grad.is_complex() else dtype)
         return self
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self._check_alive()
-        self._keys.clear()
+        self._live.clear()
 
     # ------------------------------------------------------------------------------------------------ by their names
 
@@ -290,8 +285,7 @@ class GradStore:
         Raises:
             ValueError: a gradient of a parameter without a name.
         """
-        self._check_alive()
-        names = self._keys.first_names()
+        names = self._live.first_names()
         unnamed = [param for param in self.keys() if id(param) not in names]
         if unnamed:
             raise ValueError(
@@ -326,8 +320,12 @@ class GradStore:
         """
         if mode not in ("add", "set"):
             raise ValueError(f"mode is {mode!r}. Use 'add' or 'set'.")
-        self._check_alive()
-        gradstore_grads.assign(self._keys, mode)
+        for slot, grad in list(self._live.filled()):
+            param = slot.param
+            total = grad if mode == "set" or param.grad is None else plus(param.grad, grad)
+            dtype = getattr(param, "grad_dtype", param.dtype)  # None: any will do
+            param.grad = total.to(param.device, total.dtype if dtype is None else dtype)
+        self.clear()
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer make one step with these gradients, then empty the store. `.grad` is None afterwards.
@@ -339,13 +337,65 @@ class GradStore:
             ValueError: the optimizer does not hold one of the parameters, or `.grad` of one of its parameters is set,
                 which the step would use too.
         """
-        self._check_alive()
-        gradstore_grads.step(self._keys, optimizer)
+        grads = dict(self._live.filled())
+        if not grads:
+            raise RuntimeError(
+                "the GradStore is empty: there is nothing to step with. It was applied already, or nothing was added: "
+                "run a backward pass first."
+            )
+        check_optimizer(optimizer)
+        params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        foreign = [slot.param for slot in grads if id(slot.param) not in params]
+        if foreign:
+            raise ValueError(
+                f"the optimizer does not hold {len(foreign)} of the {len(grads)} parameters in the store, the first of "
+                f"shape {list(foreign[0].shape)}. Give it all of them, or pop() those that stay as they are."
+            )
+        stale = [param for param in params.values() if param.grad is not None]
+        if stale:
+            raise ValueError(
+                f"{len(stale)} parameters of the optimizer have a .grad already (the first of shape "
+                f"{list(stale[0].shape)}), which the step would use too. Call optimizer.zero_grad(), or "
+                "store.assign('add') and optimizer.step()."
+            )
+        self.assign("set")
+        try:
+            optimizer.step()
+        except BaseException:
+            for slot, grad in grads.items():
+                slot.put(grad)
+            raise
+        finally:
+            optimizer.zero_grad(set_to_none=True)
 
     def _slot(self, key: GradKey) -> GradientSum:
-        self._check_alive()
-        return self._keys.find(key)
+        return self._live.find(key)
 
-    def _check_alive(self) -> None:
+    @property
+    def _live(self) -> Keys:
         if self._moved:
             raise ValueError("this GradStore was merged into another one and is empty for good. Make a new one.")
+        return self._keys
+
+    def _move_grads(self) -> None:
+        """Move `.grad` of all parameters here, or nothing if one is no gradient."""
+        pairs = [(slot, grad) for slot in self._keys.slots.values() if (grad := slot.param.grad) is not None]
+        for slot, grad in pairs:
+            check_grad(slot.param, grad)
+        seen: set[int] = set()
+        for slot, grad in pairs:
+            slot.put(_owned(grad, seen))
+            slot.param.grad = None
+
+
+def _owned(grad: Tensor, seen: set[int]) -> Tensor:
+    """The gradient, or a copy where another tensor shares its memory.
+
+    DistributedDataParallel's gradients can be views of a bucket, even of a whole one, which it writes again.
+    """
+    if grad.is_sparse:
+        return grad
+    storage = grad.untyped_storage()
+    is_shared = grad._is_view() or storage.nbytes() != grad.numel() * grad.element_size() or storage.data_ptr() in seen
+    seen.add(storage.data_ptr())
+    return grad.clone() if is_shared else grad
