@@ -36,10 +36,8 @@ class LossCounts:
     def __init__(self) -> None:
         self._counts: dict[Hashable, dict[Hashable, dict[Hashable, LossCount]]] = {}  # by code or class, key, kind
 
-    def __deepcopy__(self, memo: Any) -> LossCounts:
-        return LossCounts()
-
     def __reduce__(self) -> tuple[type[LossCounts], tuple[()]]:
+        """A copy begins anew."""
         return LossCounts, ()
 
     def get(self, loss_fn: Callable[..., Any], kind: Hashable = None) -> LossCount:
