@@ -147,17 +147,21 @@ class Batch:
             for grad in grads:
                 total = add_grads(total, grad)
             return total
-        if all(grad is None for grad in grads):
-            return None
-        pieces = self.pieces[index]
-        filled = [torch.zeros_like(piece) if grad is None else grad for piece, grad in zip(pieces, grads, strict=True)]
-        with without_function_modes():
-            return filled[0] if len(filled) == 1 else torch.cat(filled, row_dim(pieces[0], self.batch_dim))
+        return joined_grads(grads, self.pieces[index], self.batch_dim)
 
 
 def row_dim(tensor: Tensor, batch_dim: int) -> int:
     """The dim of a tensor that counts rows: `batch_dim`, or 0 where it has no such dim."""
     return batch_dim if tensor.dim() > batch_dim else 0
+
+
+def joined_grads(grads: Sequence[Tensor | None], pieces: Sequence[Tensor], batch_dim: int) -> Tensor | None:
+    """The gradients of some pieces as that of the whole; None counts as zeros, unless all are None."""
+    if all([grad is None for grad in grads]):
+        return None
+    filled = [torch.zeros_like(piece) if grad is None else grad for piece, grad in zip(pieces, grads, strict=True)]
+    with without_function_modes():
+        return filled[0] if len(filled) == 1 else torch.cat(filled, row_dim(pieces[0], batch_dim))
 
 
 def are_joinable(column: Sequence[Tensor], batch_dim: int) -> bool:

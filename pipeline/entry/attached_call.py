@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.common.call_lock import LockHold
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import marked_under_way
-from pipeline.data.microbatch import row_dim
+from pipeline.data.microbatch import joined_grads, row_dim
 from pipeline.data.pytrees import Grads, versions
 from pipeline.execution.call import Call
 
@@ -86,15 +86,11 @@ class AttachedCall(NamedTuple):
             parts: by chunk.
             grads: of the whole output. Where one is None, so is what is joined.
         """
-        columns = zip(grads, self.sizes, zip(*parts, strict=True), strict=True)
-        return tuple([None if grad is None else self._joined(grad, sizes, column) for grad, sizes, column in columns])
+        batch_dim = self.call.batch.batch_dim
+        return tuple([
+            None if grad is None else joined_grads(column, self._cut(grad, sizes), batch_dim)
+            for grad, sizes, column in zip(grads, self.sizes, zip(*parts, strict=True), strict=True)
+        ])
 
     def _cut(self, grad: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
         return (grad,) if len(sizes) == 1 else torch.split(grad, list(sizes), row_dim(grad, self.call.batch.batch_dim))
-
-    def _joined(self, grad: Tensor, sizes: tuple[int, ...], column: Sequence[Tensor | None]) -> Tensor | None:
-        if all([part is None for part in column]):
-            return None
-        pairs = zip(column, self._cut(grad, sizes), strict=True)
-        filled = [torch.zeros_like(piece) if part is None else part for part, piece in pairs]
-        return filled[0] if len(filled) == 1 else torch.cat(filled, row_dim(grad, self.call.batch.batch_dim))
