@@ -27,6 +27,7 @@ from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer
 from pipeline.entry.state.saved import Saved, StateWithTiedNames
 from pipeline.entry.state.whole_optimizer_state import (
     by_name,
+    copied_to_host,
     first_names_of,
     is_packed,
     names_of_groups,
@@ -50,7 +51,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         """The assignment of stages, and the processes that run an operation together."""
 
     def full_state_dict(self) -> OrderedDict[str, Any] | None:
-        """The whole model's state_dict, on the CPU, on rank 0; None on other ranks. All ranks call it.
+        """A copy of the whole model's state_dict, on the CPU, on rank 0; None on other ranks. All ranks call it.
 
         A tied parameter is one tensor under all its names.
 
@@ -71,7 +72,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         whole: OrderedDict[str, Any] = OrderedDict()
         for name in Names(self._modules).in_order(gathered):
             first = whole.get(first_names.get(name, ""))
-            whole[name] = _on_cpu(gathered[name]) if first is None else first
+            whole[name] = copied_to_host(gathered[name]) if first is None else first
         setattr(whole, "_metadata", getattr(state, "_metadata"))  # of all layers, wherever they are
         return whole
 
@@ -91,7 +92,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         return optimizer_state(self._all_places(), optimizer)
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """The state of an optimizer of all parameters, on the CPU, on rank 0; None on other ranks. All ranks call it.
+        """A copy of an optimizer's state of all parameters, on the CPU, on rank 0; None on others. All ranks call it.
 
         Args:
             optimizer: one of torch.optim's, but LBFGS, of this rank's parameters; its groups in the order of the model.
@@ -208,10 +209,6 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
                 state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.runtime.history.stale.mark()  # other ranks load the others' layers
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _check_state(state_dict: object, method: str) -> None:

@@ -107,8 +107,13 @@ def whole_state(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, A
         states = {number: entries[_PARAMETER + name]["kept"] for number, name in zip(numbers, members, strict=True)}
         packed["state"].update({number: state for number, state in states.items() if state})
         number += len(members)
-    on_host: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), packed)
-    return on_host
+    copied: dict[str, Any] = copied_to_host(packed)
+    return copied
+
+
+def copied_to_host(state: Any) -> Any:
+    """A state with copies of its tensors, on the CPU: what others sent is of this moment, and so is the rest."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
 def is_packed(state: Mapping[str, Any]) -> bool:
