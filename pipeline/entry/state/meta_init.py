@@ -101,8 +101,8 @@ def materialize(
         with torch.no_grad():
             for meta in empty.values():
                 _fill(meta, saved)
-        _set_extra_state([layers[position] for position in {meta.position for meta in empty.values()}], saved)
-    _check_filled([meta for meta in empty.values() if saved is None or not _has(saved, meta)])
+        _load_by_own_rules([layers[position] for position in {meta.position for meta in empty.values()}], empty, saved)
+    _check_filled([meta for meta in empty.values() if saved is None or not _names_in(saved, meta)])
     for _, _, layer in layers:
         for module in layer.modules():
             if isinstance(module, nn.RNNBase):
@@ -193,7 +193,7 @@ def _check_given(empty: Iterable[MetaTensor], init: bool, saved: Mapping[str, An
             names = [meta.names[0] for meta in empty]
             raise ValueError(f"on the meta device, so without values: {few(names)}. {_REMEDY}")
         return
-    lacking = [meta for meta in empty if not _has(saved, meta)]
+    lacking = [meta for meta in empty if not _names_in(saved, meta)]
     unsaved = [meta.names[0] for meta in lacking if not meta.saved]
     if unsaved and not init:
         raise ValueError(
@@ -218,8 +218,9 @@ def _like(name: str, saved: Iterable[str]) -> str:
     return ""
 
 
-def _has(saved: Mapping[str, Any], meta: MetaTensor) -> bool:
-    return any(name in saved for name in meta.names)
+def _names_in(saved: Mapping[str, Any], meta: MetaTensor) -> list[str]:
+    """The names under which a state has the value of a tensor."""
+    return [name for name in meta.names if name in saved]
 
 
 def _open(state: State, empty: Iterable[MetaTensor]) -> Mapping[str, Any]:
@@ -227,7 +228,7 @@ def _open(state: State, empty: Iterable[MetaTensor]) -> Mapping[str, Any]:
     if isinstance(state, Mapping):
         return state
     whole = Saved(fspath(state))
-    plain = any(_has(whole, meta) for meta in empty)
+    plain = any(_names_in(whole, meta) for meta in empty)
     return whole if plain or "model" not in whole else Saved(fspath(state), "model")
 
 
@@ -262,18 +263,17 @@ def _initialise(
 def _fill(empty: MetaTensor, saved: Mapping[str, Any]) -> None:
     """Give a tensor its value, which may stand under any of its names, if it is the same under all."""
     first: Tensor | None = None
-    for name in empty.names:
-        if name in saved:
-            value = saved[name]
-            _check_fits(name, empty.tensor, value)
-            if first is None:
-                empty.tensor.copy_(value)
-                first = value
-            elif value is not first and not torch.equal(value, first):
-                raise ValueError(
-                    f"{' and '.join(map(repr, empty.names))} are one tensor, but the state in materialize= has "
-                    "different values for them. Give them one value, or let the module have two parameters."
-                )
+    for name in _names_in(saved, empty):
+        value = saved[name]
+        _check_fits(name, empty.tensor, value)
+        if first is None:
+            empty.tensor.copy_(value)
+            first = value
+        elif value is not first and not torch.equal(value, first):
+            raise ValueError(
+                f"{' and '.join(map(repr, empty.names))} are one tensor, but the state in materialize= has "
+                "different values for them. Give them one value, or let the module have two parameters."
+            )
 
 
 def _check_fits(name: str, tensor: Tensor, value: object) -> None:
@@ -300,12 +300,22 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     return wide.max >= narrow.max and wide.eps <= narrow.eps and wide.smallest_normal <= narrow.smallest_normal
 
 
-def _set_extra_state(layers: Iterable[tuple[int, str, nn.Module]], saved: Mapping[str, Any]) -> None:
-    """Load the extra state that a state_dict has besides tensors."""
+def _load_by_own_rules(layers: NumberedLayers, empty: Mapping[int, MetaTensor], saved: Mapping[str, Any]) -> None:
+    """Let layers with rules of their own for loading, or with extra state, load what was read for them."""
     for _, name, layer in layers:
-        for prefix, module in sequential({name: layer}).named_modules():
-            if f"{prefix}._extra_state" in saved:
-                module.set_extra_state(saved[f"{prefix}._extra_state"])
+        if any(map(_has_rules, layer.modules())):
+            module = sequential({name: layer})
+            own = {place: empty[id(tensor)] for place, tensor, _ in places(name, layer) if id(tensor) in empty}
+            state = {place: saved[names[0]] for place, meta in own.items() if (names := _names_in(saved, meta))}
+            extra = [f"{prefix}._extra_state".removeprefix(".") for prefix, _ in module.named_modules()]
+            module.load_state_dict({**state, **{key: saved[key] for key in extra if key in saved}}, strict=False)
+
+
+def _has_rules(module: nn.Module) -> bool:
+    """Whether a module has more to load than tensors, or loads these as others do not."""
+    overridable = ("_load_from_state_dict", "set_extra_state")
+    is_own = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in overridable)
+    return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
 
 
 def _check_filled(empty: Iterable[MetaTensor]) -> None:
