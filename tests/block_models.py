@@ -1110,6 +1110,16 @@ class Counts(Chain):
         return x
 
 
+class Remembers(Chain):
+    """The model saves what is in none of its parts."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 3
+
+
 class Compiled(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -1133,6 +1143,7 @@ REFUSED = {
     WritesShared: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argument",
     BorrowsStatistics: "module 'blocks.1.1' is called in several parts of the model, and writes its buffer 'blocks",
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",
+    Remembers: "Remembers: its state_dict has _extra_state, which no part would save: a module that contains blocks",
     Compiled: "module 'last' is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. Cut",
     Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",
 }

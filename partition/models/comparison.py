@@ -46,6 +46,12 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
     missing = set(names.values()) - {names.get(id(parameter), "") for parameter in layers.parameters()}
     if missing:
         raise PartitionError(f"{kind}: no part has the parameters {', '.join(sorted(missing)[:5])}.")
+    unsaved = model.state_dict().keys() - layers.state_dict().keys()
+    if unsaved:
+        raise PartitionError(
+            f"{kind}: its state_dict has {', '.join(sorted(unsaved)[:5])}, which no part would save: a module that "
+            "contains blocks has extra state, or a state_dict of its own. Let a module that contains none have it."
+        )
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
         with as_found([model], record.written) as snapshot:
