@@ -120,6 +120,12 @@ class Names:
         unit = next((start for start in starts(name) if start in self.units), name)
         return (0, self._places[unit]) if unit in self._places else (1, self._index.get(unit, -1))
 
+    def place_of_module(self, named: tuple[str, nn.Module]) -> tuple[tuple[int, int], ...]:
+        """The place of a module, and of its first tensor: several parts may hold tensors of one module of the model."""
+        name, module = named
+        keys = (*module._parameters.keys(), *module._buffers.keys())
+        return self.place(name), min([self.place(_dotted(name) + key) for key in keys], default=(0, 0))
+
     @cached_property
     def _places(self) -> Mapping[str, int]:
         """The places in the model, which all of its parts know."""
@@ -149,7 +155,7 @@ class LayeredModule(nn.Module):
             is_root = bool(module._parameters or module._buffers)
             by_name.append((names.of(name) or ("" if is_root else name), module))
         seen = set() if memo is None else memo
-        for name, module in sorted(by_name, key=lambda item: names.place(item[0])):
+        for name, module in sorted(by_name, key=names.place_of_module):
             if module not in seen:
                 seen.update([module] if remove_duplicate else [])
                 yield start + name if name else prefix, module

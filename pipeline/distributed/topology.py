@@ -89,7 +89,7 @@ class PipeTopology(Topology):
     def named(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], remove_duplicate: bool
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by the names and in the order of the whole module.
+        """This rank's parameters by the names of the whole module, in the order in which they are found.
 
         Args:
             named_parameters: by the names of the layers that this rank has, each once.
@@ -99,10 +99,11 @@ class PipeTopology(Topology):
         for name, parameter in named_parameters:
             first = self.first_names.get(name, name)
             by_name[name if first in by_name else first] = parameter  # one that was untied since has a name of its own
-        for name in dict.fromkeys([*self.first_names, *by_name]):
-            first = name if remove_duplicate or name in by_name else self.first_names[name]
-            if first in by_name:
-                yield name, by_name[first]
+        names = {name: [name] for name in by_name}
+        for name, first in [] if remove_duplicate else self.first_names.items():
+            if name not in by_name and first in by_name:
+                names[first].append(name)
+        return ((name, by_name[key]) for key, key_names in names.items() for name in key_names)
 
     def elsewhere(self, stages: Sequence[nn.Sequential]) -> Iterator[tuple[str, nn.Module]]:
         """The placeholders of other ranks' layers, by their names."""

@@ -85,11 +85,12 @@ def named(make: Make, kind: str) -> Found:
     for what, is_once in (("each once", True), ("all", False)):
         plain = [name for name, _ in model.named_parameters(remove_duplicate=is_once)]
         here = [name for name, _ in pipe.named_parameters(remove_duplicate=is_once)]
-        assert here == [name for name in plain if name in here]
+        assert set(here) <= set(plain) and len(here) == len(set(here))
         assert [f"a.{name}" for name in here] == [name for name, _ in pipe.named_parameters("a", True, is_once)]
         found |= {f"{what} {name}": name for name in here}
     once = dict(pipe.named_parameters())
     assert list(once.values()) == [each for each in pipe.parameters() if each.numel()]
+    assert list(once.values()) == list(nn.ModuleList([pipe]).parameters())
     both = dict(pipe.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     for name, each in model.named_parameters(remove_duplicate=False):

@@ -36,7 +36,7 @@ def test_a_tied_weight_has_the_plain_modules_names_and_place_on_every_rank_that_
 
 def test_a_weight_that_was_untied_after_the_pipe_was_built_is_not_hidden_by_the_tied_one(crew3: Crew) -> None:
     first, between, last = crew3.run("rank_between:untied", 3)
-    assert first == [["0.weight", "1.weight"], ["0.weight", "1.weight", "2.weight", "3.weight"]]
+    assert first == [["0.weight", "1.weight"], ["0.weight", "2.weight", "3.weight", "1.weight"]]
     assert between[0] == last[0] == ["0.weight"]
 
 

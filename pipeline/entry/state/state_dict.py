@@ -153,7 +153,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As nn.Module's: over ranks, this rank's, by the plain module's names and in its order.
+        """As nn.Module's: over ranks, this rank's, by the plain module's names and in the order of this rank's layers.
 
         A tied parameter is called by its first name on every rank that has it; with remove_duplicate=False by all.
         """

@@ -62,7 +62,7 @@ def names_of_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
             )
         if known_places != sorted(known_places):
             raise ValueError(
-                f"group {index} of the optimizer has its parameters in another order than the model: "
+                f"group {index} of the optimizer has its parameters in another order than the Pipe: "
                 f"{[name for _, name in known_places][:5]}. By numbers they would be taken for others: build the "
                 "groups in the order of pipe.named_parameters(), or, in one process, save and load by "
                 "optimizer.state_dict() and optimizer.load_state_dict."

@@ -355,7 +355,7 @@ def test_numbers_without_names_load_in_the_order_of_the_model_alone():
     saved = torch.optim.Adam([param for _, param in turned])
     pipe(torch.ones(3, 2)).sum().backward()
     saved.step()
-    with pytest.raises(ValueError, match=r"in another order than the model: \['2.weight', '1.weight', '0.weight'\]"):
+    with pytest.raises(ValueError, match=r"in another order than the Pipe: \['2.weight', '1.weight', '0.weight'\]"):
         pipe.load_optimizer_state_dict(torch.optim.Adam([param for _, param in turned]), saved.state_dict())
     named, loaded = torch.optim.Adam(turned), torch.optim.Adam(turned)
     named.load_state_dict(saved.state_dict())
