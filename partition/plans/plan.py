@@ -142,7 +142,7 @@ class Plan(NotebookResult):
             expected, costs = fields.pop("expected"), fields.pop("costs")
             memory = tuple([inf if limit is None else limit for limit in fields.pop("memory")])
             peaks = tuple([DevicePeak(**peak) for peak in expected.pop("peaks")])
-            return cls(
+            read = cls(
                 **fields,
                 memory=memory,
                 schedule=Schedule.parse(schedule["text"]) if isinstance(schedule, Mapping) else schedule,
@@ -150,7 +150,9 @@ class Plan(NotebookResult):
                 expected=ExpectedStep(**expected, peaks=peaks),
                 costs=Costs(**{**costs, "link": _link_of(costs["link"])}),
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            str(read)  # which takes values of other kinds, or other numbers of them, for none
+            return read
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise PartitionError(
                 f"this is no plan ({type(error).__name__}: {error}). Give what Plan.to_json has written."
             ) from None

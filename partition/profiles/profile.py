@@ -209,8 +209,10 @@ class Profile(NotebookResult):
         try:
             fields = frozen(json.loads(text))
             layers, loss = tuple(map(_layer, fields.pop("layers"))), fields.pop("loss")
-            return cls(**fields, layers=layers, loss=None if loss is None else _layer(loss))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            read = cls(**fields, layers=layers, loss=None if loss is None else _layer(loss))
+            str(read)  # which takes values of other kinds, or other numbers of them, for none
+            return read
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise PartitionError(
                 f"this is no profile ({type(error).__name__}: {error}). Give what Profile.save or to_json has written."
             ) from None

@@ -410,6 +410,9 @@ def test_a_search_is_taken_where_it_is_shorter() -> None:
     assert Plan.from_json(found.to_json()) == found and Plan.from_json(named.to_json()) == named
     with pytest.raises(PartitionError, match="this is no plan.*Give what Plan.to_json has written"):
         Plan.from_json("{}")
+    for field, value in (("lane_of", []), ("devices", ["cpu"]), ("notes", None), ("memory", ["1e9"])):
+        with pytest.raises(PartitionError, match="this is no plan"):
+            Plan.from_json(json.dumps({**json.loads(named.to_json()), field: value}))
 
 
 def test_a_plan_as_text_is_json_also_where_a_number_is_infinite() -> None:

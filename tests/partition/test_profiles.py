@@ -1,5 +1,6 @@
 """Laws of profiles as data: bytes of stages, of states, of messages; FLOPs; without numbers; as text."""
 
+import json
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -284,6 +285,8 @@ def test_a_profile_reads_back_what_it_wrote(tmp_path: Any) -> None:
         assert Profile.load(tmp_path / "profile.json") == measured
     with pytest.raises(PartitionError, match="this is no profile.*Give what Profile.save"):
         Profile.from_json("[1]")
+    with pytest.raises(PartitionError, match="this is no profile"):
+        Profile.from_json(json.dumps({**json.loads(measured.to_json()), "entry": ["x"]}))
 
 
 def test_the_spread_is_from_quartile_to_quartile() -> None:
