@@ -303,7 +303,10 @@ class GradStore:
         if not isinstance(state, Mapping):
             raise TypeError(f"state is {shown(state)}. Give a dict of gradients by name, as from state_dict().")
         slots = [self._slot(name) for name in state]
-        grads = [grad.to(slot.param.device) for slot, grad in zip(slots, state.values(), strict=True)]
+        grads = [
+            grad.to(slot.param.device) if isinstance(grad, Tensor) else grad
+            for slot, grad in zip(slots, state.values(), strict=True)
+        ]
         for slot, grad in zip(slots, grads, strict=True):
             check_grad(slot.param, grad)
         self.clear()

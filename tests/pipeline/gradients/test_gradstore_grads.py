@@ -242,6 +242,7 @@ def test_loading_replaces_all_and_copies():
         ({"2.bias": torch.ones(2), "2.bais": torch.ones(2)}, KeyError, "'2.bais'. Did you mean '2.bias'"),
         ({"2.bias": torch.ones(2), "0.bias": torch.ones(3)}, ValueError, r"shape \[3\], the parameter \[5\]"),
         ({"2.bias": torch.ones(2), "0.bias": torch.ones(5, dtype=torch.int64)}, TypeError, "int64"),
+        ({"2.bias": torch.ones(2), "0.bias": None}, TypeError, "the gradient is None. Give a tensor"),
     ],
 )
 def test_loading_what_does_not_fit_loads_nothing(state, error, words):
