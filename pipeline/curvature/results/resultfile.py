@@ -91,7 +91,7 @@ def _stored(text: str, arrays: Mapping[str, Any], path: Path) -> StoredResult:
             "Update penstock-torch."
         )
     return StoredResult(
-        top["class"], top["module"], {name: decoded(value, arrays) for name, value in top["fields"].items()}
+        top["class"], str(top["module"]), {name: decoded(value, arrays) for name, value in top["fields"].items()}
     )
 
 

@@ -89,7 +89,7 @@ class _RequestedReader(dcp.FileSystemReader):
         super().__init__(path)
         try:
             self.saved_metadata = super().read_metadata()
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(
                 f"no checkpoint in {str(path)!r}: {error}. Give the directory that torch.distributed.checkpoint.save "
                 "got as checkpoint_id, or a folder of safetensors files."

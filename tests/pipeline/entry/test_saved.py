@@ -88,6 +88,9 @@ def test_only_what_is_asked_for_is_read(tmp_path):
 def test_what_is_not_there_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint in .*Give the directory that torch.distributed.check"):
         Saved(tmp_path)
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(FileNotFoundError, match="no checkpoint in .*model.pt"):
+        Saved(tmp_path / "model.pt")
     dcp.save({"model": {"0.weight": torch.ones(1)}, "epoch": 3}, checkpoint_id=tmp_path)
     for part in ("modle", "epoch", "model.0.weight"):
         with pytest.raises(KeyError, match=rf"has no dict '{part}'; it has \['epoch', 'model'\]"):
