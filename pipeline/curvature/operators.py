@@ -27,7 +27,7 @@ from pipeline.curvature.products.passes import Passes
 from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.sharded import ParameterSpace
 from pipeline.curvature.products.task import OnResult, StageChecks
-from pipeline.curvature.selection import ParamSelection, as_pipe, space_of
+from pipeline.curvature.selection import ParamSelection, as_pipe
 from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import LossFn
 from pipeline.distributed.agreement import digest, values_in_words
@@ -92,7 +92,7 @@ class Operator(Analysis):
             "Its vectors hold whole parameters: give the model as it was before parallelize_module."
         )
         self.name, self.block = self.product.name, block
-        self.space = space_of(self.pipe, self._prefix, params)
+        self.space = ParameterSpace(self.pipe, self._prefix, params)
         self.seed = self._shared_seed(seed)
         self._passes = Passes(
             self.product, self.pipe, self._prefix, MiniBatches(data), loss_fn, loss_reduction, training, self.seed,
@@ -102,8 +102,7 @@ class Operator(Analysis):
     def _shared_seed(self, seed: int | None) -> int:
         """Rank 0's, on all ranks; all draw, so that their generators stay alike. In halves, which float64 can hold."""
         own_seed = draw_seed() if seed is None else seed
-        halves = torch.tensor(divmod(own_seed, 1 << 32), **HOST)
-        high, low = self.space.sum_over(halves if self.space.rank == 0 else torch.zeros_like(halves)).tolist()
+        high, low = self.space.gathered(divmod(own_seed, 1 << 32))[0].tolist()
         return (int(high) << 32) + int(low)
 
     # ---------------------------------------------------------------------------------------------------- what it is
@@ -156,7 +155,7 @@ class Operator(Analysis):
         Args:
             names: of parameters of this one's; those of tied parameters as the first layer has them, on all ranks.
         """
-        space = space_of(self.pipe, self._prefix, lambda name, _: name in names)
+        space = ParameterSpace(self.pipe, self._prefix, lambda name, _: name in names)
         return self._twin(space=space, _passes=self._passes.of(space=space))
 
     def _twin(self, **attributes: Any) -> Self:

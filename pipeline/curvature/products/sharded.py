@@ -10,15 +10,20 @@ Parameters are found by name at each use, never kept: they may be replaced betwe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.common.arguments import few
+from pipeline.common.call_lock import turn
+from pipeline.curvature.selection import ParamSelection, chosen
 from pipeline.curvature.space import HOST, Space, Vec
+from pipeline.distributed.agreement import MismatchError, digest, values_in_words
+from pipeline.execution.communicator import Communicator
+from pipeline.pipe import Pipe
 
 
 class VectorSlice(NamedTuple):
@@ -33,82 +38,96 @@ class VectorSlice(NamedTuple):
         return vec[self.shard].narrow(0, self.start, self.shape.numel()).view(self.shape)
 
 
-class SpaceParameter(NamedTuple):
-    """A parameter of the space, as this process has it.
-
-    Attributes:
-        name: its first one in the model.
-        shape: its shape.
-        device: where its entries are.
-        counts: whether it counts here, and not on another process that has it too.
-    """
-
-    name: str
-    shape: torch.Size
-    device: torch.device
-    counts: bool
-
-
 class ParameterSpace(Space):
-    """Vectors with an entry for each entry of some parameters.
+    """Vectors with an entry for each entry of some parameters of a Pipe; on several ranks all make it together.
 
     Args:
-        parameters: this process's parameters, in the order of the model.
-        dtype: of the entries.
-        rank: of this process.
-        ranks: how many there are.
-        sum_over: adds numbers up over the processes.
-        check_ties: raises where a vector that a user gave has other entries for a tied parameter on another process.
-        collective: within, what fails on one process fails on all.
+        pipe: the Pipe.
+        prefix: the beginning of its parameters' names that those of the space do not have.
+        params: of which parameters, see `chosen`.
+
+    Attributes:
+        slots: the place of each parameter of this process, by its first name, in the order of the model.
+
+    Raises:
+        ValueError: nothing is left, or a parameter is complex.
+        MismatchError: the ranks were given different params.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[SpaceParameter],
-        dtype: torch.dtype,
-        rank: int,
-        ranks: int,
-        sum_over: Callable[[Tensor], Tensor],
-        check_ties: Callable[[Mapping[str, Tensor]], None] = lambda named: None,
-        collective: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self._collective = collective
-        self._check_ties = check_ties
-        self.dtype, self.rank, self.ranks, self._sum_over = dtype, rank, ranks, sum_over
-        self.parameters = tuple(parameters)
+    def __init__(self, pipe: Pipe, prefix: str, params: ParamSelection) -> None:
+        self._pipe, self._prefix, runtime = pipe, prefix, pipe.runtime
+        self.rank, self.ranks = runtime.rank, runtime.ranks
+        if params is not None and not isinstance(params, str) and not callable(params):
+            params = list(params)
+        words = getattr(params, "__qualname__", "a function") if callable(params) else repr(params)
+        elsewhere = {id(copy) for tie, copy in runtime.tied() if tie.owner != self.rank}
         sizes: dict[tuple[torch.device, bool], int] = {}
-        shards: dict[tuple[torch.device, bool], int] = {}
+        dtypes: set[torch.dtype] = set()
         self.slots: dict[str, VectorSlice] = {}
-        for parameter in parameters:
-            key = (parameter.device, parameter.counts)
-            shard = shards.setdefault(key, len(shards))
-            self.slots[parameter.name] = VectorSlice(shard, sizes.get(key, 0), parameter.shape)
-            sizes[key] = sizes.get(key, 0) + parameter.shape.numel()
-        self._shards = [(device, counts, sizes[device, counts]) for device, counts in shards]
-        local_size = sum(size for _, counts, size in self._shards if counts)
-        self.counted = [counts for _, counts, _ in self._shards]
-        self.size = int(sum_over(torch.tensor([local_size], **HOST)).item())
+        with self._together() as communicator:  # what is refused on one rank is refused on all
+            communicator.open(lambda values: {"params": words}, draws=False)
+            parameters = {name.removeprefix(prefix): parameter for name, parameter in pipe.named_parameters()}
+            for name in chosen(parameters, params, self._first_names()):
+                parameter = parameters[name]
+                if not parameter.is_floating_point():
+                    raise ValueError(
+                        f"'{name}' is {parameter.dtype}. Curvature is that of a function of real numbers: keep its "
+                        "real and imaginary parts as two parameters (torch.view_as_complex), or leave it out with "
+                        "params=."
+                    )
+                key = (parameter.device, id(parameter) not in elsewhere)
+                start = sizes.setdefault(key, 0)
+                self.slots[name] = VectorSlice(list(sizes).index(key), start, parameter.shape)
+                sizes[key] += parameter.numel()
+                dtypes.add(parameter.dtype)
+            is_double = communicator.exchange.any(torch.float64 in dtypes)
+        self.dtype = torch.float64 if is_double else torch.float32
+        self._shards = [(size, device) for (device, _), size in sizes.items()]
+        self.counted = [counts for _, counts in sizes]
+        local_size = sum(size for (_, counts), size in sizes.items() if counts)
+        self.size = int(self.sum_over(torch.tensor([local_size], **HOST)).item())
+        if self.size == 0:
+            raise ValueError(
+                f"there is no parameter to differentiate by (params={params!r}): none is chosen, or all are frozen. "
+                "Call requires_grad_(), or choose others."
+            )
+
+    @contextmanager
+    def _together(self) -> Iterator[Communicator]:
+        """Within: what fails on one rank fails on all."""
+        with turn(), self._pipe.runtime.communicator("curvature") as communicator:
+            yield communicator
+
+    def _first_names(self) -> dict[str, str]:
+        """For each name of a parameter its first one, in the order of the model; those of other ranks too."""
+        pipe, prefix = self._pipe, self._prefix
+        first_name_of = {id(parameter): name.removeprefix(prefix) for name, parameter in pipe.named_parameters()}
+        every_name = pipe.named_parameters(remove_duplicate=False)
+        local_names = {name.removeprefix(prefix): first_name_of[id(parameter)] for name, parameter in every_name}
+        return {**local_names, **pipe.runtime.first_names}
 
     def zeros(self) -> Vec:
-        return [torch.zeros(size, dtype=self.dtype, device=device) for device, _, size in self._shards]
+        return [torch.zeros(size, dtype=self.dtype, device=device) for size, device in self._shards]
 
     def random(self, kind: str, seed: int, index: int) -> Vec:
         if kind not in ("rademacher", "normal"):
             raise ValueError(f"kind is {kind!r}. Use 'rademacher' (+1 or -1) or 'normal'.")
         vec = self.zeros()
-        for parameter in self.parameters:
-            self.slots[parameter.name].view(vec).copy_(_drawn(kind, seed, index, parameter))
+        for name, view in self.named(vec).items():
+            view.copy_(_drawn(kind, seed, index, name, view.shape))
         return vec
 
     def sum_over(self, numbers: Tensor) -> Tensor:
-        return self._sum_over(numbers)
+        with self._together() as communicator:
+            return communicator.exchange.sum_over(numbers)
 
     def named(self, vec: Vec) -> dict[str, Tensor]:
         return {name: slot.view(vec) for name, slot in self.slots.items()}
 
     def vec(self, named: Mapping[str, Tensor]) -> Vec:
-        with self._collective():
+        with self._together() as communicator:
             vec = self._checked_vec(named)
+            communicator.open(lambda values: {"the curvature": "a vector"}, draws=False)  # all have come so far
         self._check_ties(self.named(vec))
         return vec
 
@@ -131,11 +150,27 @@ class ParameterSpace(Space):
             slot.view(vec).copy_(entries.detach())
         return vec
 
+    def _check_ties(self, entries: Mapping[str, Tensor]) -> None:
+        """Raise if the entries for a tied parameter are not the same on all ranks that have it."""
+        tied = self._pipe.runtime.tied()
+        if not tied:
+            return
+        names = {id(parameter): name for name, parameter in self._pipe.named_parameters()}
+        parts = [entries.get(names.get(id(copy), "")) for _, copy in tied]
+        digests = [0 if part is None else digest(values_in_words([part])) % (1 << 48) for part in parts]
+        for (tie, _), row in zip(tied, self.gathered(digests).T, strict=True):
+            if len({float(row[rank]) for rank in tie.holders}) > 1:
+                words = " = ".join(dict.fromkeys(f"'{name}'" for _, name in tie.readers))
+                raise MismatchError(
+                    f"the entries for the tied parameter {words} differ between ranks {list(tie.holders)}: it is one "
+                    "parameter. Give the same entries on each, for example drawn from a generator seeded alike."
+                )
 
-def _drawn(kind: str, seed: int, index: int, parameter: SpaceParameter) -> Tensor:
+
+def _drawn(kind: str, seed: int, index: int, name: str, shape: torch.Size) -> Tensor:
     """By name, so that it does not matter who else is there, and on the CPU, so that it does not matter where."""
-    digest = hashlib.sha256(f"{seed} {index} {parameter.name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {index} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     if kind == "normal":
-        return torch.randn(parameter.shape, generator=generator, **HOST)
-    return torch.randint(2, parameter.shape, generator=generator, device="cpu", dtype=torch.int8) * 2 - 1
+        return torch.randn(shape, generator=generator, **HOST)
+    return torch.randint(2, shape, generator=generator, device="cpu", dtype=torch.int8) * 2 - 1
