@@ -22,7 +22,6 @@ from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.results.layer_densities import LayerDensities
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.measured import error_bounds, rows
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import HOST
 
 if TYPE_CHECKING:
@@ -135,14 +134,13 @@ def _compute_by_layer(
 ) -> dict[str, dict[str, Any]]:
     """By layer what is computed of its block. What is done is saved after each layer."""
     settings = {**settings, "block": A.block, "layers": layers}
-    bar = Progress(len(layers), f"{label} of the {A.name}", A.shows(show))
-    with Resumable(A, resume, 0.0, settings, bar) as run:
+    with Resumable(A, f"{label} of the {A.name}", len(layers), show, resume, 0.0, settings) as run:
         done: dict[str, dict[str, Any]] = dict(run.saved_state or {})
         for layer, names in layers.items():
             if layer not in done:
                 file = None if resume is None else _sibling_path(resume, "layer")
                 done[layer] = compute(A.restricted(frozenset(names)), file)
-                run.record(len(done), dict(done).copy, layer)
+                run.record(len(done), done, layer)
     return done
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -55,10 +54,6 @@ class LinearMap(ABC):
         if len(left_vecs) != 1 or len(right_vecs) != 1:
             raise ValueError(f"dot takes two vectors, not {len(left_vecs)} and {len(right_vecs)}.")
         return float(self.space.dots(left_vecs, right_vecs))
-
-    def shows(self, show: bool | None) -> bool:
-        """Whether to show a progress bar: if asked to, or on a terminal; on one process."""
-        return self.space.rank == 0 and (sys.stderr.isatty() if show is None else show)
 
     @abstractmethod
     def fingerprint(self) -> str:

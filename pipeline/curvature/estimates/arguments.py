@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results.progress import Progress
 
 KINDS = ("rademacher", "normal")
 
@@ -90,9 +89,9 @@ class SampleSize:
         vectors = {"samples": self.samples, "kind": self.kind, "seed": self.seed, "block": self.A.block}
         goal = {"rel": self.rel, "abs": self.abs, "min_samples": self.min_samples}
         total = self.A.space.size if self.is_exact else self.samples
-        bar = Progress(total, f"{quantity} of {self.A.name}", self.A.shows(self.show))
-        file = {"file": f"{quantity} 1"}
-        return Resumable(self.A, self.resume, self.save_every, {**file, **vectors, **goal, **settings}, bar)
+        settings = {"file": f"{quantity} 2", **vectors, **goal, **settings}
+        title = f"{quantity} of {self.A.name}"
+        return Resumable(self.A, title, total, self.show, self.resume, self.save_every, settings)
 
 
 def check_tol(tol: float) -> None:

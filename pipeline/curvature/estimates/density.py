@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.sampling import mean_and_stderr
 from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table, with_error
 from pipeline.curvature.space import HOST
@@ -201,9 +200,8 @@ def density(
         True
     """
     _check(A, steps, runs, points, sigma, margin)
-    settings = {"file": "density 1", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
-    bar = Progress(steps * runs, f"density of {A.name}", A.shows(show))
-    with Resumable(A, resume, save_every, settings, bar) as run:
+    settings = {"file": "density 2", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
+    with Resumable(A, f"density of {A.name}", steps * runs, show, resume, save_every, settings) as run:
         matrices, spent = _lanczos(A, steps, runs, seed, run)
     rule = stacked([gauss(alphas, betas) for alphas, betas in matrices], steps)
     least = width(rule.nodes) if sigma is None else float(sigma)
@@ -212,25 +210,19 @@ def density(
 
 
 def _lanczos(
-    A: LinearMap, steps: int, runs: int, seed: int, lanczos: Resumable
+    A: LinearMap, steps: int, runs: int, seed: int, run: Resumable
 ) -> tuple[list[tuple[Tensor, Tensor]], int]:
     """Each run's tridiagonal matrix, and the products that all took."""
-    saved = lanczos.saved_state or {"ended": [], "lanes": None, "products": 0}
+    saved = run.saved_state or {"ended": [], "lanes": None, "products": 0}
     ended, lanes, spent = [tuple(pair) for pair in saved["ended"]], saved["lanes"], saved["products"]
 
-    def on_progress(products: int, state: Callable[[], Any]) -> None:
+    def on_progress(products: int, lane_states: list[dict[str, Any]]) -> None:
         nonlocal spent
         spent += products
-        ended_now, spent_now = list(ended), spent
-
-        def whole_state() -> dict[str, Any] | None:
-            lane_states = state()
-            return None if lane_states is None else {"ended": ended_now, "lanes": lane_states, "products": spent_now}
-
-        lanczos.record(spent, whole_state)
+        run.record(spent, {"ended": ended, "lanes": lane_states, "products": spent})
 
     for first in range(len(ended), runs, A.block):
-        starts = [A.space.random("normal", seed, run) for run in range(first, min(first + A.block, runs))]
+        starts = [A.space.random("normal", seed, index) for index in range(first, min(first + A.block, runs))]
         ended += tridiagonals(A, starts, steps, on_progress, lanes)
         lanes = None
     return ended, spent

@@ -14,14 +14,13 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import SampleSize
-from pipeline.curvature.estimates.resume import from_host, on_host
+from pipeline.curvature.estimates.resume import from_host
 from pipeline.curvature.estimates.sampling import OnProgress, SampledResult, sampled_products
 from pipeline.curvature.linear import LinearMap, finite
 from pipeline.curvature.results.tables import plus_minus, table
@@ -114,8 +113,8 @@ def diagonal(
         ([[2.0, 8.0, 18.0]], True)
     """
     sampling = SampleSize(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
-    running = _RunningMoments(A, sampling.is_exact)
     with sampling.resumable("diagonal") as run:
+        running = _RunningMoments(A, sampling.is_exact)
         if run.saved_state is not None:
             running.go_on(run.saved_state)
         stopped = _draw(sampling, running, run.record)
@@ -125,7 +124,6 @@ def diagonal(
 def _draw(sampling: SampleSize, running: _RunningMoments, on_progress: OnProgress) -> str:
     """Take all vectors, or enough; why it ended. The sum over a basis of q * A q is the diagonal of A Q Q' = A."""
     for vectors, products in sampled_products(sampling, running.count):
-        running.change()
         for vec, product in zip(vectors, products, strict=True):
             running.add(_times_(product, vec))
         note, is_enough = "", False
@@ -133,7 +131,7 @@ def _draw(sampling: SampleSize, running: _RunningMoments, on_progress: OnProgres
             values, errors = running.sizes()
             note = f"{float(errors / values):.2g} of rms" if values > 0 else ""
             is_enough = sampling.is_reached(values, errors, running.count)
-        on_progress(running.count, partial(running.state, running.count), note)
+        on_progress(running.count, running.state(), note)
         if is_enough:
             return "tolerance"
     return "exact" if sampling.is_exact else "samples"
@@ -150,15 +148,10 @@ class _RunningMoments:
         self.A, self._is_sum = A, is_sum
         self.mean, self.squares = A.space.zeros(), A.space.zeros()
         self.count = 0
-        self._changed = 0  # the count at which a change began
 
-    def change(self) -> None:
-        """From now on the state is not that of now any more."""
-        self._changed = self.count + 1
-
-    def state(self, count: int) -> dict[str, Any] | None:
-        """All that a run needs to go on after `count` draws; None if they have changed since."""
-        return {"sums": on_host([self.mean, self.squares]), "count": count} if self._changed <= count else None
+    def state(self) -> dict[str, Any]:
+        """All that a run needs to go on."""
+        return {"sums": [self.mean, self.squares], "count": self.count}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Take over a state."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from pipeline.curvature.estimates.lanczos import EigenpairGoal, LanczosRun
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.ritz import WHICH, wanted
 from pipeline.curvature.linear import LinearMap, products_of
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table
 from pipeline.curvature.space import HOST, Vec, add_
@@ -141,14 +139,14 @@ def top_eigenpairs(
     """
     goal = _goal(A, k, which, tol, max_products, seed, block, max_basis, miss)
     run = LanczosRun(A, goal)
-    bar = Progress(max_products, f"eigenpairs of the {A.name}", A.shows(show))
-    with Resumable(A, resume, save_every, {"file": "eigenpairs 2", **asdict(goal)}, bar) as resumable:
+    title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 2", **asdict(goal)}
+    with Resumable(A, title, max_products, show, resume, save_every, settings) as resumable:
         if resumable.saved_state is not None:
             run.go_on(resumable.saved_state)
         _advance(run, max_products, resumable.record)
         if not run.current.done:
             resumable.leave()
-        return _measured(run, bar.advance)
+        return _measured(run, resumable.advance)
 
 
 def _goal(
@@ -195,7 +193,7 @@ def _advance(run: LanczosRun, max_products: int | None, on_progress: Callable[..
     """Steps until the run is done, or the next one would leave too few products for the residuals."""
     note = ""
     while True:
-        on_progress(run.current.products, partial(run.state, run.current.products), note)
+        on_progress(run.current.products, run.state(), note)
         if run.current.done or max_products is not None and run.current.products + run.next + run.goal.k > max_products:
             return
         note = f"{run.converged()} of {run.goal.k}, largest {run.current.largest:.4g}"

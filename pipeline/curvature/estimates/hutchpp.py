@@ -10,16 +10,16 @@ matrix of more than its columns can hide from; products that a sketch of lower r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
-from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
+from pipeline.curvature.estimates.resume import Resumable, from_host
 from pipeline.curvature.estimates.sampling import SampleStatistics, draw, paired_dots, sampled_products
-from pipeline.curvature.linear import LinearMap, finite, products_of
+from pipeline.curvature.linear import finite, products_of
 from pipeline.curvature.space import Vec
 
 
@@ -41,9 +41,24 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
             f"sketch is {sketch} of {samples} samples: it costs two products a column and leaves at least two for the "
             f"rest; use 1 to {(samples - 2) // 2}, or more samples"
         )
-    trace_sketch = _TraceSketch(A, run)
-    trace_sketch.draw(replace(sampling, samples=columns, kind="normal"))
-    basis, exact_part = trace_sketch.basis, trace_sketch.catch()
+    saved = run.saved_state or {"basis": [], "drawn": 0, "parts": [], "values": []}
+    basis, drawn, parts = from_host(A.space, saved["basis"]), saved["drawn"], saved["parts"]
+
+    def record(label: str, draws: int = 0, values: Sequence[Tensor] = ()) -> None:
+        state = {"basis": basis, "drawn": drawn, "parts": parts, "values": [*values]}
+        run.record(drawn + len(parts) + draws, state, label)
+
+    # Orthonormal vectors that span A times random ones.
+    for _, products in sampled_products(replace(sampling, samples=columns, kind="normal"), drawn):
+        for product in products:
+            append_orthonormal(A.space, basis, product)
+        drawn += len(products)
+        record("sketch")
+    for vectors, products in products_of(A, basis[len(parts) :]):
+        parts += finite(paired_dots(A.space, vectors, products), A.name)[:, 0].tolist()
+        record("exact part")
+
+    exact_part: float = sum(parts)
 
     def deflated(vectors: list[Vec]) -> list[Vec]:
         along = A.space.dots(basis, vectors)
@@ -53,47 +68,8 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
         return exact_part + paired_dots(A.space, vectors, products)
 
     spent = columns + len(basis)
-
-    def on_progress(draws: int, values: Callable[[], Tensor], note: str) -> None:
-        trace_sketch.note(spent + draws, note, values())
-
-    rest_sampling = replace(sampling, samples=samples - spent)
-    drawn = draw(rest_sampling, rest, on_progress, trace_sketch.values, first=columns, prepare=deflated)
-    return drawn._replace(spent=spent + drawn.spent)
-
-
-class _TraceSketch:
-    """The basis, its part of the trace, and the values of the rest, as far as they are computed.
-
-    Args:
-        A: the matrix.
-        run: the run, of which this goes on from what was kept.
-    """
-
-    def __init__(self, A: LinearMap, run: Resumable) -> None:
-        self.A, self._run = A, run
-        saved = run.saved_state or {"basis": [], "drawn": 0, "parts": [], "values": None}
-        self.basis = from_host(A.space, saved["basis"])
-        self._drawn: int = saved["drawn"]
-        self._parts: list[float] = list(saved["parts"])  # of the trace on the basis, for each vector
-        self.values: list[Tensor] = [] if saved["values"] is None else [saved["values"]]
-
-    def draw(self, sampling: SampleSize) -> None:
-        """Make the basis: orthonormal vectors that span A times random ones."""
-        for _, products in sampled_products(sampling, self._drawn):
-            for product in products:
-                append_orthonormal(self.A.space, self.basis, product)
-            self._drawn += len(products)
-            self.note(self._drawn, "sketch")
-
-    def catch(self) -> float:
-        """The trace of A on the span of the basis."""
-        for vectors, products in products_of(self.A, self.basis[len(self._parts) :]):
-            self._parts += finite(paired_dots(self.A.space, vectors, products), self.A.name)[:, 0].tolist()
-            self.note(self._drawn + len(self._parts), "exact part")
-        return sum(self._parts)
-
-    def note(self, products: int, label: str, values: Tensor | None = None) -> None:
-        """Tell the run how far this is. The basis only grows, and its vectors stay as they are."""
-        basis, state = list(self.basis), {"drawn": self._drawn, "parts": list(self._parts), "values": values}
-        self._run.record(products, lambda: {"basis": on_host(basis), **state}, label)
+    found = draw(
+        replace(sampling, samples=samples - spent), rest, lambda draws, values, note: record(note, draws, [values]),
+        saved["values"], first=columns, prepare=deflated
+    )
+    return found._replace(spent=spent + found.spent)

@@ -49,8 +49,8 @@ class Inverse(LinearMap):
         method: str = "cg",
     ) -> None:
         self._map = A
-        self._plan = planned(A, damping, tol, max_products, preconditioner, method)
-        self.name = f"inverse of ({A.name} + {self._plan.system.damping:g} I)"
+        self._system = planned(A, damping, tol, max_products, preconditioner, method)
+        self.name = f"inverse of ({A.name} + {self._system.damping:g} I)"
         self.space, self.block = A.space, A.block
 
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
@@ -60,18 +60,18 @@ class Inverse(LinearMap):
             ConvergenceError: a system was not solved to the tolerance; the result would be another matrix.
             IndefiniteError, FloatingPointError: see `solve`.
         """
-        results = solved(self._map, self._plan, vectors)
+        results = solved(self._map, self._system, vectors)
         worst = max((result.residual for result in results), default=0.0)
-        if not worst <= self._plan.tol:
+        if not worst <= self._system.tol:
             raise ConvergenceError(
                 f"{self.name}: relative residual {worst:.2g} after {max(result.products for result in results)} "
-                f"products, tol {self._plan.tol:.2g}, max_products {self._plan.limit}. "
+                f"products, tol {self._system.tol:.2g}, max_products {self._system.limit}. "
                 "Use more damping, more products, a preconditioner or a larger tol."
             )
         return [result.x for result in results]
 
     def fingerprint(self) -> str:
-        scales = self._plan.system.scales
+        scales = self._system.scales
         weight = "none" if scales is None else repr(self.space.norm(scales))
-        settings = f"{self._plan.system.damping!r} {self._plan.tol!r} {self._plan.limit} {self._plan.method}"
+        settings = f"{self._system.damping!r} {self._system.tol!r} {self._system.limit} {self._system.method}"
         return f"inverse {settings} {weight} of {self._map.fingerprint()}"

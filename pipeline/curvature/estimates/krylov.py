@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.torch_modes import in_full_precision
-from pipeline.curvature.estimates.resume import from_host, on_host
+from pipeline.curvature.estimates.resume import from_host
 from pipeline.curvature.linear import finite
 from pipeline.curvature.space import HOST, Space, Vec, add_, scale_
 
@@ -35,6 +35,9 @@ NOISE = 32  # what is left of a product that lies in the basis, in units of its 
 
 class Basis:
     """Orthonormal vectors of a space, this process's part of them.
+
+    Attributes:
+        slabs: all memory of the rows, [slab][shard]: what `restored` takes.
 
     Example:
         >>> import torch
@@ -54,7 +57,7 @@ class Basis:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self._slabs: list[list[Tensor]] = []  # [slab][shard]: [SLAB, entries]
+        self.slabs: list[list[Tensor]] = []  # [slab][shard]: [SLAB, entries]
         self._rows = 0
 
     def __len__(self) -> int:
@@ -63,20 +66,20 @@ class Basis:
     def row(self, index: int) -> Vec:
         """A row as views: do not write to it."""
         slab, row = divmod(range(self._rows)[index], SLAB)
-        return [shard[row] for shard in self._slabs[slab]]
+        return [shard[row] for shard in self.slabs[slab]]
 
     def append(self, vec: Vec) -> None:
         """Copy a vector, which the caller made orthonormal, into a new last row."""
-        if self._rows == len(self._slabs) * SLAB:
-            self._slabs.append([shard.new_zeros(SLAB, len(shard)) for shard in vec])
+        if self._rows == len(self.slabs) * SLAB:
+            self.slabs.append([shard.new_zeros(SLAB, len(shard)) for shard in vec])
         self._rows += 1
         for row, shard in zip(self.row(-1), vec, strict=True):
-            row.copy_(shard)
+            row.data.copy_(shard)  # as no write to the slab: the rows that a state knows of stay as they are
 
     def cut(self, rows: int) -> None:
         """Forget all rows from this one on."""
         self._rows = min(rows, self._rows)
-        del self._slabs[-(-self._rows // SLAB) :]
+        del self.slabs[-(-self._rows // SLAB) :]
 
     @in_full_precision()
     def local_inside(self, vec: Vec) -> Tensor:
@@ -119,19 +122,15 @@ class Basis:
                     strip[: len(part)] = part
         self.cut(factors.shape[1])
 
-    def slabs(self) -> list[list[Tensor]]:
-        """All memory of the rows, [slab][shard], on the CPU: what `restored` takes. Not to be written to."""
-        return on_host(self._slabs)
-
     def restored(self, slabs: Sequence[Sequence[Tensor]], rows: int) -> Basis:
         """This basis with the rows that another one had, in the same memory layout, so that sums round alike."""
-        self._slabs = from_host(self.space, slabs)
+        self.slabs = from_host(self.space, slabs)
         self._rows = rows
         return self
 
     def _filled(self, index: int) -> list[Tensor]:
         """On one shard the slabs' rows that hold something."""
-        return [slab[index][: self._rows - number * SLAB] for number, slab in enumerate(self._slabs)]
+        return [slab[index][: self._rows - number * SLAB] for number, slab in enumerate(self.slabs)]
 
 
 class Split(NamedTuple):

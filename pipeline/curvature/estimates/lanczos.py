@@ -19,7 +19,7 @@ round may also end when the outermost Ritz pair of its own has converged, with n
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,7 +76,6 @@ class LanczosRun:
         self.basis = Basis(A.space)
         self.current = LanczosState(torch.zeros(0, **HOST), torch.zeros(0, 0, **HOST), None)
         self._ritz = ritz(self.current.projection)
-        self._is_rotating = False
 
     def step(self) -> None:
         """Multiply the rows that wait; or after that lock what has converged, or cut down a full space."""
@@ -105,13 +104,11 @@ class LanczosRun:
             pick < locked_count or float(pairs.residuals[pick - locked_count]) <= self._tolerance() for pick in picks
         )
 
-    def state(self, products: int) -> dict[str, Any] | None:
-        """All that a run needs to go on after so many products; None in the moment in which rows are being overwritten,
-        or after more."""
-        if self._is_rotating or self.current.products != products:
-            return None
-        self.basis.cut(len(self.current.locked) + self.current.projection.shape[0])
-        return {"place": asdict(self.current), "slabs": self.basis.slabs(), "rows": len(self.basis)}
+    def state(self) -> dict[str, Any]:
+        """All that a run needs to go on."""
+        chain = self.current.chain
+        place = {**vars(self.current), "chain": None if chain is None else vars(chain)}
+        return {"place": place, "slabs": self.basis.slabs, "rows": len(self.basis)}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Take over a state."""
@@ -232,10 +229,8 @@ class LanczosRun:
         self._rotate(factors, replace(self.current, projection=projection, chain=chain, judged=True))
 
     def _rotate(self, factors: Tensor, new_state: LanczosState) -> None:
-        self._is_rotating = True
         self.basis.rotate_(factors)
         self.current, self._ritz = new_state, ritz(new_state.projection)
-        self._is_rotating = False
 
     # ------------------------------------------------------------------------------------------------- tolerances
 

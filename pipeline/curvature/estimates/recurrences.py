@@ -5,7 +5,7 @@
 
 A recurrence is a generator for one right-hand side: it reads as in its paper. Who drives several of them answers their
 products in one call and their inner products in one all-reduce (systems.py). Whenever it waits for a product, its
-RecurrenceState is all that it needs to go on from there.
+SystemState is all that it needs to go on from there.
 
 Conjugate gradients: Hestenes and Stiefel 1952; for positive definite M, 5 vectors.
 MINRES: Paige and Saunders, "Solution of sparse indefinite systems of linear equations", 1975; for any M, 8 vectors.
@@ -45,11 +45,21 @@ class DotsRequest:
 
 
 @dataclass
-class RecurrenceState:
-    """The state of a recurrence that asks for a product; empty: at its beginning."""
+class SystemState:
+    """The state of a system that asks for a product.
 
+    Attributes:
+        phase: "start", in the "steps" of a recurrence, or at the "check" of what that gave.
+        vectors: x; at the check what may take its place.
+        numbers: the residual, the number of products, the rounds, the norm; at the check the steps.
+        step_vectors, step_numbers: those of the recurrence; empty: at its beginning.
+    """
+
+    phase: str = "start"
     vectors: list[Vec] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)
+    step_vectors: list[Vec] = field(default_factory=list)
+    step_numbers: list[Any] = field(default_factory=list)
 
 
 Steps: TypeAlias = Generator[ProductRequest | DotsRequest, Any, T]
@@ -57,13 +67,25 @@ Steps: TypeAlias = Generator[ProductRequest | DotsRequest, Any, T]
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """The system that the right-hand sides share."""
+    """The system that the right-hand sides share, and how it is solved.
+
+    Attributes:
+        name: of A.
+        damping: M is A + damping I.
+        dtype: of vectors.
+        scales: the preconditioner: about the inverse of M's diagonal, all above 0.
+        tol: of the true residual, relative to b.
+        limit: on products.
+        method: "cg" or "minres".
+    """
 
     name: str
     damping: float
     dtype: torch.dtype
     scales: Vec | None
-    """The preconditioner: about the inverse of M's diagonal, all above 0."""
+    tol: float
+    limit: int
+    method: str
 
     @property
     def eps(self) -> float:
@@ -76,17 +98,17 @@ class LinearSystem:
 
 
 def conjugate_gradients(
-    system: LinearSystem, residual: Vec, target_norm: float, limit: int, norm: float, recurrence: RecurrenceState
+    system: LinearSystem, residual: Vec, target_norm: float, limit: int, norm: float, state: SystemState
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual.
 
     Args:
-        residual: is used up; not read where `recurrence` is not empty.
+        residual: is used up; not read where `state` has steps.
         target_norm: the norm of the residual to end at.
         limit: on steps, each one product.
         norm: of M with the preconditioner, as far as it is known, a lower bound. MINRES asks for it: a residual that M
             makes nothing of shows only beside what M makes of others.
-        recurrence: where to go on; kept up to date.
+        state: its steps say where to go on; kept up to date.
 
     Returns:
         x, the number of steps, and what is known of the norm now.
@@ -94,9 +116,9 @@ def conjugate_gradients(
     Raises:
         IndefiniteError: M is not positive definite.
     """
-    if recurrence.vectors:
-        x, residual, along = recurrence.vectors
-        energy, square, step = recurrence.numbers
+    if state.step_vectors:
+        x, residual, along = state.step_vectors
+        energy, square, step = state.step_numbers
     else:
         x = [torch.zeros_like(part) for part in residual]
         scaled = system.scaled(residual)
@@ -104,7 +126,7 @@ def conjugate_gradients(
         energy, square = yield DotsRequest(((residual, scaled), (residual, residual)))
         step = 0
     while step < limit and math.sqrt(square) > target_norm:
-        recurrence.vectors, recurrence.numbers = [x, residual, along], [energy, square, step]
+        state.step_vectors, state.step_numbers = [x, residual, along], [energy, square, step]
         step += 1
         image = yield ProductRequest(along, math.sqrt(square))
         curvature, length, reach = yield DotsRequest(((along, image), (along, along), (image, image)))
@@ -121,15 +143,15 @@ def conjugate_gradients(
 
 
 def minimal_residual(
-    system: LinearSystem, residual: Vec, target_norm: float, limit: int, norm: float, recurrence: RecurrenceState
+    system: LinearSystem, residual: Vec, target_norm: float, limit: int, norm: float, state: SystemState
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual for any symmetric M; where there is no solution, it heads for the smallest residual.
 
     Takes and returns what `conjugate_gradients` does; the names of numbers are those of the paper's section 6.
     """
-    if recurrence.vectors:
-        x, older, old, last, unit_vec, along, rest = recurrence.vectors
-        beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, norm, step = recurrence.numbers
+    if state.step_vectors:
+        x, older, old, last, unit_vec, along, rest = state.step_vectors
+        beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, norm, step = state.step_numbers
     else:
         x, older, old, last = ([torch.zeros_like(part) for part in residual] for _ in range(4))
         fresh = residual  # the next Lanczos vector; divided by its norm it is `unit_vec`, and preconditioned `along`
@@ -141,8 +163,8 @@ def minimal_residual(
         cos, sin, delta_bar, epsilon = -1.0, 0.0, 0.0, 0.0
         step = 0
     while step < limit and residual_norm > target_norm:
-        recurrence.vectors = [x, older, old, last, unit_vec, along, rest]
-        recurrence.numbers = [beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, norm, step]
+        state.step_vectors = [x, older, old, last, unit_vec, along, rest]
+        state.step_numbers = [beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, norm, step]
         step += 1
         fresh = yield ProductRequest(along, residual_norm)
         (alpha,) = yield DotsRequest(((along, fresh),))

@@ -5,25 +5,31 @@
 
     at the start:  files --> steps of each process --one all-reduce--> the latest step that all have --> state
 
+A state is recorded by reference after each product. What writes to it raises the version of a tensor, as autograd
+counts them: then it is no state any more, and the file keeps an earlier one.
+
 Files are written by `torch.save` and read with `weights_only`: tensors, numbers and text, no code.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import HOST, Space, Vec
+from pipeline.data.pytrees import versions
 
 SavedValue: TypeAlias = Any  # tensors, numbers, text, None, and lists, tuples and dicts of them
 
@@ -166,41 +172,66 @@ class Resumable:
     """A run of an estimator: within, a bar shows how far it is, and its state is saved every `every` seconds, and at an
     exception; then removed.
 
+    tqdm draws the bar, on stderr, if it is installed.
+
     Args:
         A: the matrix.
+        title: of the bar: "trace of Hessian".
+        total: the number of products. None: nobody knows.
+        show: whether to show the bar, on one process. None: where it goes to a terminal.
         path: see `RunFiles`; None: nothing is saved.
         every: seconds.
         settings: of the run, besides the matrix.
-        bar: counts its products.
 
     Attributes:
         saved_state: the state to go on from, or None.
+
+    Example:
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> H = Hessian(nn.Linear(2, 1), (torch.ones(4, 2), torch.ones(4, 1)), nn.functional.mse_loss)
+        >>> with Resumable(H, "trace of Hessian", 10, show=False) as run:
+        ...     run.record(4, {"values": [1.5]}, note="638 +- 12")
     """
 
     def __init__(
-        self, A: LinearMap, path: str | os.PathLike[str] | None, every: float, settings: Mapping[str, SavedValue],
-        bar: Progress,
+        self, A: LinearMap, title: str, total: int | None, show: bool | None = None,
+        path: str | os.PathLike[str] | None = None, every: float = 300.0, settings: Mapping[str, SavedValue] = {},
     ) -> None:  # fmt: skip
         self._saves = None if path is None else RunFiles(path, A.space, {**settings_of(A), **settings}, every)
         self.saved_state: SavedValue | None = None if self._saves is None else self._saves.latest()
-        self._bar, self._step, self._is_done = bar, 0, True
-        self._state: Callable[[], SavedValue | None] = lambda: None
+        self._shows = A.space.rank == 0 and (sys.stderr.isatty() if show is None else show)
+        self._title, self._total, self._bar, self._step = title, total, None, 0
+        self._recorded: _Recorded | None = None
+        self._is_done = True
+        self._counting_writes = torch.inference_mode(False)
 
     def __enter__(self) -> Self:
-        self._bar.__enter__()
+        self._counting_writes.__enter__()
+        self._bar = _bar(self._total, self._title) if self._shows else None
         return self
 
-    def record(self, step: int, state: Callable[[], SavedValue | None], note: str = "") -> None:
-        """Note the number of products so far, and what gives the state then: None while that is being changed.
+    def record(self, step: int, state: SavedValue, note: str = "") -> None:
+        """Note the number of products so far, and the state then.
 
         Args:
-            note: for the bar; see `Progress.advance`.
+            state: by reference. It can be saved until one of its tensors is written.
+            note: see `advance`.
         """
-        advance = step - self._step
-        self._step, self._state = step, state
-        self._bar.advance(advance, note)
-        if self._saves is not None and advance and self._saves.due():
-            self._saves.write(step, state())
+        advance, self._step = step - self._step, step
+        self.advance(advance, note)
+        if self._saves is not None:
+            leaves, structure = tree_flatten(state)
+            self._recorded = _Recorded(step, leaves, structure, _versions(leaves))
+            if advance and self._saves.due():
+                self._saves.write(step, self._recorded.state())
+
+    def advance(self, products: int, note: str = "") -> None:
+        """Move the bar. A note replaces the one at its right, an empty one leaves it."""
+        if self._bar is not None:
+            if note:
+                self._bar.set_postfix_str(note, refresh=not products)
+            self._bar.update(products)
 
     def leave(self) -> None:
         """Keep the file at the end, for a call that goes on."""
@@ -209,16 +240,46 @@ class Resumable:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.__exit__(kind, error, trace)
+        self._counting_writes.__exit__(kind, error, trace)
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
         if self._saves is None:
             return
+        recorded = self._recorded
         if error is None and self._is_done:
             self._saves.remove()
-        elif (state := self._state()) is not None:
+        elif recorded is not None and _versions(recorded.leaves) == recorded.versions:
             if error is None:
-                self._saves.write(self._step, state)
+                self._saves.write(recorded.step, recorded.state())
             else:
-                self._saves.rescue(self._step, state, error)
+                self._saves.rescue(recorded.step, recorded.state(), error)
+
+
+class _Recorded(NamedTuple):
+    """A state as it was after a step, in pieces, with what autograd says of the writes to its tensors."""
+
+    step: int
+    leaves: list[Any]
+    structure: TreeSpec
+    versions: tuple[int, ...]
+
+    def state(self) -> SavedValue:
+        """In the memory of the host."""
+        leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.structure)
+
+
+def _versions(leaves: Sequence[Any]) -> tuple[int, ...]:
+    return versions([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+
+
+def _bar(total: int | None, title: str) -> Any:
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, desc=title, file=sys.stderr, dynamic_ncols=True)
 
 
 def settings_of(A: LinearMap) -> dict[str, SavedValue]:
@@ -226,11 +287,6 @@ def settings_of(A: LinearMap) -> dict[str, SavedValue]:
     sizes = [len(shard) for shard in A.space.zeros()]  # a state fits only the same cut
     space = {"dtype": str(A.space.dtype), "shards": sizes, "ranks": A.space.ranks}
     return {"matrix": A.name, "fingerprint": A.fingerprint(), **space}
-
-
-def on_host(vecs: Sequence[Vec]) -> list[list[Tensor]]:
-    """Vectors as a state holds them."""
-    return [[shard.cpu() for shard in vec] for vec in vecs]
 
 
 def from_host(space: Space, vecs: Sequence[Sequence[Tensor]]) -> list[Vec]:

@@ -21,7 +21,7 @@ from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import Space, Vec
 
 Measure: TypeAlias = Callable[[list[Vec], list[Vec]], Tensor]  # vectors, A times each -> [vectors, numbers]
-OnProgress: TypeAlias = Callable[[int, Callable[[], Any], str], None]  # see `Resumable.record`
+OnProgress: TypeAlias = Callable[[int, Any, str], None]  # see `Resumable.record`
 VectorTransform: TypeAlias = Callable[[list[Vec]], list[Vec]]  # what A is multiplied with, from random vectors
 
 
@@ -75,7 +75,7 @@ def draw(
     """The mean of a measure over random vectors `first`, `first` + 1, ... of a seed, or its sum over a basis.
 
     Args:
-        on_progress: told after each group of products how many draws there are, and what gives their values.
+        on_progress: told after each group of products how many draws there are, and their values.
         values: those of draws before.
     """
     stopped = _stop_reason(sampling, values)
@@ -83,7 +83,7 @@ def draw(
     for vectors, products in groups if not stopped else ():
         values.append(finite(measure(vectors, products), sampling.A.name))
         drawn = torch.cat(values)
-        on_progress(len(drawn), drawn.detach, _note(sampling, drawn))
+        on_progress(len(drawn), drawn, _note(sampling, drawn))
         stopped = _stop_reason(sampling, values)
         if stopped:
             break

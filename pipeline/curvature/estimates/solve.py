@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from pipeline.curvature.estimates.recurrences import IndefiniteError
+from pipeline.curvature.estimates.recurrences import IndefiniteError, LinearSystem
 from pipeline.curvature.estimates.resume import Resumable
-from pipeline.curvature.estimates.systems import SolveSettings, VecLike, fitting, planned, solved
+from pipeline.curvature.estimates.systems import VecLike, fitting, planned, solved
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec
 
@@ -104,35 +103,33 @@ def solve(
         >>> solution.converged, solution.x["0.weight"].round(decimals=6).tolist()
         (True, [[1.0, 2.0, 1.0]])
     """
-    plan = planned(A, damping, tol, max_products, preconditioner, method)
+    system = planned(A, damping, tol, max_products, preconditioner, method)
     vec, guess = fitting(A.space, b, "b"), None if start is None else fitting(A.space, start, "start")
-    starts = [] if guess is None else [guess]
-    settings = {} if resume is None else _settings(A, plan, [vec], starts)
-    bar = Progress(None, f"solve with {A.name}", A.shows(show))
-    (result,) = solved(A, plan, [vec], starts or None, Resumable(A, resume, save_every, settings, bar))
+    settings = {} if resume is None else _settings(A, system, vec, guess)
+    with Resumable(A, f"solve with {A.name}", None, show, resume, save_every, settings) as run:
+        (result,) = solved(A, system, [vec], guess, run)
     return Solution(
         matrix=A.name,
         x={name: part.detach().cpu() for name, part in A.space.named(result.x).items()},
         residual=result.residual,
-        converged=result.residual <= plan.tol,
+        converged=result.residual <= system.tol,
         products=result.products,
-        damping=plan.system.damping,
-        tol=plan.tol,
-        method=plan.method,
+        damping=system.damping,
+        tol=system.tol,
+        method=system.method,
     )
 
 
-def _settings(A: LinearMap, plan: SolveSettings, bs: Sequence[Vec], starts: Sequence[Vec]) -> dict[str, Any]:
+def _settings(A: LinearMap, system: LinearSystem, b: Vec, start: Vec | None) -> dict[str, Any]:
     """The traits that must be the same for a run to go on."""
-    scales = plan.system.scales
     return {
-        "file": "solve 1", "method": plan.method, "damping": plan.system.damping, "tol": plan.tol,
-        "max_products": plan.limit, "block": A.block, "b": _digests(A.space, bs), "start": _digests(A.space, starts),
-        "preconditioner": _digests(A.space, [] if scales is None else [scales]),
+        "file": "solve 2", "method": system.method, "damping": system.damping, "tol": system.tol,
+        "max_products": system.limit, "block": A.block, "b": _digest(A.space, b), "start": _digest(A.space, start),
+        "preconditioner": _digest(A.space, system.scales),
     }  # fmt: skip
 
 
-def _digests(space: Space, vecs: Sequence[Vec]) -> list[list[float]]:
+def _digest(space: Space, vec: Vec | None) -> list[float]:
     """Numbers that hardly two vectors have in common, the same on all processes: a norm, and a product with noise."""
     noise = space.random("normal", 0, 0)
-    return [space.sum_over(space.local_pairs([(vec, vec), (vec, noise)])).tolist() for vec in vecs]
+    return [] if vec is None else space.sum_over(space.local_pairs([(vec, vec), (vec, noise)])).tolist()

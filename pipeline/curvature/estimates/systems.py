@@ -3,16 +3,16 @@
     b, b, ... --a recurrence for each, in lockstep--> one call of products, one or two all-reduces a step --> x, x, ...
               <--again, from what is left of b--------- b - (A + damping I) x, by a product
 
-The recurrences are in recurrences.py. Whenever all wait for products, a SystemState each says where they stand: a run
-that is interrupted goes on from there (resume.py).
+The recurrences are in recurrences.py. Whenever one waits for a product, its SystemState says where it stands: a single
+system that is interrupted goes on from there (resume.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,30 +22,19 @@ from pipeline.curvature.estimates.recurrences import (
     DotsRequest,
     LinearSystem,
     ProductRequest,
-    RecurrenceState,
     Steps,
+    SystemState,
     conjugate_gradients,
     minimal_residual,
 )
-from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
+from pipeline.curvature.estimates.resume import Resumable, from_host
 from pipeline.curvature.forms import taken
-from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results.progress import Progress
+from pipeline.curvature.linear import LinearMap, blocks
 from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
 
 VecLike: TypeAlias = Vec | Mapping[str, Tensor] | Tensor  # one vector: of the space, by name, or flat
 
 METHODS = {"cg": conjugate_gradients, "minres": minimal_residual}
-
-
-@dataclass(frozen=True)
-class SolveSettings:
-    """The checked arguments of a solve."""
-
-    system: LinearSystem
-    tol: float
-    limit: int
-    method: str
 
 
 @dataclass(frozen=True)
@@ -58,81 +47,40 @@ class SystemResult:
     products: int
 
 
-@dataclass
-class SystemState:
-    """The state of one system that asks for a product.
-
-    Attributes:
-        phase: "start", in the "steps" of a recurrence, at the "check" of what that gave, or at the "end".
-        recurrence: the state of that.
-        vectors: x; at the check what may take its place.
-        numbers: the residual and the number of products; before the end the rounds, the norm, at the check its steps.
-    """
-
-    phase: str = "start"
-    recurrence: RecurrenceState = field(default_factory=RecurrenceState)
-    vectors: list[Vec] = field(default_factory=list)
-    numbers: list[Any] = field(default_factory=list)
-
-    def enter(self, phase: str, vectors: list[Vec], numbers: list[Any]) -> None:
-        """Note where the system stands; a recurrence begins there, if any."""
-        self.phase, self.vectors, self.numbers, self.recurrence = phase, vectors, numbers, RecurrenceState()
-
-    def plain(self) -> dict[str, Any]:
-        """As a state holds it."""
-        of_steps = {"vectors": on_host(self.recurrence.vectors), "numbers": self.recurrence.numbers}
-        return {"at": self.phase, "steps": of_steps, "vectors": on_host(self.vectors), "numbers": self.numbers}
-
-    @classmethod
-    def of(cls, space: Space, plain: Mapping[str, Any]) -> Self:
-        """That of a state."""
-        steps = plain["steps"]
-        recurrence = RecurrenceState(from_host(space, steps["vectors"]), steps["numbers"])
-        return cls(plain["at"], recurrence, from_host(space, plain["vectors"]), plain["numbers"])
-
-
 def solved(
-    A: LinearMap, plan: SolveSettings, bs: Sequence[Vec], starts: Sequence[Vec] | None = None,
-    run: Resumable | None = None,
-) -> list[SystemResult]:  # fmt: skip
-    """The end of each system, `A.block` of them at a time. `bs` and `starts` are not changed.
+    A: LinearMap, system: LinearSystem, bs: Sequence[Vec], start: Vec | None = None, run: Resumable | None = None
+) -> list[SystemResult]:
+    """The end of each system, `A.block` of them at a time. `bs` and `start` are not changed.
 
     Args:
         A: the matrix.
-        plan: how.
-        bs, starts: the right-hand sides, and a guess for each.
-        run: that shows its progress and may be interrupted; the state is of all systems. None: one that does neither.
+        system: what they share.
+        bs: the right-hand sides.
+        start: a guess of each solution.
+        run: shows the progress of a single system, and may be interrupted.
 
     Raises:
         IndefiniteError: by "cg", where A + damping I is not positive definite.
         FloatingPointError: a vector has entries that are not finite.
     """
-    run = Resumable(A, None, 0.0, {}, Progress(None, A.name, show=False)) if run is None else run
-    saved = run.saved_state or {"products": 0, "places": [SystemState().plain() for _ in bs]}
-    states, spent = [SystemState.of(A.space, plain) for plain in saved["places"]], saved["products"]
-    results: list[SystemResult] = []
-    with run:
+    saved = {} if run is None or run.saved_state is None else dict(run.saved_state)
+    spent = saved.pop("products", 0)
+    vectors = {name: from_host(A.space, saved[name]) for name in saved if name.endswith("vectors")}
+    state, results = SystemState(**{**saved, **vectors}), list[SystemResult]()
 
-        def products(requests: Sequence[ProductRequest]) -> list[Vec]:
-            nonlocal spent
-            is_waiting, spent_before = True, spent
-            residual = max(request.residual for request in requests)
-            note = f"residual {residual:.1e}"
-            run.record(spent_before, lambda: _state(spent_before, states) if is_waiting else None, note)
-            images = A.products([request.vec for request in requests])
-            is_waiting, spent = False, spent + len(requests)
-            return images
+    def products(requests: Sequence[ProductRequest]) -> list[Vec]:
+        nonlocal spent
+        if run is not None:
+            run.record(spent, {"products": spent, **vars(state)}, f"residual {requests[0].residual:.1e}")
+        spent += len(requests)
+        return A.products([request.vec for request in requests])
 
-        for first in range(0, len(bs), A.block):
-            indices = range(first, min(first + A.block, len(bs)))
-            runs = [_solve_one(plan, bs[i], None if starts is None else starts[i], states[i]) for i in indices]
-            results += _run_in_lockstep(A, plan.system.damping, runs, products)
-        run.record(spent, lambda: _state(spent, states))
+    for block in blocks(bs, A.block):
+        runs = [_solve_one(system, b, start, SystemState() if run is None else state) for b in block]
+        results += _run_in_lockstep(A, system.damping, runs, products)
+    if run is not None and spent:
+        run.advance(1)  # the last one
     return results
-
-
-def _state(products: int, states: Sequence[SystemState]) -> dict[str, Any]:
-    return {"products": products, "places": [state.plain() for state in states]}
 
 
 def _run_in_lockstep(
@@ -178,20 +126,18 @@ def _dots(A: LinearMap, requests: Mapping[int, DotsRequest]) -> dict[int, list[f
     return {index: [next(numbers) for _ in request.pairs] for index, request in requests.items()}
 
 
-def _solve_one(plan: SolveSettings, b: Vec, start: Vec | None, state: SystemState) -> Steps[SystemResult]:
+def _solve_one(system: LinearSystem, b: Vec, start: Vec | None, state: SystemState) -> Steps[SystemResult]:
     """Runs the recurrence on what is left of b, until the true residual is small enough or falls no more.
 
     Args:
-        plan: how.
+        system: what is solved, and how.
         b, start: the right-hand side, and a guess of x.
         state: where to go on; kept up to date.
     """
-    if state.phase == "end":
-        return SystemResult(state.vectors[0], *state.numbers)
     (square,) = yield DotsRequest(((b, b),))
     size = math.sqrt(square)
     if size == 0.0:
-        return _finish(state, [torch.zeros_like(part) for part in b], 0.0, 0)
+        return SystemResult([torch.zeros_like(part) for part in b], 0.0, 0)
     remainder: Vec = []
     if state.phase == "start":
         x, products = ([torch.zeros_like(part) for part in b], 0) if start is None else (start, 1)
@@ -200,34 +146,30 @@ def _solve_one(plan: SolveSettings, b: Vec, start: Vec | None, state: SystemStat
         residual, rounds, norm = math.sqrt(square) / size, 0, 0.0
     else:
         x, (residual, products, rounds, norm, *_) = state.vectors[0], state.numbers
-    while residual > plan.tol and products + 2 <= plan.limit:
+    while residual > system.tol and products + 2 <= system.limit:
         if state.phase == "start":
             # Of norm 1, so that float32 does not underflow.
             scale_(remainder, 1.0 / (residual * size))
-            state.enter("steps", [x], [residual, products, rounds, norm])
+            state.phase, state.vectors, state.numbers = "steps", [x], [residual, products, rounds, norm]
         if state.phase == "steps":
             # Aimed a little lower, so that rounding needs no further round.
-            target_norm, limit = 0.9 * plan.tol / residual, plan.limit - products - 1
-            recurrence = METHODS[plan.method](plan.system, remainder, target_norm, limit, norm, state.recurrence)
+            target_norm, limit = 0.9 * system.tol / residual, system.limit - products - 1
+            recurrence = METHODS[system.method](system, remainder, target_norm, limit, norm, state)
             correction, steps, norm = yield from recurrence
             trial = add_(scale_(correction, residual * size), x)
-            state.enter("check", [x, trial], [residual, products, rounds, norm, steps])
+            state.phase, state.vectors = "check", [x, trial]
+            state.numbers, state.step_vectors = [residual, products, rounds, norm, steps], []
         else:
             trial, steps = state.vectors[1], state.numbers[4]
         remainder = combined([b, (yield ProductRequest(trial, residual))], [1.0, -1.0])
         (square,) = yield DotsRequest(((remainder, remainder),))
         old_residual, new_residual = residual, math.sqrt(square) / size
         products, rounds = products + steps + 1, rounds + 1
-        if new_residual > old_residual and (rounds > 1 or plan.method == "minres"):
+        if new_residual > old_residual and (rounds > 1 or system.method == "minres"):
             break  # rounding alone; but conjugate gradients lower another norm, and may raise this one on their way
         x, residual, state.phase = trial, new_residual, "start"
         if residual > old_residual / 2.0:
             break
-    return _finish(state, x, residual, products)
-
-
-def _finish(state: SystemState, x: Vec, residual: float, products: int) -> SystemResult:
-    state.enter("end", [x], [residual, products])
     return SystemResult(x, residual, products)
 
 
@@ -238,8 +180,8 @@ def planned(
     max_products: int | None,
     preconditioner: VecLike | None,
     method: str,
-) -> SolveSettings:
-    """Checks what `solve` takes; see there. All processes call it.
+) -> LinearSystem:
+    """What `solve` takes, checked; see there. All processes call it.
 
     Raises:
         ValueError: an argument is out of its range, or a vector does not fit.
@@ -253,7 +195,7 @@ def planned(
     if limit < 2:
         raise ValueError(f"max_products must be at least 2: a step and a check (max_products: {limit})")
     scales = None if preconditioner is None else _scales(A, preconditioner, damping)
-    return SolveSettings(LinearSystem(A.name, float(damping), A.space.dtype, scales), float(tol), limit, method)
+    return LinearSystem(A.name, float(damping), A.space.dtype, scales, float(tol), limit, method)
 
 
 def _scales(A: LinearMap, preconditioner: VecLike, damping: float) -> Vec:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def tridiagonals(
     A: LinearMap,
     starts: Sequence[Vec],
     steps: int,
-    on_progress: Callable[[int, Callable[[], Any]], None] = lambda products, state: None,
+    on_progress: Callable[[int, list[dict[str, Any]]], None] = lambda products, states: None,
     saved_states: Sequence[dict[str, Any]] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Run Lanczos from each of some vectors, all in lockstep, so that their products are asked for together.
@@ -41,7 +40,7 @@ def tridiagonals(
         starts: of any length but 0; not changed.
         steps: products for each start. Fewer are spent once its Krylov space is invariant, at the latest after as
             many as vectors have entries.
-        on_progress: told after each group of products how many it was, and what gives the state then.
+        on_progress: told after each group of products how many it was, and the state of each start.
         saved_states: a state of the same starts, to go on from.
 
     Returns:
@@ -69,21 +68,14 @@ def tridiagonals(
     for lane, state in zip(lanes, saved_states or (), strict=bool(saved_states)):
         lane.go_on(state)
     for step in range(1, min(steps, A.space.size) + 1):
-        live = [lane for lane in lanes if lane.products == step - 1 and not lane.is_done]
+        live = [lane for lane in lanes if len(lane.alphas) == step - 1 and not lane.is_done]
         for group in blocks(live, A.block):
             images = A.products([lane.basis.row(-1) for lane in group])
             splits = orthogonalise_([lane.basis for lane in group], images, A.name)
             for lane, image, split in zip(group, images, splits, strict=True):
                 lane.take(image, split, last=step == min(steps, A.space.size))
-            snapshots = [(lane, lane.products, lane.scale, lane.is_done) for lane in lanes]
-            on_progress(len(images), partial(_states, snapshots))
+            on_progress(len(images), [lane.state() for lane in lanes])
     return [lane.coefficients() for lane in lanes]
-
-
-def _states(snapshots: Sequence[tuple[_LanczosLane, int, float, bool]]) -> list[dict[str, Any]] | None:
-    """The states of lanes as they were noted; None if one has ended since, and dropped its rows."""
-    states = [lane.state(products, scale) for lane, products, scale, is_done in snapshots if lane.is_done == is_done]
-    return states if len(states) == len(snapshots) else None
 
 
 @dataclass
@@ -96,8 +88,6 @@ class _LanczosLane:
     alphas: list[float] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
     scale: float = 0.0
-    products: int = 0
-    """The products that it has taken whole."""
     is_done: bool = False
 
     def __post_init__(self) -> None:
@@ -113,24 +103,22 @@ class _LanczosLane:
         self.scale = max(self.scale, split.whole)
         rest = 0.0 if is_noise(split.norm, self.scale, self.space) else split.norm
         self.betas.append(rest)
-        if last or not rest:
-            self.is_done = True
-            self.products += 1
+        self.is_done = last or not rest
+        if self.is_done:
             self.basis.cut(0)
         else:
             self.basis.append(scale_(image, 1 / rest))
-            self.products += 1
 
-    def state(self, products: int, scale: float) -> dict[str, Any]:
-        """All that it needs to go on after so many products. What they have left stays as it is."""
-        numbers = {"alphas": self.alphas[:products], "betas": self.betas[:products], "taken": products, "scale": scale}
-        return {"slabs": [] if self.is_done else self.basis.slabs(), "is_done": self.is_done, **numbers}
+    def state(self) -> dict[str, Any]:
+        """All that it needs to go on."""
+        numbers = {"alphas": self.alphas, "betas": self.betas, "scale": self.scale, "is_done": self.is_done}
+        return {"slabs": self.basis.slabs, "rows": len(self.basis), **numbers}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Take over a state."""
-        self.alphas, self.betas, self.products = list(state["alphas"]), list(state["betas"]), state["taken"]
+        self.alphas, self.betas = state["alphas"], state["betas"]
         self.scale, self.is_done = state["scale"], state["is_done"]
-        self.basis = Basis(self.space).restored(state["slabs"], 0 if self.is_done else self.products + 1)
+        self.basis = Basis(self.space).restored(state["slabs"], state["rows"])
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         return torch.tensor(self.alphas, **HOST), torch.tensor(self.betas, **HOST)

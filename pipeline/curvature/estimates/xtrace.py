@@ -18,7 +18,7 @@ of variance"). It errs to the safe side: by 1.3 times where eigenvalues fall slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal
-from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
+from pipeline.curvature.estimates.resume import Resumable, from_host
 from pipeline.curvature.estimates.sampling import SampleStatistics, mean_and_stderr, paired_dots
 from pipeline.curvature.linear import LinearMap, blocks, finite
 from pipeline.curvature.results.tables import plus_minus
@@ -74,11 +74,10 @@ class _LeaveOneOutSketch:
     def count(self) -> int:
         return len(self.columns)
 
-    def state(self, last_look: int) -> Callable[[], dict[str, Any]]:
-        """A function that gives the state of now, later too: the lists only grow, and what they hold stays as it is."""
-        basis, alone, columns = list(self.basis), torch.cat(self.quadratic_forms), list(self.columns)
-        rest = {"within": self.within, "alone": alone, "columns": columns, "spent": self.spent, "looked": last_look}
-        return lambda: {"basis": on_host(basis), **rest}
+    def state(self, last_look: int) -> dict[str, Any]:
+        """The state of now."""
+        alone, rest = torch.cat(self.quadratic_forms), {"spent": self.spent, "looked": last_look}
+        return {"basis": self.basis, "within": self.within, "alone": alone, "columns": self.columns, **rest}
 
     def go_on(self, state: dict[str, Any]) -> int:
         """Take over a state. Returns the number of vectors at the last look."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 import tqdm as real_tqdm
+from dense_map import DenseMap
 
-from pipeline.curvature.results.progress import Progress
+from pipeline.curvature.estimates.resume import Resumable
 
 
 @pytest.fixture(autouse=True)
@@ -16,10 +18,14 @@ def no_monitor(monkeypatch):
     monkeypatch.setattr(real_tqdm.tqdm, "monitor_interval", 0)
 
 
+def bar_of(title: str, total: int | None, show: bool = True) -> Resumable:
+    return Resumable(DenseMap(torch.eye(3)), title, total, show)
+
+
 def run(total: int | None, show: bool = True) -> None:
-    with Progress(total, "trace of Hessian", show) as bar:
+    with bar_of("trace of Hessian", total, show) as bar:
         bar.advance(4, note="638 +- 12")
-        bar.advance()
+        bar.advance(1)
         bar.advance(0, note="640 +- 9")
 
 
@@ -45,7 +51,7 @@ def test_the_bar_without_a_total_counts(capfd):
 
 
 def test_a_note_without_a_step_is_shown_at_once(capfd):
-    with Progress(10, "trace of Hessian", show=True) as bar:
+    with bar_of("trace of Hessian", 10) as bar:
         capfd.readouterr()
         bar.advance(0, note="640 +- 9")
         assert "640 +- 9" in capfd.readouterr().err
@@ -59,7 +65,7 @@ def test_without_tqdm_there_is_no_bar(monkeypatch, capfd):
 
 def test_an_exception_passes_and_the_bar_ends_where_it_was(capfd):
     with pytest.raises(KeyError, match="from within"):
-        with Progress(8, "solve", show=True) as bar:
+        with bar_of("solve", 8) as bar:
             bar.advance(3)
             raise KeyError("from within")
     err = capfd.readouterr().err
@@ -70,5 +76,5 @@ def test_an_exception_passes_and_the_bar_ends_where_it_was(capfd):
 
 @pytest.mark.parametrize("show", [True, False])
 def test_outside_of_with_nothing_is_shown(show, capfd):
-    Progress(8, "solve", show).advance(3, note="1.0")
+    bar_of("solve", 8, show).advance(3, note="1.0")
     assert capfd.readouterr() == ("", "")

@@ -23,13 +23,11 @@ from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.estimates.frobenius import frobenius_squared
 from pipeline.curvature.estimates.krylov import Basis
 from pipeline.curvature.estimates.layer_traces import layer_traces
-from pipeline.curvature.estimates.resume import Resumable, ResumeError, RunFiles
+from pipeline.curvature.estimates.resume import ResumeError, RunFiles
 from pipeline.curvature.estimates.ritz import RitzPairs, ritz
 from pipeline.curvature.estimates.solve import solve
-from pipeline.curvature.estimates.systems import planned, solved
 from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
@@ -345,26 +343,31 @@ def test_an_estimate_does_not_go_on_from_another_ones_file(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["cg", "minres"])
-def test_systems_that_are_solved_together_go_on_where_each_of_them_was(method: str, tmp_path: Path) -> None:
-    """In float32 a system takes several rounds, and some of them end before others, or before others begin."""
+def test_a_system_of_several_rounds_goes_on_in_the_round_where_it_was(method: str, tmp_path: Path) -> None:
+    """In float32 a system takes several rounds."""
     matrix, path = SPECTRUM.float(), tmp_path / "run.pt"
-
-    def all_of(A: Interrupted, resume: Path | None = None) -> list[list[Any]]:
-        bs = [A.space.random("normal", 5, index) for index in range(3)]
-        bs[1] = [torch.zeros_like(part) for part in bs[1]]
-        plan = planned(A, 5.0, 1e-7, 60, None, method)
-        run = Resumable(A, resume, 0.0, {}, Progress(None, "solve", show=False))
-        ends = solved(A, plan, bs, None, run)
-        return [[end.products, end.residual, torch.cat(end.x).tolist()] for end in ends]
-
-    whole = Interrupted(matrix, [], block=2)
-    straight = all_of(whole)
+    b = DenseSpace(30, torch.float32).random("normal", 5, 2)
+    system = partial(solve, b=b, damping=5.0, tol=1e-7, max_products=60, method=method)
+    whole = Interrupted(matrix, [])
+    straight = fields_of(system(whole))
     for at in range(2, whole.calls + 1, either(3, 1)):
         with pytest.raises(KeyboardInterrupt):
-            all_of(Interrupted(matrix, [at], block=2), path)
-        rest = Interrupted(matrix, [], block=2)
-        assert all_of(rest, path) == straight
+            system(Interrupted(matrix, [at]), resume=path)
+        rest = Interrupted(matrix, [])
+        assert fields_of(system(rest, resume=path)) == straight and rest.calls == whole.calls - at + 1
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_state_that_is_being_written_is_not_saved_over_a_good_one_in_inference_mode_either(
+    is_inference: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, straight = tmp_path / "run.pt", fields_of(diagonal(DenseMap(SPECTRUM), 18))
+    for at in range(1, 9):
+        with interrupted_at(at, monkeypatch), torch.inference_mode(is_inference), pytest.raises(KeyboardInterrupt):
+            diagonal(DenseMap(SPECTRUM), 18, resume=path)
+        with torch.inference_mode(is_inference):
+            assert fields_of(diagonal(DenseMap(SPECTRUM), 18, resume=path)) == straight
 
 
 def test_a_solution_does_not_go_on_from_the_file_of_another_system(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ranked_map import RankedMap, on_ranks
 from torch import Tensor
 
 from pipeline.curvature.estimates.inverse import ConvergenceError, Inverse
-from pipeline.curvature.estimates.recurrences import LinearSystem, ProductRequest, RecurrenceState
+from pipeline.curvature.estimates.recurrences import LinearSystem, ProductRequest, SystemState
 from pipeline.curvature.estimates.solve import IndefiniteError, Solution, solve
 from pipeline.curvature.estimates.systems import METHODS, SystemResult, planned, solved
 from pipeline.curvature.results.result import Result
@@ -153,10 +153,10 @@ def test_residual_that_a_recurrence_goes_by_is_the_true_one(method, jacobi):
     """Step by step: what it announces with a product is what b - A x is for the x that it has by then."""
     A = DenseMap(positive(20, 100.0, 6) + torch.diag(torch.logspace(0.0, 2.0, 20, dtype=torch.float64)))
     scales = [1.0 / part for part in A.space.cut(A.matrix.diag())] if jacobi else None
-    system, b = LinearSystem("dense matrix", 0.0, torch.float64, scales), right(A, 2)
+    system, b = LinearSystem("dense matrix", 0.0, torch.float64, scales, 1e-6, 12, method), right(A, 2)
 
     def run(limit: int) -> tuple[Vec, list[float]]:
-        steps, announced = METHODS[method](system, [part.clone() for part in b], 0.0, limit, 0.0, RecurrenceState()), []
+        steps, announced = METHODS[method](system, [part.clone() for part in b], 0.0, limit, 0.0, SystemState()), []
         ask = next(steps)
         try:
             while True:
