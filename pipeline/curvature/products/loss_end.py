@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.torch_modes import without_autocast
+from pipeline.curvature.space import HOST
 from pipeline.data.loss import Loss, LossFn, scale_of
 from pipeline.data.microbatch import Batch, halved, row_dim
 from pipeline.data.pytrees import Grads, Tree
@@ -96,13 +97,12 @@ class LossProduct(ChunkLosses):
         return 1.0 if kind == "sum" else self._rows / self._first_rows
 
     @property
-    def weights(self) -> tuple[float, float]:
-        """The part of this mini-batch in the divisor of the sums (of a "sum": nothing), and its loss's weight."""
+    def divisor(self) -> Tensor | None:
+        """The part of this mini-batch in the divisor of the sums, and its loss's weight. None: of a "sum", added as it
+        is."""
         kind, weight = self.loss.weight
-        if kind == "sum":
-            return 0.0, 1.0
-        share = float(weight) * (scale_of(self._first_rows) if kind == "count" else 1 / self._first_rows)
-        return share, share
+        factor = scale_of(self._first_rows) if kind == "count" else 1 / self._first_rows
+        return None if kind == "sum" else torch.tensor(float(weight) * factor, **HOST)
 
     def note_output(self, chunk: int, tree: Tree, grads: Grads) -> None:
         """Compare a chunk's loss, and its gradients at those of the output's tensors that require one."""

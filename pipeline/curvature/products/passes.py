@@ -25,14 +25,14 @@ from pipeline.curvature.minibatches import MiniBatch, MiniBatches
 from pipeline.curvature.products.loss_end import LossProduct
 from pipeline.curvature.products.matrices import FisherProduct
 from pipeline.curvature.products.product import ProductCall
-from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
+from pipeline.curvature.products.sharded import ParameterSpace
 from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.products.task import OnResult, ProductTask, StageChecks
 from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import Loss, LossFn
-from pipeline.data.microbatch import Batch, scatter, scatter_like
+from pipeline.data.microbatch import scatter, scatter_like
 from pipeline.distributed.agreement import MINI_BATCHES
-from pipeline.execution.communicator import Communicator
+from pipeline.execution.communicator import Communicator, Verdict
 from pipeline.execution.execution import Execution
 from pipeline.pipe import Pipe
 from pipeline.recompute.attributes import Attributes
@@ -118,10 +118,10 @@ class Passes:
             RuntimeError: the loss depends on none of the parameters.
         """
         with turn(), torch.inference_mode(False):  # one pass at a time: each finds the parameters in their places
-            slots = self._slots()
-            shared = self._shared()
+            named, shared = self.parameters(), self._shared()
+            parameters = {id(parameter): parameter for parameter in named.values()}
+            slots = {id(parameter): self.space.slots[name] for name, parameter in named.items()}
             sums = Sums(self.space, slots, len(vectors), gradient, shared)
-            parameters = {id(parameter): parameter for parameter in self.parameters().values()}
             task = ProductTask(vectors, slots, gradient, parameters, self.checks, on_result, shift)
             total, loss, reached = self._sum_minibatches(task, sums, first)
             if not reached:
@@ -140,9 +140,9 @@ class Passes:
             mean_loss = torch.tensor(loss / (total or 1.0), **HOST)
             return PassResult(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, mean_loss)
 
-    def _sum_minibatches(self, task: ProductTask, sums: Sums, vector: int) -> list[float]:
+    def _sum_minibatches(self, task: ProductTask, sums: Sums, vector: int) -> tuple[float, float, bool]:
         """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""
-        totals = torch.zeros(3, **HOST)
+        total, loss, reached = 0.0, 0.0, False
         batches = iter(self.data)
         number, first, is_proven = 0, None, True
         while True:  # what fails on one rank, its data too, fails on all
@@ -151,55 +151,46 @@ class Passes:
                 if item is None:
                     communicator.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
                     self.compares = not is_proven
-                    numbers: list[float] = totals.tolist()
-                    return numbers
+                    return total, loss, reached
+                options = {
+                    "matrix": self.product.name, "vectors": task.number, "gradient": task.gradient,
+                    "mini-batch": number, "its values": item.digest, "first vector": vector,
+                    "loss_reduction": self.reduction,
+                }  # fmt: skip
                 with self._prepared(self.seed + number):
-                    # Tensors that autograd may save.
-                    x, target = tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, item[:2])
-                    batch = scatter(x, self.pipe.chunks, "x", self.pipe.batch_dim)
-                    target_batch = scatter_like(target, batch, "the target")
-                    labels = {"mini-batch": number, "its values": item.digest, "first vector": vector}
-                    added, loss = self._minibatch(task, sums, batch, target_batch, first, number, labels, communicator)
-                    totals, first, is_proven = totals + added, first or loss, is_proven and loss.is_proven
+                    seed = self.seed + number
+                    verdict, own_loss = self._minibatch(task, sums, item, first, seed, options, communicator)
+                assert verdict.loss is not None  # some rank has the last stage
+                weight = 1.0 if verdict.divisor is None else verdict.divisor.item()
+                total += 0.0 if verdict.divisor is None else weight
+                loss += verdict.loss.double().item() * weight if weight else 0.0  # where nothing counts it is nan
+                reached, first = reached or verdict.reached, first or own_loss
+                is_proven = is_proven and own_loss.is_proven
             number += 1
 
     def _minibatch(
-        self,
-        task: ProductTask,
-        sums: Sums,
-        batch: Batch,
-        target_batch: Batch,
-        first: Loss | None,
-        number: int,
-        labels: Mapping[str, object],
-        communicator: Communicator,
-    ) -> tuple[Tensor, Loss]:
-        """Run one; return what it adds to the totals, and its loss. `labels` is the same on all ranks."""
+        self, task: ProductTask, sums: Sums, item: MiniBatch, first: Loss | None, seed: int,
+        options: Mapping[str, object], communicator: Communicator,
+    ) -> tuple[Verdict, Loss]:  # fmt: skip
+        """Run one. `options` are the same on all ranks."""
+        # Tensors that autograd may save.
+        x, target = tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, item[:2])
+        batch = scatter(x, self.pipe.chunks, "x", self.pipe.batch_dim)
+        target_batch = scatter_like(target, batch, "the target")
         if self.product is FisherProduct and batch.batch_dim:
             raise ValueError(
                 f"EmpiricalFisher is a sum over rows, which it counts along dim 0; the Pipe's batch_dim is "
                 f"{batch.batch_dim}. Make rows the first dim of the data and the output, or use Hessian or GaussNewton."
             )
         refuse_modules(self.pipe.named_modules(), batch.chunks)
-        options = {
-            "matrix": self.product.name, "vectors": task.number, "gradient": task.gradient, **labels,
-            "loss_reduction": self.reduction,
-        }  # fmt: skip
-        setup = replace(self.pipe.runtime.setup(batch, target_batch, communicator, options), seed=self.seed + number)
+        setup = replace(self.pipe.runtime.setup(batch, target_batch, communicator, options), seed=seed)
         execution = Execution(setup, batch)
         compares = setup.compares or self.compares
         loss_end = LossProduct(execution, self.loss_fn, self.reduction, target_batch, first, compares)
         call = self.product(execution, task, loss_end, sums)
         verdict = call.run()
         self.captures = self.captures or call.captures
-        added = torch.zeros(3, **HOST)
-        if call.weights is not None:  # the last stage is here
-            assert verdict.loss is not None  # so is the loss
-            added[0], weight = call.weights
-            added[1] = verdict.loss.double().cpu() * weight if weight else 0.0  # where nothing counts it is nan
-        added = communicator.exchange.sum_over(added)
-        added[2] = verdict.reached
-        return added, loss_end.loss
+        return verdict, loss_end.loss
 
     # -------------------------------------------------------------------------------------------------- parameters
 
@@ -222,9 +213,6 @@ class Passes:
                     f"is {state} now. Make a new operator."
                 )
         return {name: parameters[name] for name in self.space.slots}
-
-    def _slots(self) -> dict[int, VectorSlice]:
-        return {id(parameter): self.space.slots[name] for name, parameter in self.parameters().items()}
 
     def _shared(self) -> set[int]:
         """The ids of parameters that several stages read, here or on other ranks."""

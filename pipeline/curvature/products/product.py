@@ -94,18 +94,13 @@ class ProductCall(Product):
         finally:
             for stage in self._run.values():
                 stage.release()
-        loss = self.loss_end.loss.value if execution.has_last else None
-        return execution.communicator.agree(Verdict(loss, None, self._reached))
+        loss, divisor = (self.loss_end.loss.value, self.loss_end.divisor) if execution.has_last else (None, None)
+        return execution.communicator.agree(Verdict(loss, divisor, self._reached))
 
     @property
     def captures(self) -> bool:
         """Whether a layer has captured a parameter of another module: `ProductTask.shift` cannot change its values."""
         return any(stage.parameters.captured for stage in self._run.values())
-
-    @property
-    def weights(self) -> tuple[float, float] | None:
-        """The part of this mini-batch in the divisor of the sums, and of its loss in that of all. None: not here."""
-        return self.loss_end.weights if self._execution.has_last else None
 
     def _check_stages(self) -> None:
         """Raise if a stage did something that makes numbers depend on the order of the chunks."""
