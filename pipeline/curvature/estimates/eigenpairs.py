@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -137,7 +137,8 @@ def top_eigenpairs(
         >>> [round(value, 6) for value in top.values.tolist()], top.converged
         ([18.0, 18.0, 2.0], True)
     """
-    goal = _goal(A, k, which, tol, max_products, seed, block, max_basis, miss)
+    goal = EigenpairGoal(k, which, tol, seed, A.block if block is None else block, max_basis, miss)
+    goal = _checked(A, goal, max_products)
     run = LanczosRun(A, goal)
     title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 2", **asdict(goal)}
     with Resumable(A, title, max_products, show, resume, save_every, settings) as resumable:
@@ -149,44 +150,38 @@ def top_eigenpairs(
         return _measured(run, resumable.advance)
 
 
-def _goal(
-    A: LinearMap,
-    k: int,
-    which: str,
-    tol: float,
-    max_products: int | None,
-    seed: int,
-    block: int | None,
-    max_basis: int | None,
-    miss: float,
-) -> EigenpairGoal:
-    """The arguments, checked."""
-    size = A.space.size
+def _checked(A: LinearMap, goal: EigenpairGoal, max_products: int | None) -> EigenpairGoal:
+    """The goal with numbers that fit the matrix.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    size, k = A.space.size, goal.k
     if not 1 <= k <= size:
         raise ValueError(f"k is {k}: the {A.name} has {size} eigenvalues; ask for 1 to {size}.")
-    if which not in WHICH:
-        raise ValueError(f"which is {which!r}: use {', '.join(f'{key!r} ({words})' for key, words in WHICH.items())}.")
-    check_tol(tol)
-    if not 0 < miss <= 1:
-        raise ValueError(f"miss is {miss}: it is a probability, above 0; use 1 to look for no missing eigenvalue.")
+    if goal.which not in WHICH:
+        words = ", ".join(f"{key!r} ({words})" for key, words in WHICH.items())
+        raise ValueError(f"which is {goal.which!r}: use {words}.")
+    check_tol(goal.tol)
+    if not 0 < goal.miss <= 1:
+        raise ValueError(f"miss is {goal.miss}: it is a probability, above 0; use 1 to look for no missing eigenvalue.")
     if max_products is not None and max_products < 2 * k:
         raise ValueError(
             f"max_products is {max_products}: {k} eigenpairs take {2 * k} at least, {k} to find directions and {k} to "
             "measure the residuals."
         )
-    block = min(A.block if block is None else block, size)
+    block = min(goal.block, size)
     if block < 1:
         raise ValueError(f"block is {block}: at least one vector must be multiplied at a time.")
     if max_products is not None:
         block = min(block, max_products - 2 * k + 1)
-    if max_basis is not None and max_basis >= size:
-        max_basis = None  # it cannot be full
-    if max_basis is not None and max_basis < 2 * k + 3 * block:
+    most = None if goal.most is not None and goal.most >= size else goal.most  # it cannot be full
+    if most is not None and most < 2 * k + 3 * block:
         raise ValueError(
-            f"max_basis is {max_basis}: {k} eigenpairs with blocks of {block} need 2 k + 3 block = {2 * k + 3 * block} "
+            f"max_basis is {most}: {k} eigenpairs with blocks of {block} need 2 k + 3 block = {2 * k + 3 * block} "
             "vectors at least, and converge faster with more. Raise it, or lower block."
         )
-    return EigenpairGoal(k, which, tol, seed, block, max_basis, miss)
+    return replace(goal, block=block, most=most)
 
 
 def _advance(run: LanczosRun, max_products: int | None, on_progress: Callable[..., None]) -> None:

@@ -159,15 +159,11 @@ def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[
 
 
 def _agreed_names(space: Space, names: Sequence[str]) -> list[str]:
-    """The names of all processes, in the processes' order: their bytes, summed, each process's at its own place."""
-    own_bytes = torch.tensor(list("\n".join(names).encode()), **HOST)
-    ends = space.gathered([len(own_bytes)])[:, 0].long().cumsum(0).tolist()
-    starts = [0, *ends[:-1]]
-    text = torch.zeros(ends[-1], **HOST)
-    text[starts[space.rank] : ends[space.rank]] = own_bytes
-    whole = bytes(space.sum_over(text).long().tolist())
-    parts = [whole[start:end].decode().split("\n") for start, end in zip(starts, ends, strict=True) if end > start]
-    return list(dict.fromkeys(name for part in parts for name in part))
+    """The names of all processes, in the processes' order."""
+    own_bytes = "".join(f"{name}\n" for name in names).encode()
+    longest = int(space.gathered([len(own_bytes)]).max())
+    rows = space.gathered(list(own_bytes.ljust(longest))).long().tolist()
+    return list(dict.fromkeys(name for row in rows for name in bytes(row).rstrip(b" ").decode().split("\n")[:-1]))
 
 
 def by_module(names: Sequence[str]) -> dict[str, list[str]]:
