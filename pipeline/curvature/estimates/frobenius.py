@@ -12,35 +12,18 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import SampleSize
-from pipeline.curvature.estimates.sampling import SampledResult, draw_means, estimate, paired_dots
+from pipeline.curvature.estimates.sampling import SampledNumber, estimate, paired_dots
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
 
 
 @dataclass(frozen=True, eq=False)
-class Norm(SampledResult):
-    """A squared Frobenius norm with its standard error.
+class Norm(SampledNumber):
+    """A squared Frobenius norm with its standard error."""
 
-    Args:
-        value: the squared norm.
-        stderr: of the squared norm; 0 if exact, inf if one draw is all there is.
-        samples: products spent.
-        stopped: "samples" (all spent), "tolerance" (the error is as small as asked) or "exact".
-        draws: [draws], float64: what each random vector says alone; the value is their mean.
-        matrix: the name of the matrix.
-    """
-
-    value: float
-    stderr: float
-    samples: int
-    stopped: str
-    draws: Tensor
-    matrix: str
+    quantity = "squared Frobenius norm"
 
     @property
     def norm(self) -> float:
@@ -51,10 +34,6 @@ class Norm(SampledResult):
         squared = plus_minus(self.value, self.stderr)
         yield f"squared Frobenius norm of {self.matrix}  {squared}  (norm {self.norm:.6g})"
         yield f"  {self.cost}"
-
-    def draw(self, ax: Any) -> None:
-        """The mean after each draw, with its standard error."""
-        draw_means(ax, self.draws, f"squared Frobenius norm of {self.matrix}")
 
 
 def frobenius_squared(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,6 +41,40 @@ class SampledResult(Result):
     def cost(self) -> str:
         """In words."""
         return f"{self.samples} products, stopped by: {self.stopped}"
+
+
+@dataclass(frozen=True, eq=False)
+class SampledNumber(SampledResult):
+    """A number with its standard error.
+
+    Args:
+        value: the estimate.
+        stderr: its standard error; 0 if exact, inf if one draw is all there is.
+        samples: products spent.
+        stopped: "samples" (all spent), "tolerance" (the error is as small as asked) or "exact".
+        draws: [draws], float64: what each random vector says alone; the value is their mean.
+        matrix: the name of the matrix.
+
+    Attributes:
+        quantity: in words.
+    """
+
+    quantity: ClassVar[str]
+    value: float
+    stderr: float
+    samples: int
+    stopped: str
+    draws: Tensor
+    matrix: str
+
+    def draw(self, ax: Any) -> None:
+        """The mean after each draw, with its standard error."""
+        counts = list(range(1, len(self.draws) + 1))
+        estimates = [mean_and_stderr(self.draws[:count]) for count in counts]
+        errors = [float(stderr) if count > 1 else 0.0 for count, (_, stderr) in zip(counts, estimates, strict=True)]
+        ax.errorbar(counts, [float(mean) for mean, _ in estimates], yerr=errors)
+        ax.set_xlabel("draws")
+        ax.set_ylabel(f"{self.quantity} of {self.matrix}")
 
 
 class SampleStatistics(NamedTuple):
@@ -155,13 +190,3 @@ def _basis(sampling: SampleSize) -> list[Vec]:
 def paired_dots(space: Space, left: Sequence[Vec], right: Sequence[Vec]) -> Tensor:
     """The inner products of each vector on the left with its neighbour on the right: [len(left), 1], one all-reduce."""
     return space.sum_over(space.local_pairs(list(zip(left, right, strict=True)))[:, None])
-
-
-def draw_means(ax: Any, draws: Tensor, label: str) -> None:
-    """Into matplotlib axes: the mean after each draw, with its standard error."""
-    counts = list(range(1, len(draws) + 1))
-    estimates = [mean_and_stderr(draws[:count]) for count in counts]
-    errors = [float(stderr) if count > 1 else 0.0 for count, (_, stderr) in zip(counts, estimates, strict=True)]
-    ax.errorbar(counts, [float(mean) for mean, _ in estimates], yerr=errors)
-    ax.set_xlabel("draws")
-    ax.set_ylabel(label)

@@ -18,13 +18,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.hutchpp import hutchpp
-from pipeline.curvature.estimates.sampling import SampledResult, draw_means, estimate, paired_dots
+from pipeline.curvature.estimates.sampling import SampledNumber, estimate, paired_dots
 from pipeline.curvature.estimates.xtrace import xtrace
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
@@ -33,36 +30,21 @@ METHODS = ("hutchinson", "hutch++", "xtrace")
 
 
 @dataclass(frozen=True, eq=False)
-class Trace(SampledResult):
+class Trace(SampledNumber):
     """A trace with its standard error.
 
     Args:
-        value: the estimate.
-        stderr: its standard error; 0 if exact, inf if one draw is all there is.
-        samples: products spent.
         method: that made it.
-        stopped: "samples" (all spent), "tolerance" (the error is as small as asked) or "exact".
-        draws: [draws], float64: what each random vector says alone; the value is their mean.
-        matrix: the name of the matrix.
-        size: how many rows it has.
+        size: how many rows the matrix has.
     """
 
-    value: float
-    stderr: float
-    samples: int
+    quantity = "trace"
     method: str
-    stopped: str
-    draws: Tensor
-    matrix: str
     size: int
 
     def lines(self) -> Iterator[str]:
         yield f"trace of {self.matrix}  {plus_minus(self.value, self.stderr)}"
         yield f"  {self.method}, {self.cost}"
-
-    def draw(self, ax: Any) -> None:
-        """The mean after each draw, with its standard error."""
-        draw_means(ax, self.draws, f"trace of {self.matrix}")
 
 
 def trace(
@@ -136,7 +118,7 @@ def trace(
             drawn = xtrace(sampling, run) if method == "xtrace" else hutchpp(sampling, run, sketch)
     value, stderr = float(drawn.mean), float(drawn.stderr)
     method = "basis" if drawn.spent == A.space.size else method
-    return Trace(value, stderr, drawn.spent, method, drawn.stopped, drawn.values[:, 0], A.name, A.space.size)
+    return Trace(value, stderr, drawn.spent, drawn.stopped, drawn.values[:, 0], A.name, method, A.space.size)
 
 
 def _chosen_kind(method: str, kind: str | None, sketch: int | None) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Self, TypeAlias
 
@@ -85,7 +85,7 @@ class Result(NotebookResult):
             FileNotFoundError: the folder is not there.
         """
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        resultfile.write(path, resultfile.StoredResult(type(self).__name__, type(self).__module__, named))
+        resultfile.write(path, type(self).__name__, type(self).__module__, named)
 
     @classmethod
     def load(cls, path: FilePath) -> Self:
@@ -102,8 +102,13 @@ class Result(NotebookResult):
         kind = _class_named(name, module, path)
         if not issubclass(kind, cls):
             raise ResultError(f"{path} holds a {name}, no {cls.__name__}: use {name}.load, or Result.load for any.")
-        _check_fields(kind, named, path)
-        return kind(**named)
+        try:
+            return kind(**named)
+        except TypeError as error:
+            raise ResultError(
+                f"{path} does not have the fields of a {name} of this version ({error}). Load it with the version that "
+                "wrote it."
+            ) from error
 
     def plot(self, path: FilePath | None = None, ax: Any = None) -> Any:
         """Draws the result with matplotlib.
@@ -142,15 +147,3 @@ def _subclasses(parent: Any) -> Iterator[type[Result]]:
     for subclass in parent.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
-
-
-def _check_fields(kind: type[Result], named: dict[str, Any], path: FilePath) -> None:
-    field_names = {field.name for field in fields(kind)}
-    needed = {
-        field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING
-    }
-    if wrong := sorted((needed - set(named)) | (set(named) - field_names)):
-        raise ResultError(
-            f"{path} does not have the fields of a {kind.__name__} of this version (they differ in: "
-            f"{', '.join(wrong)}). Load it with the version that wrote it."
-        )

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, TypeAlias, Unpack
 
 import numpy as np
 
@@ -23,15 +23,10 @@ _FORMAT, _VERSION = "penstock result", 1
 _TEXT = "result"
 
 
-class StoredResult(NamedTuple):
-    """A class by its name, the module that it was in, and its fields."""
-
-    name: str
-    module: str
-    fields: dict[str, Any]
+StoredResult: TypeAlias = tuple[str, str, dict[str, Any]]  # a class's name, the module that it was in, its fields
 
 
-def write(path: str | PathLike[str], stored: StoredResult) -> None:
+def write(path: str | PathLike[str], *stored: Unpack[StoredResult]) -> None:
     """Writes a file. Where one of that name is, it stays whole until it is replaced.
 
     Raises:
@@ -76,8 +71,9 @@ def _is_json(path: Path) -> bool:
 
 
 def _text(stored: StoredResult, tensor: ToJson) -> str:
-    top = {"format": _FORMAT, "version": _VERSION, "class": stored.name, "module": stored.module}
-    fields = {name: encoded(value, name, tensor) for name, value in stored.fields.items()}
+    kind, module, named = stored
+    top = {"format": _FORMAT, "version": _VERSION, "class": kind, "module": module}
+    fields = {name: encoded(value, name, tensor) for name, value in named.items()}
     return json.dumps({**top, "fields": fields}, allow_nan=False)
 
 
@@ -90,9 +86,7 @@ def _stored(text: str, arrays: Mapping[str, Any], path: Path) -> StoredResult:
             f"{path} was written by a newer version: its format is {top['version']}, this version knows {_VERSION}. "
             "Update penstock-torch."
         )
-    return StoredResult(
-        top["class"], str(top["module"]), {name: decoded(value, arrays) for name, value in top["fields"].items()}
-    )
+    return top["class"], str(top["module"]), {name: decoded(value, arrays) for name, value in top["fields"].items()}
 
 
 def _replace(path: Path, write_to: Callable[[IO[bytes]], object]) -> None:

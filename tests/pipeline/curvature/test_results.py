@@ -245,12 +245,12 @@ def test_a_newer_version_is_told(tmp_path):
 
 @pytest.mark.parametrize(
     "fields, differ",
-    [({}, "value"), ({"value": 1, "extra": 2, "more": 3}, "extra, more"), ({"other": 1}, "value")],
+    [({}, "missing .*'value'"), ({"value": 1, "extra": 2}, "unexpected.*'extra'"), ({"other": 1}, "missing .*'value'")],
     ids=["none", "more", "missing"],
 )
 def test_fields_of_another_version_are_told(fields, differ, tmp_path):
     changed(tmp_path / "run.json", ("fields", fields))
-    with pytest.raises(ResultError, match=rf"does not have the fields of a Anything .*differ in: {differ}\)"):
+    with pytest.raises(ResultError, match=rf"does not have the fields of a Anything .*{differ}.* Load it with"):
         Result.load(tmp_path / "run.json")
 
 
