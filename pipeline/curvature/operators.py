@@ -86,17 +86,17 @@ class Operator(Analysis):
         """
         if block < 1:
             raise ValueError(f"block is {block}. At least 1 product is computed at a time.")
-        self.pipe, self._prefix = as_pipe(model)
+        self.pipe, prefix = as_pipe(model)
         refuse_parts(
             self.pipe.named_parameters(), "an operator of curvature",
             "Its vectors hold whole parameters: give the model as it was before parallelize_module."
         )
         self.name, self.block = self.product.name, block
-        self.space = ParameterSpace(self.pipe, self._prefix, params)
+        self.space = ParameterSpace(self.pipe, prefix, params)
         self.seed = self._shared_seed(seed)
         self._passes = Passes(
-            self.product, self.pipe, self._prefix, MiniBatches(data), loss_fn, loss_reduction, training, self.seed,
-            self.space, StageChecks(verify, set(), {})
+            self.product, self.pipe, MiniBatches(data), loss_fn, loss_reduction, training, self.seed, self.space,
+            StageChecks(verify, set(), {})
         )
 
     def _shared_seed(self, seed: int | None) -> int:
@@ -155,7 +155,7 @@ class Operator(Analysis):
         Args:
             names: of parameters of this one's; those of tied parameters as the first layer has them, on all ranks.
         """
-        space = ParameterSpace(self.pipe, self._prefix, lambda name, _: name in names)
+        space = self.space.restricted(names)
         return self._twin(space=space, _passes=self._passes.of(space=space))
 
     def _twin(self, **attributes: Any) -> Self:
@@ -206,8 +206,7 @@ class Operator(Analysis):
 
     def point(self) -> Vec:
         """The parameters as a vector."""
-        named = {name: parameter.detach() for name, parameter in self._passes.parameters().items()}
-        return self.space.vec(named)
+        return self.space.vec(self.space.parameters())
 
     def compare_stages(self, vectors: Sequence[Vec], on_result: OnResult) -> None:
         """Compute products, and compare the rule of each stage of this process with finite differences."""
@@ -232,7 +231,7 @@ class Operator(Analysis):
         self.pipe.runtime.follow_model()
         tensors = [*self.pipe.parameters(), *self.pipe.buffers()]
         flags = "" if self._passes.training is not None else str([m.training for m in self.pipe.modules()])
-        model = f"{architecture(self.pipe)} {values_in_words(tensors)} by {list(self._passes.parameters())}"
+        model = f"{architecture(self.pipe)} {values_in_words(tensors)} by {list(self.space.parameters())}"
         text = f"{self.name} {model} {self._passes.settings} {flags}"
         digests = self.space.gathered([digest(text) % (1 << 48)])
         return f"{self.name} {self.shape[0]} " + " ".join(f"{int(number):x}" for number in digests[:, 0])

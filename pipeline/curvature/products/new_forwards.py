@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,10 +18,11 @@ from pipeline.stage.stage_parameters import StageParameters
 from pipeline.stage.stage_rule import Forwards, ProductGraph
 
 
+@dataclass(eq=False)
 class NewForwards(Forwards):
     """The forwards of one stage during one product.
 
-    Args:
+    Attributes:
         layers: its layers.
         parameters: those that it computes with.
         snapshot: the state that its recomputations must find as it was.
@@ -30,39 +32,30 @@ class NewForwards(Forwards):
         is_cut: whether the mini-batch has several chunks.
     """
 
-    def __init__(
-        self,
-        layers: StageLayers,
-        parameters: StageParameters,
-        snapshot: ForwardSnapshot,
-        seeder: Seeder,
-        inspect: Callable[[StageLayers, int, ProductGraph], bool],
-        is_cut: bool,
-    ) -> None:
-        self.snapshot = snapshot
-        self._layers = layers
-        self._parameters = parameters
-        self._seeder = seeder
-        self._inspect = inspect
-        self._is_cut = is_cut
-        self._is_inspected = False
-        self.is_doubtful = False
+    layers: StageLayers
+    parameters: StageParameters
+    snapshot: ForwardSnapshot
+    seeder: Seeder
+    inspect: Callable[[StageLayers, int, ProductGraph], bool]
+    is_cut: bool
+    is_doubtful: bool = False
+    _is_inspected: bool = False
 
     def standing(self) -> AbstractContextManager[None]:
-        return self._parameters.aliases.stand_in()
+        return self.parameters.aliases.stand_in()
 
     def layer_inputs(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.clone() for tensor in tensors]
 
     def run(self, chunk: int, values: Sequence[Tree]) -> Bundle:
-        outputs = self._layers.run(chunk, values, self._seeder.seed)
-        self._seeder.settle()
+        outputs = self.layers.run(chunk, values, self.seeder.seed)
+        self.seeder.settle()
         return outputs
 
     def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
         self.snapshot.before_forward(chunk, keep=True)
-        refuses_batch_norm = chunk == 0 and self._is_cut and not self._layers.is_quiet
-        with BatchNormGuard(self._layers.name) if refuses_batch_norm else nullcontext():
+        refuses_batch_norm = chunk == 0 and self.is_cut and not self.layers.is_quiet
+        with BatchNormGuard(self.layers.name) if refuses_batch_norm else nullcontext():
             graph = compute()
         self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.outputs.tensors])
         self._learn(chunk, graph)
@@ -70,16 +63,16 @@ class NewForwards(Forwards):
 
     def _learn(self, chunk: int, graph: ProductGraph) -> None:
         """Find what the graph reaches besides the parameters of this stage's modules, and by what operations."""
-        if self._is_inspected and self._layers.is_quiet:
+        if self._is_inspected and self.layers.is_quiet:
             return
-        parameters, leaf_ids = self._parameters, {id(leaf) for leaf in graph.leaves}
+        parameters, leaf_ids = self.parameters, {id(leaf) for leaf in graph.leaves}
         if graph.roots:
             for key, leaf in explore(graph.roots).items():
                 if key in leaf_ids or key in parameters.aliases or key in parameters.captured:
                     continue
-                refuse_marked(leaf, self._layers.name, "part of the product")
+                refuse_marked(leaf, self.layers.name, "part of the product")
                 parameters.learn(leaf)
-            self.is_doubtful = self._inspect(self._layers, chunk, graph)
+            self.is_doubtful = self.inspect(self.layers, chunk, graph)
         self._is_inspected = True  # now: what was refused is refused again
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
@@ -89,4 +82,4 @@ class NewForwards(Forwards):
         """Drop the snapshot, and restore the buffers."""
         self.snapshot.roll_back()
         self.snapshot.release()
-        self._parameters.aliases.release()
+        self.parameters.aliases.release()

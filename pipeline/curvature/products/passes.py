@@ -61,7 +61,6 @@ class Passes:
     Attributes:
         product: the matrix, as its product with one mini-batch.
         pipe: the model.
-        prefix: stands before the names of its parameters, and not before those of the space.
         data: the mini-batches.
         loss_fn: as in `Pipe.step`.
         reduction: as in `Pipe.step`.
@@ -75,7 +74,6 @@ class Passes:
 
     product: type[ProductCall]
     pipe: Pipe
-    prefix: str
     data: MiniBatches
     loss_fn: LossFn
     reduction: str | None
@@ -118,7 +116,7 @@ class Passes:
             RuntimeError: the loss depends on none of the parameters.
         """
         with turn(), torch.inference_mode(False):  # one pass at a time: each finds the parameters in their places
-            named, shared = self.parameters(), self._shared()
+            named, shared = self.space.parameters(), self._shared()
             parameters = {id(parameter): parameter for parameter in named.values()}
             slots = {id(parameter): self.space.slots[name] for name, parameter in named.items()}
             sums = Sums(self.space, slots, len(vectors), gradient, shared)
@@ -191,28 +189,6 @@ class Passes:
         verdict = call.run()
         self.captures = self.captures or call.captures
         return verdict, loss_end.loss
-
-    # -------------------------------------------------------------------------------------------------- parameters
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of the space, as they are now, by name.
-
-        Raises:
-            ValueError: one is gone, frozen or of another shape since.
-        """
-        with turn():
-            parameters = {name.removeprefix(self.prefix): parameter for name, parameter in self.pipe.named_parameters()}
-        for name, slot in self.space.slots.items():
-            parameter = parameters.get(name)
-            if parameter is None or not parameter.requires_grad or parameter.shape != slot.shape:
-                state = (
-                    "gone" if parameter is None else "frozen" if not parameter.requires_grad else list(parameter.shape)
-                )
-                raise ValueError(
-                    f"parameter '{name}' was of shape {list(slot.shape)} and trained when the operator was made; it "
-                    f"is {state} now. Make a new operator."
-                )
-        return {name: parameters[name] for name in self.space.slots}
 
     def _shared(self) -> set[int]:
         """The ids of parameters that several stages read, here or on other ranks."""

@@ -10,12 +10,12 @@ Parameters are found by name at each use, never kept: they may be replaced betwe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.common.arguments import few
 from pipeline.common.call_lock import turn
@@ -105,6 +105,30 @@ class ParameterSpace(Space):
         every_name = pipe.named_parameters(remove_duplicate=False)
         local_names = {name.removeprefix(prefix): first_name_of[id(parameter)] for name, parameter in every_name}
         return {**local_names, **pipe.runtime.first_names}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This process's parameters, as they are now, by name.
+
+        Raises:
+            ValueError: one is gone, frozen or of another shape since.
+        """
+        with turn():
+            named = {name.removeprefix(self._prefix): parameter for name, parameter in self._pipe.named_parameters()}
+        for name, slot in self.slots.items():
+            parameter = named.get(name)
+            if parameter is None or not parameter.requires_grad or parameter.shape != slot.shape:
+                state = (
+                    "gone" if parameter is None else "frozen" if not parameter.requires_grad else list(parameter.shape)
+                )
+                raise ValueError(
+                    f"parameter '{name}' was of shape {list(slot.shape)} and trained when the operator was made; it "
+                    f"is {state} now. Make a new operator."
+                )
+        return {name: named[name] for name in self.slots}
+
+    def restricted(self, names: Collection[str]) -> ParameterSpace:
+        """That of some of its parameters, by the names of all ranks."""
+        return ParameterSpace(self._pipe, self._prefix, lambda name, _: name in names)
 
     def zeros(self) -> Vec:
         return [torch.zeros(size, dtype=self.dtype, device=device) for size, device in self._shards]

@@ -36,7 +36,7 @@ class Sums:
     ) -> None:
         self.vectors = [space.zeros() for _ in range(count + gradient)]
         self._slots, self._shared = slots, shared
-        self._parts: list[list[StageGrad]] = [[] for _ in self.vectors]
+        self._parts: list[dict[tuple[int, int], StageGrad]] = [{} for _ in self.vectors]
         self._views: dict[tuple[int, int], Tensor] = {}  # by parameter and vector
         self._lock = threading.Lock()  # a parameter may be captured by a stage that it is not registered in
 
@@ -48,17 +48,11 @@ class Sums:
                 if grad is None:
                     continue
                 if id(owner) in self._shared:
-                    self._keep(number, stage, owner, grad)
+                    key = (stage, id(owner))
+                    _, _, total = self._parts[number].get(key, (stage, owner, None))
+                    self._parts[number][key] = (stage, owner, grad if total is None else total + grad)
                 else:
                     self._write(number, owner, grad)
-
-    def _keep(self, number: int, stage: int, owner: Tensor, grad: Tensor) -> None:
-        parts = self._parts[number]
-        for index, (part_stage, part_owner, total) in enumerate(parts):
-            if part_stage == stage and part_owner is owner:
-                parts[index] = (stage, owner, total + grad)
-                return
-        parts.append((stage, owner, grad))
 
     def _write(self, number: int, owner: Tensor, grad: Tensor) -> None:
         view = self._views.get((id(owner), number))
@@ -69,7 +63,7 @@ class Sums:
     def join(self, communicator: Communicator) -> None:
         """Add up the parts of parameters that several stages read, here and on other ranks."""
         for number, parts in enumerate(self._parts):
-            totals = communicator.gradients.join(sorted(parts, key=lambda part: part[0]))
+            totals = communicator.gradients.join(sorted(parts.values(), key=lambda part: part[0]))
             for owner, whole in totals.values():
                 if id(owner) in self._slots:
                     self._write(number, owner, whole)
