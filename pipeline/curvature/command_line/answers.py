@@ -10,12 +10,13 @@ Over ranks every process computes; the eigenvectors are sharded, so each saves i
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
 
 import torch
 
+from pipeline.curvature.checking import Report
 from pipeline.curvature.command_line.target import operator_of
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.operators import Operator
@@ -24,8 +25,6 @@ from pipeline.curvature.space import HOST
 from scheduler.command_line.running import CommandError
 
 __all__ = ["answer"]
-
-ResultT = TypeVar("ResultT", bound=Result)
 
 
 def answer(options: SimpleNamespace) -> int:
@@ -42,66 +41,47 @@ def answer(options: SimpleNamespace) -> int:
     """
     _check_files(options)
     A = operator_of(options)
-    output = _CommandOutput(A, options)
-    output.say(_about(A))
-    if options.check and not output.give("check", A.check(seed=options.seed)).ok:
-        output.wait()
-        return 1
+    space, folder, is_right = A.space, options.save, True
+    is_speaking = space.rank == 0
+    about = _about(A)
+    if is_speaking:
+        print(about, flush=True)
+    for name, result in _results(A, options):
+        if is_speaking:
+            print(f"\n{result}", flush=True)
+        if folder is not None and isinstance(result, Eigenpairs) and space.ranks > 1:  # each rank has a part of them
+            result.save(folder / f"{name}.rank{space.rank}.npz")
+        elif folder is not None and is_speaking:
+            result.save(folder / f"{name}.npz")
+        if name == "density" and options.density and is_speaking:
+            result.plot(options.density)
+            print(f"  picture in {options.density}", flush=True)
+        is_right = not isinstance(result, Report) or result.ok
+        if not is_right:
+            break
+    if space.ranks > 1:  # rank 0 has said all: a rank that ends with a status ends the others under torchrun
+        space.sum_over(torch.zeros(1, **HOST))
+    return 0 if is_right else 1
+
+
+def _results(A: Operator, options: SimpleNamespace) -> Iterator[tuple[str, Result]]:
+    """The results that are asked for, one after the other, by the names of their files."""
     seed, show = options.seed, False if options.quiet else None
+    if options.check:
+        yield "check", A.check(seed=seed)
     if options.top is not None:
-        pairs = A.top_eigenpairs(
+        yield "top", A.top_eigenpairs(
             options.top, which=options.which, tol=options.tol, max_products=options.max_products, seed=seed,
             resume=options.resume, show=show,
         )
-        output.give("top", pairs)
     if options.trace is not None:
-        output.give("trace", A.trace(options.trace, rel=options.rel, seed=seed, show=show))
+        yield "trace", A.trace(options.trace, rel=options.rel, seed=seed, show=show)
     if options.layers is not None:
-        spectra = A.per_layer(
+        yield "layers", A.per_layer(
             options.layers, samples=options.samples, which=options.which, tol=options.tol, seed=seed, show=show
         )
-        output.give("layers", spectra)
     if options.density is not None:
-        spectrum = A.density(steps=options.steps, runs=options.runs, seed=seed, show=show)
-        output.give("density", spectrum)
-        output.picture(spectrum, options.density)
-    output.wait()
-    return 0
-
-
-class _CommandOutput:
-    """The output of a command: text on rank 0's stdout, results in a folder."""
-
-    def __init__(self, A: Operator, options: SimpleNamespace) -> None:
-        self._space, self._folder = A.space, options.save
-        self._speaks = A.space.rank == 0
-
-    def say(self, words: str) -> None:
-        if self._speaks:
-            print(words, flush=True)
-
-    def give(self, name: str, result: ResultT) -> ResultT:
-        """Show a result, and save it; the result."""
-        self.say(f"\n{result}")
-        if self._folder is not None:
-            self._save(self._folder, name, result)
-        return result
-
-    def picture(self, result: Result, path: str) -> None:
-        if path and self._speaks:
-            result.plot(path)
-            print(f"  picture in {path}", flush=True)
-
-    def wait(self) -> None:
-        """For rank 0 to have said all: a rank that ends with a status ends the others under torchrun."""
-        if self._space.ranks > 1:
-            self._space.sum_over(torch.zeros(1, **HOST))
-
-    def _save(self, folder: Path, name: str, result: Result) -> None:
-        if isinstance(result, Eigenpairs) and self._space.ranks > 1:  # each has its part of the vectors
-            result.save(folder / f"{name}.rank{self._space.rank}.npz")
-        elif self._speaks:
-            result.save(folder / f"{name}.npz")
+        yield "density", A.density(steps=options.steps, runs=options.runs, seed=seed, show=show)
 
 
 def _check_files(options: SimpleNamespace) -> None:
