@@ -13,13 +13,14 @@ backward forgets what it depends on. tests/pipeline/curvature/test_every_operato
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
@@ -128,36 +129,22 @@ def worked_round(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
 @contextmanager
 def twice_differentiable(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Within: modules run on what can be differentiated twice."""
-    switches = [*_ALWAYS, *(_FOR_RNNS if any([isinstance(module, nn.RNNBase) for module in modules]) else ())]
-    previous = [(put, get()) for get, put, _ in switches]
-    written_out = [(module, _REPLACEMENTS[type(module)]) for module in modules if _is_as_torch_wrote_it(module)]
-    old_style = [hook for module in modules for hook in _old_weight_norms(module)]
-    try:
-        for _, put, value in switches:
-            put(value)
-        for module, forward in written_out:
-            vars(module)["forward"] = partial(forward, module)
-        for hook in old_style:
-            hook.compute_weight = partial(_old_weight_norm, hook)
+    mha = torch.backends.mha
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+        if any([isinstance(module, nn.RNNBase) for module in modules]):
+            stack.callback(torch._C._set_cudnn_enabled, torch._C._get_cudnn_enabled())
+            torch._C._set_cudnn_enabled(False)
+        for module in modules:
+            if _is_as_torch_wrote_it(module):
+                stack.callback(vars(module).pop, "forward", None)
+                vars(module)["forward"] = partial(_REPLACEMENTS[type(module)], module)
+            for hook in _old_weight_norms(module):
+                stack.callback(vars(hook).pop, "compute_weight", None)
+                hook.compute_weight = partial(_old_weight_norm, hook)
         yield
-    finally:
-        for put, value in previous:
-            put(value)
-        for module, _ in written_out:
-            del vars(module)["forward"]
-        for hook in old_style:
-            del hook.compute_weight
-
-
-_Switch: TypeAlias = tuple[Callable[[], bool], Callable[[bool], None], bool]  # get, put, what is put
-_ALWAYS: tuple[_Switch, ...] = (
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash, False),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient, False),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn, False),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math, True),
-    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
-)
-_FOR_RNNS: tuple[_Switch, ...] = ((torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, False),)
 
 
 def _is_as_torch_wrote_it(module: nn.Module) -> bool:
