@@ -7,9 +7,12 @@ So its density, trace or eigenpairs are found as those of any matrix: each produ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from pipeline.curvature.estimates.systems import VecLike, planned, solved
+from pipeline.curvature.estimates.arguments import check_tol
+from pipeline.curvature.estimates.recurrences import LinearSystem
+from pipeline.curvature.estimates.systems import METHODS, VecLike, scales_of, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.space import Vec
 
@@ -23,6 +26,9 @@ class Inverse(LinearMap):
 
     Args:
         A, damping, tol, max_products, preconditioner, method: see `solve`.
+
+    Attributes:
+        system: the system that its products solve.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -48,10 +54,18 @@ class Inverse(LinearMap):
         preconditioner: VecLike | None = None,
         method: str = "cg",
     ) -> None:
-        self._map = A
-        self._system = planned(A, damping, tol, max_products, preconditioner, method)
-        self.name = f"inverse of ({A.name} + {self._system.damping:g} I)"
-        self.space, self.block = A.space, A.block
+        if method not in METHODS:
+            raise ValueError(f"method must be 'cg' or 'minres' (method: {method!r})")
+        if not math.isfinite(damping):
+            raise ValueError(f"damping must be finite (damping: {damping})")
+        check_tol(tol)
+        limit = 1000 if max_products is None else max_products
+        if limit < 2:
+            raise ValueError(f"max_products must be at least 2: a step and a check (max_products: {limit})")
+        scales = None if preconditioner is None else scales_of(A, preconditioner, damping)
+        self._map, self.space, self.block = A, A.space, A.block
+        self.system = LinearSystem(A.name, float(damping), A.space.dtype, scales, float(tol), limit, method)
+        self.name = f"inverse of ({A.name} + {self.system.damping:g} I)"
 
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
         """The solution for each of some right-hand sides.
@@ -60,18 +74,18 @@ class Inverse(LinearMap):
             ConvergenceError: a system was not solved to the tolerance; the result would be another matrix.
             IndefiniteError, FloatingPointError: see `solve`.
         """
-        results = solved(self._map, self._system, vectors)
+        results = solved(self._map, self.system, vectors)
         worst = max((result.residual for result in results), default=0.0)
-        if not worst <= self._system.tol:
+        if not worst <= self.system.tol:
             raise ConvergenceError(
                 f"{self.name}: relative residual {worst:.2g} after {max(result.products for result in results)} "
-                f"products, tol {self._system.tol:.2g}, max_products {self._system.limit}. "
+                f"products, tol {self.system.tol:.2g}, max_products {self.system.limit}. "
                 "Use more damping, more products, a preconditioner or a larger tol."
             )
         return [result.x for result in results]
 
     def fingerprint(self) -> str:
-        scales = self._system.scales
+        scales = self.system.scales
         weight = "none" if scales is None else repr(self.space.norm(scales))
-        settings = f"{self._system.damping!r} {self._system.tol!r} {self._system.limit} {self._system.method}"
+        settings = f"{self.system.damping!r} {self.system.tol!r} {self.system.limit} {self.system.method}"
         return f"inverse {settings} {weight} of {self._map.fingerprint()}"

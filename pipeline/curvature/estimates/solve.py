@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.curvature.estimates.inverse import Inverse
 from pipeline.curvature.estimates.recurrences import IndefiniteError, LinearSystem
 from pipeline.curvature.estimates.resume import Resumable
-from pipeline.curvature.estimates.systems import VecLike, fitting, planned, solved
+from pipeline.curvature.estimates.systems import VecLike, fitting, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec
@@ -103,7 +104,9 @@ def solve(
         >>> solution.converged, solution.x["0.weight"].round(decimals=6).tolist()
         (True, [[1.0, 2.0, 1.0]])
     """
-    system = planned(A, damping, tol, max_products, preconditioner, method)
+    system = Inverse(
+        A, damping=damping, tol=tol, max_products=max_products, preconditioner=preconditioner, method=method
+    ).system
     vec, guess = fitting(A.space, b, "b"), None if start is None else fitting(A.space, start, "start")
     settings = {} if resume is None else _settings(A, system, vec, guess)
     with Resumable(A, f"solve with {A.name}", None, show, resume, save_every, settings) as run:

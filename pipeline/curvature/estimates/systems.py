@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.recurrences import (
     DotsRequest,
     LinearSystem,
@@ -173,32 +172,7 @@ def _solve_one(system: LinearSystem, b: Vec, start: Vec | None, state: SystemSta
     return SystemResult(x, residual, products)
 
 
-def planned(
-    A: LinearMap,
-    damping: float,
-    tol: float,
-    max_products: int | None,
-    preconditioner: VecLike | None,
-    method: str,
-) -> LinearSystem:
-    """What `solve` takes, checked; see there. All processes call it.
-
-    Raises:
-        ValueError: an argument is out of its range, or a vector does not fit.
-    """
-    if method not in METHODS:
-        raise ValueError(f"method must be 'cg' or 'minres' (method: {method!r})")
-    if not math.isfinite(damping):
-        raise ValueError(f"damping must be finite (damping: {damping})")
-    check_tol(tol)
-    limit = 1000 if max_products is None else max_products
-    if limit < 2:
-        raise ValueError(f"max_products must be at least 2: a step and a check (max_products: {limit})")
-    scales = None if preconditioner is None else _scales(A, preconditioner, damping)
-    return LinearSystem(A.name, float(damping), A.space.dtype, scales, float(tol), limit, method)
-
-
-def _scales(A: LinearMap, preconditioner: VecLike, damping: float) -> Vec:
+def scales_of(A: LinearMap, preconditioner: VecLike, damping: float) -> Vec:
     """1 / (diagonal + damping), which must be above 0 everywhere, on all processes."""
     diagonal = [part + damping for part in fitting(A.space, preconditioner, "preconditioner")]
     bad_counts = [(~((part > 0.0) & part.isfinite())).sum().item() for part in diagonal]

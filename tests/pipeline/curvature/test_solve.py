@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.curvature.estimates.inverse import ConvergenceError, Inverse
 from pipeline.curvature.estimates.recurrences import LinearSystem, ProductRequest, SystemState
 from pipeline.curvature.estimates.solve import IndefiniteError, Solution, solve
-from pipeline.curvature.estimates.systems import METHODS, SystemResult, planned, solved
+from pipeline.curvature.estimates.systems import METHODS, SystemResult, solved
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
@@ -230,7 +230,7 @@ def test_several_right_hand_sides_share_their_calls():
     A = CountingMap(positive(20, 50.0, 3), block=3)
     bs = [right(A, seed) for seed in range(5)]
     bs[1] = [torch.zeros_like(part) for part in bs[1]]
-    together = solved(A, planned(A, 0.1, 1e-9, None, None, "cg"), bs)
+    together = solved(A, Inverse(A, damping=0.1, tol=1e-9).system, bs)
     assert A.asked == sum(one.products for one in together)
     assert A.calls == max(one.products for one in together[:3]) + max(one.products for one in together[3:])
     for b, one in zip(bs, together, strict=True):
@@ -240,7 +240,7 @@ def test_several_right_hand_sides_share_their_calls():
 
 def test_no_right_hand_side_gives_no_solution():
     A = DenseMap(torch.eye(3))
-    assert solved(A, planned(A, 0.0, 1e-6, None, None, "cg"), []) == []
+    assert solved(A, Inverse(A).system, []) == []
 
 
 def test_zero_has_solution_zero_without_a_product():
@@ -336,7 +336,7 @@ def test_ranks_agree_with_one_process_at_two_all_reduces_a_step(method, reduces)
     def run(A: RankedMap) -> tuple[list[SystemResult], int]:
         bs = [A.space.random("normal", 0, index) for index in range(3)]
         weights = A.space.cut(matrix.diag())
-        return solved(A, planned(A, 0.0, 1e-9, None, weights, method), bs), A.space.reduces
+        return solved(A, Inverse(A, tol=1e-9, preconditioner=weights, method=method).system, bs), A.space.reduces
 
     found = on_ranks(matrix, [4, 1, 8], run)
     A = DenseMap(matrix)
