@@ -54,21 +54,6 @@ class LayerSpectra(Result):
     traces: Tensor | None = None
     trace_errors: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        layers = len(self.names)
-        if self.values.dim() != 2 or self.values.shape != self.value_errors.shape:
-            raise ValueError(
-                "values and value_errors must both be [layers, k] "
-                f"(values: {list(self.values.shape)}, value_errors: {list(self.value_errors.shape)})"
-            )
-        if (self.traces is None) != (self.trace_errors is None):
-            raise ValueError("traces and trace_errors come together, or neither does")
-        lengths = {"sizes": len(self.sizes), "values": len(self.values)}
-        if self.traces is not None and self.trace_errors is not None:
-            lengths |= {"traces": self.traces.numel(), "trace_errors": self.trace_errors.numel()}
-        if wrong := {name: length for name, length in lengths.items() if length != layers}:
-            raise ValueError(f"each of the {layers} layers needs one row in {', '.join(wrong)} (rows: {wrong})")
-
     def lines(self) -> Iterator[str]:
         yield f"{self.matrix} by layers, {sum(self.sizes):,} rows in all"
         columns = [["layer", *self.names], ["rows", *(f"{size:,}" for size in self.sizes)]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -102,22 +102,6 @@ def test_spectra_and_history_load_as_they_were(suffix, tmp_path):
         kept.save(tmp_path / f"kept{suffix}")
         assert str(Result.load(tmp_path / f"kept{suffix}")) == str(kept)
     assert SharpnessHistory.load(tmp_path / f"kept{suffix}").with_entry(1, loss=0.5).losses.tolist() == [0.5]
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"values": torch.zeros(3)}, r"must both be \[layers, k\] \(values: \[3\], value_errors: \[3, 2\]\)"),
-        ({"values": torch.zeros(3, 1)}, r"values: \[3, 1\], value_errors: \[3, 2\]"),
-        ({"sizes": [1, 2]}, r"each of the 3 layers needs one row in sizes \(rows: {'sizes': 2}\)"),
-        ({"traces": torch.zeros(2), "trace_errors": torch.zeros(4)}, r"one row in traces, trace_errors \(rows"),
-        ({"traces": torch.zeros(3)}, r"traces and trace_errors come together"),
-    ],
-    ids=["one dimension", "other k", "sizes", "traces", "no errors"],
-)
-def test_spectra_whose_shapes_do_not_fit_are_told(change, words):
-    with pytest.raises(ValueError, match=words):
-        replace(spectra(), **change)
 
 
 def test_spectra_draw_a_bar_for_each_eigenvalue_of_each_layer():
