@@ -28,7 +28,7 @@ from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.sharded import ParameterSpace
 from pipeline.curvature.products.task import OnResult, StageChecks
 from pipeline.curvature.selection import ParamSelection, as_pipe
-from pipeline.curvature.space import HOST, Vec
+from pipeline.curvature.space import Vec
 from pipeline.data.loss import LossFn
 from pipeline.distributed.agreement import digest, values_in_words
 from pipeline.distributed.wrapped import refuse_parts
@@ -190,8 +190,7 @@ class Operator(Analysis):
     @property
     def captures(self) -> bool:
         """Whether a layer of any rank has captured a parameter of another module, as products so far have shown."""
-        flag = torch.tensor([float(self._passes.captures)], **HOST)
-        return bool(self.space.sum_over(flag).item())
+        return bool(self.space.gathered([self._passes.captures]).any())
 
     @property
     def stages(self) -> int:

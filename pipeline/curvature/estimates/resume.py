@@ -76,7 +76,8 @@ class RunFiles:
         """
         states, refusal = {}, None
         try:
-            self._check_folder()
+            if not self.path.parent.is_dir():  # now, and not after minutes at the first save
+                raise ResumeError(f"{self.path.parent} is no folder: make it, so that the run can be saved in it.")
             files = self._read(self.before), self._read(self.path)
             states = {saved["step"]: saved["state"] for saved in files if saved}
         except ResumeError as error:
@@ -119,10 +120,6 @@ class RunFiles:
             error.add_note(f"The run's state could not be saved at {self.path}: {failure}")
         else:
             error.add_note(f"The run's state after {step} products is in {self.path}: call again to go on.")
-
-    def _check_folder(self) -> None:
-        if not self.path.parent.is_dir():  # now, and not after minutes at the first save
-            raise ResumeError(f"{self.path.parent} is no folder: make it, so that the run can be saved in it.")
 
     def _read(self, path: Path) -> dict[str, SavedValue] | None:
         if not path.exists():

@@ -51,7 +51,6 @@ class ProductCall(Product):
         self.loss_end = loss_end
         self._task = task
         self._rule_check = RuleCheck(task, execution.setup.compares, execution.batch.chunks)
-        self._forwards: dict[int, NewForwards] = {}
         stages = {index: self._stage(execution, layers, sums) for index, layers in execution.layers.items()}
         super().__init__(execution, stages, task.number)
         self._reached = False  # the loss has come from a parameter
@@ -73,7 +72,6 @@ class ProductCall(Product):
         seeder = Seeder(setup.seed, [device], execution.generators)
         is_cut = execution.batch.chunks > 1
         forwards = NewForwards(layers, parameters, snapshot, seeder, self._rule_check.inspect, is_cut)
-        self._forwards[index] = forwards
         forward_mode = task.number == 1 and not execution.has_threads
         along = ForwardMode(task.checks.forward, setup.compares) if forward_mode else None
         return StageRule(layers, parameters, forwards, along)
@@ -110,7 +108,7 @@ class ProductCall(Product):
             stage.parameters.aliases.check_memory()
             captured = stage.parameters.captured.values()
             execution.communicator.topology.refuse_external(captured, stage.layers.name, stage.layers.index)
-        snapshots = {index: forwards.snapshot for index, forwards in self._forwards.items()}
+        snapshots = {index: stage.forwards.snapshot for index, stage in self._run.items()}
         execution.check_snapshots(snapshots)
         for snapshot in snapshots.values():
             snapshot.note()
