@@ -4,8 +4,21 @@
 
 To try a channel, write a context manager that gives both its ends and a function that gives it up:
 
-    >>> from pipeline.transports.testing import check_transport, local_pair
-    >>> check_transport(local_pair)
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> from contextlib import contextmanager
+    >>> from datetime import timedelta
+    >>> from torch.distributed import HashStore
+    >>> from pipeline.transports.distributed import Channels
+    >>> @contextmanager
+    ... def over_gloo():
+    ...     store = HashStore()
+    ...     with ThreadPoolExecutor() as threads:
+    ...         connect = lambda rank: Channels(store, "", rank, [(0, 1)], timedelta(seconds=30))
+    ...         source, target = threads.map(connect, [0, 1])
+    ...     yield ChannelEnds(source.outgoing(1), target.incoming(0), target.abort)
+    ...     source.close()
+    ...     target.close()
+    >>> check_transport(over_gloo)
 
 Every check has a pair of its own and a thread of its own, so that one that would wait for ever is a failure as well.
 """
@@ -13,25 +26,37 @@ Every check has a pair of its own and a thread of its own, so that one that woul
 from __future__ import annotations
 
 import gc
-import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import NoneType
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pipeline.data.pytrees import flatten, same_values, storage_of
-from pipeline.transports.channel import ChannelError, ExpectedPayload, Handle, PayloadReceiver, PayloadSender
-from pipeline.transports.in_process import ChannelEnds, MakePair, apart_pair, local_pair, rendezvous_pair
-from pipeline.transports.link import Receiver, Sender
-from pipeline.transports.message import Message
-from pipeline.transports.packing import Packing
-from pipeline.transports.tensor_spec import settle
+from pipeline.transports.channel import (
+    ChannelError,
+    ExpectedPayload,
+    Handle,
+    IncomingChannel,
+    OutgoingChannel,
+    PayloadReceiver,
+    PayloadSender,
+)
 
-__all__ = ["MakePair", "ChannelEnds", "apart_pair", "check_transport", "local_pair", "rendezvous_pair"]
+
+class ChannelEnds(NamedTuple):
+    """Both ends of a channel, and what gives it up, which may be called from any thread."""
+
+    outgoing: OutgoingChannel
+    incoming: IncomingChannel
+    abort: Callable[[], None]
+
+
+MakePair: TypeAlias = Callable[[], AbstractContextManager[ChannelEnds]]
 
 
 def check_transport(make_pair: MakePair, seconds: float = 20.0) -> None:
@@ -164,67 +189,6 @@ def _giving_up_wakes_whoever_waits_for_a_send(pair: ChannelEnds) -> None:
         thread.end("a send", ChannelError, NoneType)  # a channel that keeps what is sent has done its part
 
 
-def _messages_of_every_dtype_and_layout_arrive_bit_by_bit(pair: ChannelEnds) -> None:
-    messages = [Message((tensor,)) for tensor in _tensors()] + [Message(tuple(_tensors()))]
-    _exchange(pair, [messages, messages])
-
-
-def _messages_without_tensors_arrive(pair: ChannelEnds) -> None:
-    structures = [flatten(value, "it") for value in ((), [None, 1, "a"], {"a": float("inf"), "b": ()})]
-    messages = [Message(tree.tensors, tree.skeleton) for tree in structures] + [Message(()), Message((None, None))]
-    _exchange(pair, [messages, messages[::-1], messages])
-
-
-def _shapes_may_change_from_phase_to_phase_and_within_one(pair: ChannelEnds) -> None:
-    numbers = random.Random(0)
-    sizes = [[numbers.choice([0, 1, 3, 3, 3, 100]) for _ in range(8)] for _ in range(12)]
-    _exchange(pair, [[Message((torch.randn(size),), None, (size > 1,), (size,)) for size in row] for row in sizes])
-
-
-def _a_message_of_megabytes_may_follow_a_small_one_and_the_other_way(pair: ChannelEnds) -> None:
-    small, large = Message((torch.randn(3),)), Message((torch.randn(1 << 19), torch.ones(1, dtype=torch.bool)))
-    _exchange(pair, [[small, large, small], [large, small, large], [large, small, large]])
-
-
-def _messages_may_be_asked_for_in_another_order(pair: ChannelEnds) -> None:
-    _ask_in_another_order(pair, [Message((torch.full((index + 1,), index),)) for index in range(8)], 2)
-
-
-def _ask_in_another_order(pair: ChannelEnds, messages: Sequence[Message], times: int) -> None:
-    names = [str(index) for index in range(8)]
-    sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
-    for _ in range(times):
-        sender.begin("order", names)
-        receiver.begin("order", names)
-        for name, message in zip(names, messages, strict=True):
-            sender.send(name, message)
-        for index in (5, 0, 7, 6, 1, 2, 4, 3):
-            _assert_equal(receiver.receive(names[index]), messages[index])
-        sender.finish()
-        receiver.finish()
-
-
-def _a_sender_in_a_thread_of_its_own_may_be_far_ahead(pair: ChannelEnds) -> None:
-    messages = [Message((torch.full((7,), index),)) for index in range(60)]
-    names = [str(index) for index in range(60)]
-    sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
-
-    def send() -> None:
-        for _ in range(3):
-            sender.begin("ahead", names)
-            for name, message in zip(names, messages, strict=True):
-                sender.send(name, message)
-            sender.finish()
-
-    thread = _Thread(send)
-    for _ in range(3):
-        receiver.begin("ahead", names)
-        for name, message in zip(names, messages, strict=True):
-            _assert_equal(receiver.receive(name), message)
-        receiver.finish()
-    thread.end("the sender")
-
-
 def _both_ends_have_payloads_or_neither_has(pair: ChannelEnds) -> None:
     ends = [end is not None for end in (pair.outgoing.payloads, pair.incoming.payloads)]
     assert ends[0] == ends[1], "one end of the channel has payloads, and the other has not"
@@ -295,30 +259,6 @@ def _giving_up_ends_payloads_as_well(out: PayloadSender, into: PayloadReceiver, 
         _assert_raises_channel_error(use, f"a channel that was given up still {name}")
 
 
-def _messages_on_the_device_arrive_bit_by_bit(out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds) -> None:
-    tensors = [tensor.to(out.device) for tensor in _tensors() if tensor.layout is torch.strided]
-    messages = [Message((tensor,)) for tensor in tensors] + [Message(tuple(tensors)), Message((tensors[0], None))]
-    _exchange(pair, [messages, messages])
-
-
-def _messages_may_hold_tensors_on_the_device_and_on_the_host(
-    out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds
-) -> None:
-    on_device, on_host, empty = torch.randn(5).to(out.device), torch.arange(3), torch.empty(0).to(out.device)
-    combinations = (
-        (on_device,), (on_device, on_host), (on_host, on_device, empty), (on_host,), (empty,), (on_host, empty)
-    )
-    mixed = [Message(tensors) for tensors in combinations]
-    _exchange(pair, [mixed, mixed, mixed[::-1], [mixed[0], mixed[3]] * 3, [mixed[3], mixed[0]] * 3])
-
-
-def _messages_on_the_device_may_be_asked_for_in_another_order(
-    out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds
-) -> None:
-    messages = [Message((torch.full((index + 1,), index + 0.5).to(out.device),)) for index in range(8)]
-    _ask_in_another_order(pair, messages, 3)
-
-
 def _with_payloads(
     check: Callable[[PayloadSender, PayloadReceiver, ChannelEnds], None]
 ) -> Callable[[ChannelEnds], None]:
@@ -348,15 +288,6 @@ CHECKS: tuple[Callable[[ChannelEnds], None], ...] = (
     _with_payloads(_payloads_and_the_two_streams_do_not_wait_for_each_other),
     _with_payloads(_a_payload_need_not_be_kept_by_its_sender),
     _with_payloads(_giving_up_ends_payloads_as_well),
-    _messages_of_every_dtype_and_layout_arrive_bit_by_bit,
-    _messages_without_tensors_arrive,
-    _shapes_may_change_from_phase_to_phase_and_within_one,
-    _a_message_of_megabytes_may_follow_a_small_one_and_the_other_way,
-    _messages_may_be_asked_for_in_another_order,
-    _a_sender_in_a_thread_of_its_own_may_be_far_ahead,
-    _with_payloads(_messages_on_the_device_arrive_bit_by_bit),
-    _with_payloads(_messages_may_hold_tensors_on_the_device_and_on_the_host),
-    _with_payloads(_messages_on_the_device_may_be_asked_for_in_another_order),
 )
 
 
@@ -410,69 +341,9 @@ def _bytes(size: int, seed: int) -> Tensor:
     return torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def _tensors() -> list[Tensor]:
-    """One of each dtype, of each layout, and of each way to lie in memory."""
-    bits = _bytes(48, 5)
-    dtypes = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16]
-    dtypes += [torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
-    numbers = torch.randn(2, 3, 4, 5)
-    return [bits.clone().view(dtype) for dtype in dtypes] + [
-        bits > 100,
-        torch.tensor(3.5),
-        torch.empty(0, 3),
-        numbers.to(memory_format=torch.channels_last),
-        numbers.transpose(1, 3),
-        torch.ones(()).expand(4, 4),
-        numbers[..., ::2],
-        numbers[..., 0],
-        torch.randn(4, dtype=torch.complex64).conj(),
-        torch.tensor([[0.0, 1.0], [2.0, 0.0]]).to_sparse_coo(),
-    ]
-
-
-def _exchange(pair: ChannelEnds, phases: list[list[Message]]) -> None:
-    """Send messages phase by phase, each as soon as may be, and see that the same ones come."""
-    sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b", window=2)
-    for messages in phases:
-        names = [str(index) for index in range(len(messages))]
-        sender.begin("messages", names)
-        receiver.begin("messages", names)
-        for name, message in zip(names, messages, strict=True):
-            sender.send(name, message)
-            _assert_equal(receiver.receive(name), message)
-            sender.reap(receiver.position)
-        sender.finish()
-        receiver.finish()
-
-
 def _assert_same(received: list[Tensor], expected: list[Tensor]) -> None:
     for index, (buffer, original) in enumerate(zip(received, expected, strict=True)):
         assert torch.equal(buffer, original), f"buffer {index} of {len(expected)} is not what was sent"
-
-
-def _assert_equal(received: Message, expected: Message) -> None:
-    counts = len(received.tensors), len(expected.tensors)
-    assert counts[0] == counts[1], f"{counts[0]} tensors came of {counts[1]}"
-    for tensor, original in zip(received.tensors, expected.tensors, strict=True):
-        assert (tensor is None) == (original is None), "None was taken for a tensor, or a tensor for None"
-        if tensor is not None and original is not None:
-            assert _same_bits(tensor, original), f"{original} came as {tensor}"
-    memories = [storage_of(tensor) for tensor in received.tensors if tensor is not None]
-    assert len(set(memories)) == len(memories), "two tensors of a message share their memory"
-    assert repr(received[1:]) == repr(expected[1:]), f"{expected[1:]} came as {received[1:]}"
-
-
-def _same_bits(received: Tensor, original: Tensor) -> bool:
-    (original,) = settle([original], "it")  # type: ignore[assignment]  # a tensor, since it was one
-    if original.layout is not torch.strided:
-        return received.layout is original.layout and same_values(received, original)
-    return Packing.of([received]).specs == Packing.of([original]).specs and torch.equal(
-        _bits(received), _bits(original)
-    )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _assert_dead(begin: Callable[[Tensor], Handle]) -> None:

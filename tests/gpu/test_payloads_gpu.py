@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from message_checks import ON_ANY, WITH_PAYLOADS
 from synchronisation import no_synchronisation
 from torch import Tensor
 
@@ -104,6 +105,13 @@ def test_one_byte_goes_from_gpu_to_gpu() -> None:
 @two_gpus
 def test_channels_with_nccl_pass_every_check() -> None:
     check_transport(nccl_pair, seconds=60.0)
+
+
+@two_gpus
+@pytest.mark.parametrize("check", ON_ANY + WITH_PAYLOADS)
+def test_messages_arrive_over_nccl(check: Callable[[ChannelEnds], None]) -> None:
+    with nccl_pair() as pair:
+        check(pair)
 
 
 @two_gpus

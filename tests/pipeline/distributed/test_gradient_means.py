@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from in_process_channels import local_pair
 
 from pipeline.distributed.data_parallel import gradient_means
 from pipeline.distributed.data_parallel.gradient_means import GradientReducer
 from pipeline.distributed.data_parallel.shards import GradientBucket
 from pipeline.transports.link import Receiver, Sender
-from pipeline.transports.testing import local_pair
 
 Transfer = tuple[bool, tuple[int, int], str]  # does it send; from, to; the name
 

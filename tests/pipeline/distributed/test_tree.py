@@ -9,11 +9,11 @@ from math import log
 
 import pytest
 import torch
+from in_process_channels import local_pair
 from torch import Tensor
 
 from pipeline.distributed.tree import CHILDREN, ROOM, all_to_all, place_in_tree, tree_pairs
 from pipeline.transports.channel import Handle, OutgoingChannel
-from pipeline.transports.testing import local_pair
 
 SIZES = [*range(1, 84), 512, 585, 586]
 

@@ -10,6 +10,7 @@ import torch
 from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process_channels import local_pair, rendezvous_pair
 from torch.utils import _pytree as pytree
 from tree_strategies import PLAIN, containers, same, tensors
 
@@ -18,7 +19,6 @@ from pipeline.transports.channel import ChannelError, Handle, IncomingChannel, O
 from pipeline.transports.link import Receiver, Sender
 from pipeline.transports.message import Message
 from pipeline.transports.spec_cache import SERIES_REMEMBERED
-from pipeline.transports.testing import local_pair, rendezvous_pair
 
 
 class Watched(Handle):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from in_process_channels import apart_pair, rendezvous_pair
 from payloads_over_gloo import OverGloo, Work
 
 from pipeline.distributed.group import RankGroup
@@ -22,7 +23,6 @@ from pipeline.transports.link import Receiver, Sender
 from pipeline.transports.message import Message
 from pipeline.transports.packing import Packing
 from pipeline.transports.payloads import Payloads
-from pipeline.transports.testing import apart_pair, rendezvous_pair
 
 SOON = timedelta(seconds=30)
 THERE, HERE = torch.arange(10.0), torch.arange(3)  # "on the GPU", and on the host

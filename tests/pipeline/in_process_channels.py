@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,19 +29,9 @@ from pipeline.transports.channel import (
     PayloadReceiver,
     PayloadSender,
 )
+from pipeline.transports.testing import ChannelEnds
 
 _STREAM, _EXTRA, _PAYLOADS = range(3)
-
-
-class ChannelEnds(NamedTuple):
-    """Both ends of a channel, and what gives it up, which may be called from any thread."""
-
-    outgoing: OutgoingChannel
-    incoming: IncomingChannel
-    abort: Callable[[], None]
-
-
-MakePair: TypeAlias = Callable[[], AbstractContextManager[ChannelEnds]]
 
 
 def local_pair() -> AbstractContextManager[ChannelEnds]:
