@@ -52,7 +52,6 @@ class Channels:
         carrier: what payloads of this rank travel over; None: everything goes through the host.
 
     Raises:
-        ValueError: a pair names one rank twice.
         ChannelError: another rank did not connect in time.
     """
 
@@ -73,9 +72,7 @@ class Channels:
         self._channels: dict[tuple[int, int], _GlooChannel] = {}
         options = _options(timeout)
         # In one order on all ranks: of the pairs not yet connected, both ranks of the first one are at it.
-        for pair in sorted({(a, b) for a, b in pairs}):
-            if pair[0] == pair[1]:
-                raise ValueError(f"a channel leads from one rank to another, got the pair {pair}.")
+        for pair in sorted(set(pairs)):
             if rank in pair:
                 self._channels[pair] = _GlooChannel(store, prefix, pair, rank, options, self._waiters)
 
@@ -98,7 +95,7 @@ class Channels:
             ChannelError: the other rank did not connect in time, or the channels were closed meanwhile.
         """
         assert self._carrier is not None  # it has a place
-        name = self._channel(*pair).name
+        name = self._channels[pair].name
         payloads = Payloads(name, self._carrier, store, pair.index(self._rank), self._timeout)
         with self._ending:
             if pair in self._channels:
@@ -108,20 +105,12 @@ class Channels:
         raise ChannelError(f"{name} has been closed.")
 
     def outgoing(self, to: int) -> OutgoingChannel:
-        """The channel from this rank to another.
-
-        Raises:
-            KeyError: there is no such pair.
-        """
-        return self._channel(self._rank, to)
+        """The channel from this rank to another."""
+        return self._channels[self._rank, to]
 
     def incoming(self, source: int) -> IncomingChannel:
-        """The channel from another rank to this one.
-
-        Raises:
-            KeyError: there is no such pair.
-        """
-        return self._channel(source, self._rank)
+        """The channel from another rank to this one."""
+        return self._channels[source, self._rank]
 
     def abort(self) -> None:
         """Give all channels up: whoever waits on one, here or on the other rank, gets a ChannelError at once.
@@ -160,14 +149,6 @@ class Channels:
 
     def _all_payloads(self) -> list[Payloads]:
         return [channel.payloads for channel in self._channels.values() if channel.payloads is not None]
-
-    def _channel(self, source: int, to: int) -> _GlooChannel:
-        channel = self._channels.get((source, to))
-        if channel is None:
-            raise KeyError(
-                f"rank {self._rank} has no channel from rank {source} to rank {to}: {sorted(self._channels)}."
-            )
-        return channel
 
 
 class _GlooChannel(OutgoingChannel, IncomingChannel):

@@ -73,11 +73,8 @@ class Sender:
         Args:
             series: the name of phases that are alike, so that each predicts the next.
             names: those of the messages, each once.
-
-        Raises:
-            RuntimeError: the phase before has not been finished.
         """
-        _check_finished(self._series, self._label)
+        assert self._series is None  # a phase ends before the next begins
         self._series = self._specs.begin(series, names)
         self._sent, self._reaped = [], 0
 
@@ -85,14 +82,13 @@ class Sender:
         """Send the next message. Never blocks; nothing of the message is kept, only a packed copy.
 
         Raises:
-            RuntimeError: it is not the turn of this message.
             TypeError: the message holds something that cannot be sent.
             ChannelError: the channel is dead.
         """
         series = self._series
+        assert series is not None  # a phase has begun
         index = len(self._sent)
-        if series is None or index == len(series.names) or series.names[index] != name:
-            raise RuntimeError(self._not_next(name))
+        assert series.index_of.get(name) == index  # its messages are sent in the order of the phase
         spec = series.predicted[index]
         tensors, payloads = message.tensors, self._outgoing.payloads
         fits = spec.packing.fits(tensors)
@@ -109,12 +105,9 @@ class Sender:
         """Free the first `count` messages of this phase, which are known to have been received.
 
         Raises:
-            RuntimeError: so many have not been sent.
             ChannelError: the channel is dead.
         """
-        if count > len(self._sent):
-            sent = len(self._sent)
-            raise RuntimeError(f"{self._label}: {count} messages cannot have been received: {sent} were sent.")
+        assert count <= len(self._sent)  # only what was sent is received
         while self._reaped < count:
             for handle in self._sent[self._reaped]:
                 handle.collect()
@@ -125,18 +118,9 @@ class Sender:
         """End the phase: wait until all that was sent may be freed.
 
         Raises:
-            RuntimeError: not all messages of the phase have been sent.
             ChannelError: the channel is dead.
         """
-        series = self._series
-        if series is None:
-            raise RuntimeError(f"{self._label}: no phase has begun.")
-        if len(self._sent) < len(series.names):
-            missing = series.names[len(self._sent)]
-            raise RuntimeError(
-                f"{self._label}: {len(self._sent)} of the {len(series.names)} messages of {series.name!r} were sent; "
-                f"{missing} is the first that was not."
-            )
+        assert self._series is not None and len(self._sent) == len(self._series.names)  # all have been sent
         for index in range(self._reaped, len(self._sent)):
             for extra in self._sent[index][1:]:
                 extra.wait()
@@ -158,14 +142,6 @@ class Sender:
         extra = _packed(series.learn(index, text), padded, message.tensors, payloads)  # learned as the receiver does
         self._sent.append((self._outgoing.send(buffer), self._outgoing.send(extra, extra=True)))
 
-    def _not_next(self, name: str) -> str:
-        series = self._series
-        if series is None:
-            return f"{self._label}: {name} was sent, but no phase has begun."
-        if len(self._sent) == len(series.names):
-            return f"{self._label}: {name} was sent, but all messages of {series.name!r} have been sent."
-        return f"{self._label}: {name} was sent where {series.names[len(self._sent)]} is next in {series.name!r}."
-
 
 class Receiver:
     """The end of a channel where messages arrive.
@@ -184,8 +160,6 @@ class Receiver:
     def __init__(
         self, incoming: IncomingChannel, label: str, window: int = 3, device: torch.device | None = None
     ) -> None:
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}.")
         self._incoming = incoming
         self._label = label
         self._window = window
@@ -202,10 +176,9 @@ class Receiver:
         """Begin a phase, as the sender does, and post the first receives.
 
         Raises:
-            RuntimeError: the phase before has not been finished.
             ChannelError: the channel is dead.
         """
-        _check_finished(self._series, self._label)
+        assert self._series is None  # a phase ends before the next begins
         self._series = self._specs.begin(series, names)
         self.position = 0
         self._post_ahead(self._series)
@@ -214,13 +187,12 @@ class Receiver:
         """Wait for a message. Those before it are received too, and kept until they are taken.
 
         Raises:
-            RuntimeError: no such message is expected, or another one has arrived.
+            RuntimeError: another one has arrived.
             ChannelError: the channel is dead.
         """
         series = self._series
-        index = None if series is None else series.index_of.get(name)
-        if series is None or index is None or index < self.position and index not in self._arrived:
-            raise RuntimeError(self._not_expected(name))
+        assert series is not None  # a phase has begun
+        index = series.index_of[name]
         while self.position <= index:
             self._receive_next(series)
         spec, buffer, start, payload = self._arrived.pop(index)
@@ -230,21 +202,9 @@ class Receiver:
         return spec.message(spec.packing.unpack(buffer, 0, buffer.device))
 
     def finish(self) -> None:
-        """End the phase.
-
-        Raises:
-            RuntimeError: not all messages of the phase have been asked for.
-        """
-        series = self._series
-        if series is None:
-            raise RuntimeError(f"{self._label}: no phase has begun.")
-        missing = [*sorted(self._arrived), *range(self.position, len(series.names))]
-        if missing:
-            first = ", ".join(series.names[index] for index in missing[:5])
-            raise RuntimeError(
-                f"{self._label}: {len(missing)} of the {len(series.names)} messages of {series.name!r} were not "
-                f"asked for: {first}{', ...' if len(missing) > 5 else ''}."
-            )
+        """End the phase."""
+        assert self._series is not None and self.position == len(self._series.names)  # all have been received
+        assert not self._arrived  # and taken
         self._series = None
 
     def _post_ahead(self, series: MessageSeries) -> None:
@@ -293,14 +253,6 @@ class Receiver:
         """Memory to receive into; where an accelerator copies from it, in pages that do not move."""
         return torch.empty(nbytes, dtype=torch.uint8, device=_HOST, pin_memory=self._pins)
 
-    def _not_expected(self, name: str) -> str:
-        series = self._series
-        if series is None:
-            return f"{self._label}: {name} was asked for, but no phase has begun."
-        if name in series.index_of:
-            return f"{self._label}: {name} was asked for twice in {series.name!r}."
-        return f"{self._label}: {name} was asked for, which is not in {series.name!r} ({', '.join(series.names)})."
-
 
 class _Arrival(NamedTuple):
     """A message that has been received: its spec, and where its tensors begin in a buffer, or their payload."""
@@ -330,8 +282,3 @@ def _packed(
 
 def _tensor_of(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _check_finished(series: MessageSeries | None, label: str) -> None:
-    if series is not None:
-        raise RuntimeError(f"{label}: {series.name!r} has not been finished, and another phase begins.")

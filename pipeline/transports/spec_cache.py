@@ -32,12 +32,11 @@ class MessageSeries:
         predicted: the spec of the next message of each index.
     """
 
-    def __init__(self, name: str, names: tuple[str, ...], label: str) -> None:
+    def __init__(self, name: str, names: tuple[str, ...]) -> None:
         self.name = name
         self.names = names
         self.index_of = {message: index for index, message in enumerate(names)}
-        if len(self.index_of) < len(names):
-            raise ValueError(f"{label}: {name!r} has two messages of one name: {', '.join(names)}.")
+        assert len(self.index_of) == len(names)  # no two messages have one name
         self.call = 0
         self.digest = _digest(name, names)
         self._last = [b""] * len(names)  # the descriptions
@@ -72,7 +71,7 @@ class SpecCache:
     def begin(self, name: str, names: Sequence[str]) -> MessageSeries:
         """Begin a phase of the series of this name, with these messages."""
         key = (name, tuple(names))
-        series = self._series.pop(key, None) or MessageSeries(*key, self._label)
+        series = self._series.pop(key, None) or MessageSeries(*key)
         self._series[key] = series
         if len(self._series) > SERIES_REMEMBERED:
             self._series.popitem(last=False)

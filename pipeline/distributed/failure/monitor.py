@@ -60,9 +60,6 @@ class FailureMonitor:
     def __init__(
         self, store: dist.Store, prefix: str, rank: int, size: int, heartbeat: float = 10.0, timeout: float = 300.0
     ) -> None:
-        if not (heartbeat > 0 and timeout > 0):
-            wrong = f"(heartbeat: {heartbeat}, timeout: {timeout})"
-            raise ValueError(f"heartbeat and timeout are seconds and must be more than 0 {wrong}")
         self.at: object = ""
         self.steps = 0
         self.has_met = True

