@@ -9,8 +9,6 @@ A digest is a whole number of 63 bits for each entry; the descriptions themselve
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
@@ -24,7 +22,7 @@ VALUES, SCALES = "the values of the mini-batches", "the scales of the GradScaler
 
 
 class ExchangeTag(IntEnum):
-    """The first number of an exchange: what ranks that do the same exchange numbers for."""
+    """The tag in an exchange: what ranks that do the same exchange values for."""
 
     OPEN = 0x70656E73746F636B  # "penstock"
     AGREE = OPEN + 1
@@ -34,26 +32,6 @@ class ExchangeTag(IntEnum):
 
 class MismatchError(RuntimeError):
     """The ranks do not make the same call."""
-
-
-def to_bits(value: float) -> int:
-    """The bits of a number in double precision, as a whole number."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def from_bits(bits: int) -> float:
-    """The number with these bits."""
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
-
-
-def optional_bits(value: Tensor | None) -> tuple[int, int]:
-    """Whether there is a number, and its bits."""
-    return (0, 0) if value is None else (1, to_bits(value.item()))
-
-
-def from_optional_bits(has_value: int, bits: int) -> Tensor | None:
-    """The inverse of `optional_bits`."""
-    return torch.tensor(from_bits(bits), dtype=torch.float64, device="cpu") if has_value else None
 
 
 def digest(text: str) -> int:
@@ -88,21 +66,16 @@ def shapes_in_words(named: Iterable[tuple[str, Tensor]]) -> str:
     return "\n".join(lines)
 
 
-def encoded(descriptions: Mapping[str, str]) -> str:
-    return json.dumps(dict(descriptions))
-
-
-def difference(texts: Sequence[str]) -> str:
+def difference(by_rank: Sequence[Mapping[str, str]]) -> str:
     """A description of the first difference, the same on all ranks: whichever raises first, all tell the same.
 
     Args:
-        texts: of each rank, as `encoded` wrote them. A rank with fewer entries than others has the reason in these.
+        by_rank: the descriptions. A rank with fewer entries than others has the reason in these.
 
     Example:
-        >>> print(difference([encoded({"chunks": "4"}), encoded({"chunks": "8"})]))
+        >>> print(difference([{"chunks": "4"}, {"chunks": "8"}]))
         chunks differ between the ranks: rank 0: 4; rank 1: 8
     """
-    by_rank: list[dict[str, str]] = [json.loads(text) for text in texts]
     names = list(dict.fromkeys(name for descriptions in sorted(by_rank, key=len) for name in descriptions))
     for name in names:
         texts = [descriptions.get(name, "nothing") for descriptions in by_rank]

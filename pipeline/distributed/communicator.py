@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.common.interrupts import Deferral
 from pipeline.data.pytrees import flatten
-from pipeline.distributed.agreement import ExchangeTag, from_bits, optional_bits, to_bits
+from pipeline.distributed.agreement import ExchangeTag
 from pipeline.distributed.comparison import Comparison
 from pipeline.distributed.exchange import CallMessages, RankExchange
 from pipeline.distributed.group import RankGroup
@@ -37,7 +37,6 @@ _VOTED = (
     "had told the others that all went well, and did not hear from all of them: the step may have taken place on some "
     "ranks and not on others. Load a checkpoint before the next step"
 )
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class DistributedCommunicator(Communicator):
@@ -115,9 +114,9 @@ class DistributedCommunicator(Communicator):
         Raises:
             MismatchError: something differs between ranks.
         """
-        numbers = self._comparison.numbers()
-        if numbers != [0]:
-            self._comparison.compare(self._ranks.exchange(numbers))
+        values = self._comparison.values()
+        if values != [0]:
+            self._comparison.compare(self._ranks.exchange(values))
 
     def again(self, entry: str = "backward") -> DistributedCommunicator:
         """The backward of this call. One with another name has other messages."""
@@ -143,10 +142,11 @@ class DistributedCommunicator(Communicator):
         is_step = self._entry == "step"
         self._progress = _VOTED if is_step else ""
         loss, divisor, reached, hooks, metrics = verdict
-        kind, bits = (-1, 0) if loss is None else (_DTYPES.index(loss.dtype), to_bits(loss.item()))
-        numbers = [ExchangeTag.AGREE, reached, hooks, kind, bits, *optional_bits(divisor), len(metrics)]
-        rows = self._ranks.exchange([*numbers, *self._comparison.numbers()])
-        self._comparison.compare([row[len(numbers) :] for row in rows])
+        own_loss = None if loss is None else [str(loss.dtype).removeprefix("torch."), loss.item()]
+        own_divisor = None if divisor is None else divisor.item()
+        values = [ExchangeTag.AGREE, reached, hooks, own_loss, own_divisor, len(metrics)]
+        rows = self._ranks.exchange([*values, *self._comparison.values()])
+        self._comparison.compare([row[len(values) :] for row in rows])
         reached, hooks = any(row[1] for row in rows), any(row[2] for row in rows)
         if is_step and reached and not hooks:
             self._call += _AGREED
@@ -154,12 +154,13 @@ class DistributedCommunicator(Communicator):
         if hooks:
             self._progress = ""
             self._interrupts.end()
-        _, _, _, kind, bits, divides, divisor_bits, has_metrics, *_ = rows[self.topology.assignment.last]
+        _, _, _, last_loss, last_divisor, has_metrics, *_ = rows[self.topology.assignment.last]
         device = self._ranks.device
-        if loss is None and kind >= 0:
-            loss = torch.tensor(from_bits(bits), dtype=_DTYPES[kind], device=device)
-        if divisor is None and divides:
-            divisor = torch.tensor(from_bits(divisor_bits), dtype=torch.float64, device=device)
+        if loss is None and last_loss is not None:
+            dtype, value = last_loss
+            loss = torch.tensor(value, dtype=getattr(torch, dtype), device=device)
+        if divisor is None and last_divisor is not None:
+            divisor = torch.tensor(last_divisor, dtype=torch.float64, device=device)
         return Verdict(loss, divisor, reached, hooks, self._shared_metrics(metrics) if has_metrics else {})
 
     def _shared_metrics(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

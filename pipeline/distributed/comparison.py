@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipeline.distributed.agreement import (
     MINI_BATCHES,
@@ -19,9 +19,6 @@ from pipeline.distributed.agreement import (
     MismatchError,
     difference,
     digest,
-    encoded,
-    from_bits,
-    to_bits,
 )
 from pipeline.distributed.digests import Fingerprint, GradSketch, Sketches
 from pipeline.distributed.topology import PipeTopology
@@ -90,33 +87,31 @@ class Comparison:
     def _refuse(self) -> NoReturn:
         """Raise on all ranks, after digests differed: exchange the descriptions."""
         descriptions = self._descriptions(True)
-        texts = self._topology.ranks.exchange_texts(encoded(descriptions))
-        first_difference = difference(texts)
+        by_rank = self._topology.ranks.exchange(descriptions)
+        first_difference = difference(by_rank)
         remedy = "".join([remedy for name, remedy in _REMEDIES.items() if first_difference.startswith(name)])
-        second = _SECOND if any("second backward" in text for text in texts) else ""
+        second = _SECOND if any("second backward" in str(theirs) for theirs in by_rank) else ""
         raise MismatchError(
             f"{first_difference}.{remedy} All ranks run the same script: the same Pipe, the same calls in "
             "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
             f"generators the same seed on every rank; no DistributedSampler, which gives each its own part.{second}"
         )
 
-    def numbers(self) -> list[int]:
-        """The numbers still to be compared: of the mini-batch, if not all had its fingerprint; of output gradients."""
+    def values(self) -> list[Any]:
+        """The values still to be compared: of the mini-batch, if not all had its fingerprint; of output gradients."""
         mini_batch = 0 if self._is_mini_batch_compared else self._mini_batch.number
-        return [mini_batch, *[to_bits(value) for sketch in self._sketches.values for value in sketch]]
+        return [mini_batch, *self._sketches.values]
 
-    def compare(self, rows: Sequence[Sequence[int]]) -> None:
-        """Check once that all ranks' numbers are alike.
+    def compare(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Check once that all ranks' values are alike.
 
         Raises:
             MismatchError: they are not.
         """
         if len({mini_batch for mini_batch, *_ in rows}) > 1:
             self._refuse()
-        values = [[from_bits(bits) for bits in row[1:]] for row in rows]
-        size = len(GradSketch._fields)
-        for index in range(len(values[0]) // size):
-            sketches = [GradSketch(*row[size * index : size * (index + 1)]) for row in values]
+        for index in range(len(rows[0]) - 1):
+            sketches = [GradSketch(*row[index + 1]) for row in rows]
             if not all(sketch.is_like(sketches[self._topology.assignment.last]) for sketch in sketches):
                 described = "; ".join(f"rank {rank}: {sketch}" for rank, sketch in enumerate(sketches))
                 raise MismatchError(self._difference_text.format(index, described))

@@ -2,12 +2,11 @@
 
     CallMessages    messages by themselves: from one rank to another; over the tree from one to all, from all to rank 0
     RankExchange    broadcast, gather: by CallMessages
-                    any, sum_over, norms, events: a few numbers or a text from all to all, by RankGroup.exchange
+                    any, sum_over, norms, events: a few values from all to all, by RankGroup.exchange
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -136,16 +135,16 @@ class RankExchange(Exchange):
         return any(flag for (flag,) in self._ranks.exchange([condition]))
 
     def sum_over(self, numbers: Tensor) -> Tensor:
-        bits = numbers.cpu().contiguous().view(-1).view(torch.int64).tolist()
-        rows = self._ranks.exchange([len(bits), *bits, ExchangeTag.SUM])
-        if any([len(row), row[0], row[-1]] != [len(bits) + 2, len(bits), ExchangeTag.SUM] for row in rows):
+        values = numbers.reshape(-1).tolist()
+        rows = self._ranks.exchange([len(values), *values, ExchangeTag.SUM])
+        if any([len(row), row[0], row[-1]] != [len(values) + 2, len(values), ExchangeTag.SUM] for row in rows):
             raise MismatchError(
-                f"rank {self._ranks.rank} adds {len(bits)} numbers up over the ranks while others do something else. "
+                f"rank {self._ranks.rank} adds {len(values)} numbers up over the ranks while others do something else. "
                 "All ranks make the same calls in the same order: take none of them into an `if rank == 0:`."
             )
-        total = torch.zeros(len(bits), dtype=torch.float64, device="cpu")
+        total = torch.zeros(len(values), dtype=torch.float64, device="cpu")
         for row in rows:
-            total += torch.tensor(row[1:-1], dtype=torch.int64, device="cpu").view(torch.float64)
+            total += torch.tensor(row[1:-1], dtype=torch.float64, device="cpu")
         return total.view(numbers.shape)
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
@@ -155,21 +154,21 @@ class RankExchange(Exchange):
 
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         own_norms = [
-            [name, str(norm.dtype).removeprefix("torch."), value.hex()]
+            [name, str(norm.dtype).removeprefix("torch."), value]
             for (name, norm), value in zip(norms, values_of([norm for _, norm in norms]), strict=True)
         ]
         first_names = self._topology.first_names
-        by_name: dict[str, tuple[str, str]] = {}
+        by_name: dict[str, tuple[str, float]] = {}
         unnamed = []
-        for rank, text in enumerate(self._ranks.exchange_texts(json.dumps(own_norms))):
-            for name, dtype, value in json.loads(text):
+        for rank, norms_of_rank in enumerate(self._ranks.exchange(own_norms)):
+            for name, dtype, value in norms_of_rank:
                 if name:
                     by_name.setdefault(first_names.get(name, name), (dtype, value))  # a tied parameter counts once
                 elif rank == self._topology.assignment.last:
                     unnamed.append((dtype, value))
         ordered = [by_name[name] for name in dict.fromkeys(first_names.values()) if name in by_name]
         all_norms = [
-            torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype), device="cpu")
+            torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
             for dtype, value in [*ordered, *unnamed]
         ]
         return joined_norm(all_norms, norm_type).to(self._ranks.device)
@@ -178,8 +177,7 @@ class RankExchange(Exchange):
         own_events = [[str(event.action), event.lane, event.start, event.end] for event in events]
         by_clock: dict[str, list[Event]] = {}
         spans: list[tuple[str, list[Span]]] = []
-        for text in self._ranks.exchange_texts(json.dumps([clock_name(), own_events, list(steps)])):
-            name, rows, rank_steps = json.loads(text)
+        for name, rows, rank_steps in self._ranks.exchange([clock_name(), own_events, list(steps)]):
             rank_events = [Event(Action.parse(action), lane, start, end) for action, lane, start, end in rows]
             by_clock.setdefault(name, []).extend(rank_events)
             spans.append((name, rank_steps))

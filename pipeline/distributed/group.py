@@ -2,23 +2,23 @@
 
     torchrun, or group=...  -->  RankGroup: rank, size, FailureMonitor, Connections: channels, links over them
 
-    within a call   exchange: a few whole numbers from all to all        connections: messages
+    within a call   exchange: a few plain values from all to all         connections: messages
     a failure       its record first, then every channel is closed; the next call builds the next generation of them
 
-All Pipes of one process group share one. Control numbers travel on the same channels as messages, before and after
+All Pipes of one process group share one. Control values travel on the same channels as messages, before and after
 those of a phase.
 
-Each channel is a process group of torch for one ordered pair, so that no receive blocks a send. Control numbers go as
+Each channel is a process group of torch for one ordered pair, so that no receive blocks a send. Control values go as
 messages over a tree (`pipeline.distributed.tree`), since a collective of gloo takes much longer than two of these.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import socket
-import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -110,7 +110,7 @@ class RankGroup:
         """
         new_pairs = self.connections.uncarried(pairs)
         if new_pairs:
-            places = self.exchange_texts(self.connections.place)
+            places = self.exchange(self.connections.place)
             with_devices = [
                 (source, target) for source, target in new_pairs if "" != places[source] != places[target] != ""
             ]
@@ -121,16 +121,14 @@ class RankGroup:
         self.monitor.at = f"the end, for rank {to} to receive the last messages"
         self.connections.sender(to).finish()
 
-    # ----------------------------------------------------------------------------------------------------- numbers
+    # ------------------------------------------------------------------------------------------------------ values
 
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of all ranks, by rank."""
-        rows = self._exchange(struct.pack(f"<{len(numbers)}q", *numbers))
-        return [list(struct.unpack(f"<{len(row) // 8}q", row)) for row in rows]
-
-    def exchange_texts(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank."""
-        return [row.decode() for row in self._exchange(text.encode())]
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank: what JSON can hold. Numbers arrive bit by bit."""
+        self.monitor.at = "a meeting of all ranks"
+        rows = all_to_all(self.connections, self.rank, self.size, json.dumps(value).encode())
+        self.monitor.has_met = True
+        return list(map(json.loads, rows))
 
     def refuse_shared_devices(self) -> None:
         """Raise on all ranks if two on one host compute on the same accelerator.
@@ -140,7 +138,7 @@ class RankGroup:
         """
         own_device = identity(self.device)
         ranks_at: dict[str, list[int]] = {}
-        for rank, name in enumerate(self.exchange_texts(own_device and f"{own_device} on host {socket.gethostname()}")):
+        for rank, name in enumerate(self.exchange(own_device and f"{own_device} on host {socket.gethostname()}")):
             ranks_at.setdefault(name, []).append(rank)
         for name, ranks in ranks_at.items():
             if name and len(ranks) > 1:
@@ -150,12 +148,6 @@ class RankGroup:
                     "torch.accelerator.set_device_index(...). For ranks on the CPU begin with "
                     'torch.distributed.init_process_group("cpu:gloo").'
                 )
-
-    def _exchange(self, data: bytes) -> list[bytes]:
-        self.monitor.at = "a meeting of all ranks"
-        rows = all_to_all(self.connections, self.rank, self.size, data)
-        self.monitor.has_met = True
-        return rows
 
     # ----------------------------------------------------------------------------------------------------- failure
 

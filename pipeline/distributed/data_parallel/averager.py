@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from pipeline.data.loss import divide_
-from pipeline.distributed.agreement import MODES, OPTIONS, SETTINGS, digest, from_optional_bits, optional_bits
+from pipeline.distributed.agreement import MODES, OPTIONS, SETTINGS, digest
 from pipeline.distributed.data_parallel.gradient_means import GradientReducer, among_replicas
 from pipeline.distributed.data_parallel.replicas import Replicas, refuse
 from pipeline.distributed.data_parallel.shards import BucketLayout, GradientBucket, with_external
@@ -67,14 +68,14 @@ class ReplicaAverager(Averager):
         reducer, self._reducer = self._begun(), None
         divisor = self._shared(divisor)
         last, grads = with_external(self.layout, pairs), _by_id(pairs)
-        note = self._note(last, divisor)
+        note = self._note(last)
         while reducer.early is not None:
             reducer.send(grads)
-        reducer.send_last(last, grads, note)
-        sums, notes = reducer.receive()
-        if any(theirs[:-2] != note[:-2] for theirs in notes):
+        reducer.send_last(last, grads, note, divisor)
+        sums, notes, divisors = reducer.receive()
+        if any(theirs != note for theirs in notes):
             self._refuse(last)
-        means = reducer.means(sums, [from_optional_bits(*theirs[-2:]) for theirs in notes])
+        means = reducer.means(sums, divisors)
         self.waits_for_vote = not waits
         if waits:
             with among_replicas():
@@ -88,8 +89,9 @@ class ReplicaAverager(Averager):
         pipeline = self._replicas.pipeline
         if pipeline is None or self._is_backward:
             return divisor
-        rows = pipeline.exchange(optional_bits(divisor))
-        return next((from_optional_bits(*row) for row in rows if row[0]), None)
+        values = pipeline.exchange(None if divisor is None else divisor.item())
+        known = [value for value in values if value is not None]
+        return torch.tensor(known[0], dtype=torch.float64, device="cpu") if known else None
 
     def _in_order(self, pairs: Sequence[Pair]) -> list[Pair]:
         """In the order of the modules, as without replicas, whatever travelled first."""
@@ -111,12 +113,12 @@ class ReplicaAverager(Averager):
             self._reducer = GradientReducer(replicas.ranks, str(replicas.number), self.layout.buckets)
         return self._reducer
 
-    def _note(self, last: GradientBucket, divisor: Tensor | None) -> list[int]:
-        """The note of this replica to the others: digests of what must be alike, and its divisor."""
+    def _note(self, last: GradientBucket) -> list[int]:
+        """The note of this replica to the others: digests of what must be alike."""
         texts = [self.descriptions.get(name, "") for name in ("the calls", *_ALIKE)]
         flags = "".join(["01"[parameter.requires_grad] for parameter in self.layout.parameters])
         shapes = [tuple(leaf.shape) for leaf in self._external(last)]
-        return [*[digest(text) for text in (*texts, f"{flags} {shapes}")], *optional_bits(divisor)]
+        return [digest(text) for text in (*texts, f"{flags} {shapes}")]
 
     def _external(self, last: GradientBucket) -> Sequence[Tensor]:
         """The parameters of the last bucket that are not the module's."""

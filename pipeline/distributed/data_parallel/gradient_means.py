@@ -55,7 +55,7 @@ class GradientReducer:
         self._ranks = ranks
         self._series = series
         self._buckets = list(buckets)
-        self._note: Sequence[int] = ()
+        self._note: tuple[Tensor | None, ...] = ()  # with the last bucket: whole numbers, a divisor
         self._others = [(ranks.rank - turn) % ranks.size for turn in range(1, ranks.size)]  # as they are taken
         self._grads: list[list[Tensor | None]] = []  # of the buckets that were sent, by parameter
         self._shards: list[list[list[Piece]]] = []  # of those, by replica
@@ -74,19 +74,24 @@ class GradientReducer:
             grads: by the id of the parameter.
         """
         with among_replicas():
-            self._send(grads, ())
+            self._send(grads)
 
-    def send_last(self, bucket: GradientBucket, grads: Mapping[int, Tensor], note: Sequence[int]) -> None:
+    def send_last(
+        self, bucket: GradientBucket, grads: Mapping[int, Tensor], note: Sequence[int], divisor: Tensor | None
+    ) -> None:
         """Send the sums of the last bucket, which is known only now.
 
         Args:
             note: whole numbers for everyone.
+            divisor: what this replica's gradients are to be divided by.
         """
-        self._buckets[-1], self._note = bucket, note
+        own_divisor = None if divisor is None else divisor.to("cpu", torch.float64)
+        self._buckets[-1] = bucket
+        self._note = torch.tensor(note, dtype=torch.int64, device="cpu"), own_divisor
         with among_replicas():
-            self._send(grads, (torch.tensor(note, dtype=torch.int64, device="cpu"),))
+            self._send(grads)
 
-    def _send(self, grads: Mapping[int, Tensor], note: tuple[Tensor, ...]) -> None:
+    def _send(self, grads: Mapping[int, Tensor]) -> None:
         if not self._grads:
             self._ranks.carry(list(permutations(range(self._ranks.size), 2)))
             self._begin("sums")
@@ -95,29 +100,28 @@ class GradientReducer:
         shards = shards_of([parameter.numel() for parameter in bucket.parameters], self._ranks.size)
         flat = [_flat(grad) for grad in grads_sent]
         parts = {rank: [_cut(flat[piece.parameter], piece) for piece in shards[rank]] for rank in self._others}
-        self._send_each(_named("sums", bucket), {rank: Message((*shard, *note)) for rank, shard in parts.items()})
+        self._send_each(_named("sums", bucket), {rank: Message((*shard, *self._note)) for rank, shard in parts.items()})
         self._grads.append(grads_sent)
         self._shards.append(shards)
 
-    def receive(self) -> tuple[list[list[GradientParts]], list[list[int]]]:
-        """The sums of this replica's shard, by bucket and replica, and all notes; called when all have been sent."""
+    def receive(self) -> tuple[list[list[GradientParts]], list[list[int]], list[Tensor | None]]:
+        """The sums of this replica's shard, by bucket and replica; all notes and divisors. All have been sent."""
         rank = self._ranks.rank
         own_shard = [
             [_cut(_flat(grads[piece.parameter]), piece) for piece in shards[rank]]
             for grads, shards in zip(self._grads, self._shards, strict=True)
         ]
         sums: list[list[GradientParts]] = [[parts] * self._ranks.size for parts in own_shard]
-        notes = [list(self._note)] * self._ranks.size
+        notes = [self._note] * self._ranks.size
         with among_replicas():
             for index, bucket in enumerate(self._buckets):
                 for replica in self._others:
                     sums[index][replica] = list(self._received(replica, _named("sums", bucket)))
             self._finish()
         for replica in self._others:
-            note = sums[-1][replica].pop()
-            assert note is not None  # it was sent with the last bucket
-            notes[replica] = note.tolist()
-        return sums, notes
+            *sums[-1][replica], note, divisor = sums[-1][replica]
+            notes[replica] = note, None if divisor is None else divisor.cpu()
+        return sums, [note.tolist() for note, _ in notes if note is not None], [divisor for _, divisor in notes]
 
     def means(
         self, sums: list[list[GradientParts]], divisors: Sequence[Tensor | None]
@@ -126,7 +130,7 @@ class GradientReducer:
 
         Args:
             sums: as `receive` gave them; emptied.
-            divisors: what each replica's gradients are to be divided by first.
+            divisors: of the replicas, as `receive` gave them: their gradients are divided by these first.
 
         Raises:
             RuntimeError: a gradient is sparse on one replica and dense on another.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.distributed.agreement import MismatchError, difference, digest, encoded, shapes_in_words
+from pipeline.distributed.agreement import MismatchError, difference, digest, shapes_in_words
 from pipeline.distributed.exchange import CallMessages
 from pipeline.distributed.group import RankGroup, ranks_of
 from pipeline.transports.message import Message
@@ -142,10 +142,10 @@ def refuse(ranks: RankGroup, descriptions: Mapping[str, str]) -> NoReturn:
     Raises:
         MismatchError: in words.
     """
-    texts = ranks.exchange_texts(encoded(descriptions))
+    by_rank = ranks.exchange(dict(descriptions))
     raise MismatchError(
         f"the replicas of a Pipe (ranks {members(ranks)} of the world, here 0 to {ranks.size - 1}) do not do the same: "
-        f"{difference(texts)}. All replicas run the same script, each with mini-batches of its own."
+        f"{difference(by_rank)}. All replicas run the same script, each with mini-batches of its own."
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.distributed.agreement import difference, digest, encoded, values_in_words
+from pipeline.distributed.agreement import difference, digest, values_in_words
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.communicator import DataParallelCommunicator
 from pipeline.distributed.exchange import RankExchange
@@ -42,27 +42,27 @@ def test_a_digest_is_the_same_in_every_process() -> None:
 
 
 def test_what_differs_first_is_told_with_its_ranks() -> None:
-    texts = [encoded({"a": "1", "b": value}) for value in ("x", "y", "x", "z")]
-    assert difference(texts) == "b differ between the ranks: ranks 0, 2: x; rank 1: y; rank 3: z"
-    texts[1] = encoded({"a": "2", "b": "y"})
-    assert difference(texts).startswith("a differ between the ranks: ranks 0, 2, 3: 1; rank 1: 2")
+    by_rank = [{"a": "1", "b": value} for value in ("x", "y", "x", "z")]
+    assert difference(by_rank) == "b differ between the ranks: ranks 0, 2: x; rank 1: y; rank 3: z"
+    by_rank[1] = {"a": "2", "b": "y"}
+    assert difference(by_rank).startswith("a differ between the ranks: ranks 0, 2, 3: 1; rank 1: 2")
 
 
 @pytest.mark.parametrize("short", [0, 1])
 def test_the_rank_that_says_less_says_why(short: int) -> None:
     """It has no more mini-batches, and so no settings of a call with one."""
-    texts = [encoded({"the calls": "1", "the settings": "chunks 3", "the mini-batches": "x [6, 4]"})] * 2
-    texts[short] = encoded({"the calls": "1", "the mini-batches": "none after 2"})
+    by_rank = [{"the calls": "1", "the settings": "chunks 3", "the mini-batches": "x [6, 4]"}] * 2
+    by_rank[short] = {"the calls": "1", "the mini-batches": "none after 2"}
     said = ["x [6, 4]", "none after 2"] if short else ["none after 2", "x [6, 4]"]
-    assert difference(texts) == "the mini-batches differ between the ranks: rank 0: {}; rank 1: {}".format(*said)
-    texts[short] = encoded({"the calls": "1"})
-    assert difference(texts).startswith("the settings differ between the ranks: rank ")
+    assert difference(by_rank) == "the mini-batches differ between the ranks: rank 0: {}; rank 1: {}".format(*said)
+    by_rank[short] = {"the calls": "1"}
+    assert difference(by_rank).startswith("the settings differ between the ranks: rank ")
 
 
 def test_of_long_settings_only_the_lines_that_differ_are_told() -> None:
     lines = [f"{index}.weight: [4, 4] float32" for index in range(100)]
     other = [*lines[:42], "42.weight: [4, 5] float32", *lines[43:]]
-    words = difference([encoded({"the settings": "\n".join(each)}) for each in (lines, other)])
+    words = difference([{"the settings": "\n".join(each)} for each in (lines, other)])
     assert words == (
         "the settings differ between the ranks: rank 0: 42.weight: [4, 4] float32; rank 1: 42.weight: [4, 5] float32"
     )

@@ -71,7 +71,7 @@ class OneOf:
         self.made.append(Counted(pairs, self.rank, self.places[self.rank]))
         return self.made[-1]
 
-    def exchange_texts(self, text: str) -> list[str]:
+    def exchange(self, text: str) -> list[str]:
         assert text == self.places[self.rank]
         self.exchanges += 1
         return self.places

@@ -63,10 +63,10 @@ def reduced(replicas: int, buckets: int):
             grads = {id(parameter): gradient(rank, index) for index, parameter in enumerate(parameters)}
             while reducer.early is not None:
                 reducer.send(grads)
-            reducer.send_last(layout[-1], grads, [rank])
-            sums, notes = reducer.receive()
+            reducer.send_last(layout[-1], grads, [rank], None)
+            sums, notes, divisors = reducer.receive()
             assert notes == [[other] for other in range(replicas)]
-            found[rank] = [mean for _, mean in reducer.means(sums, [None] * replicas)]
+            found[rank] = [mean for _, mean in reducer.means(sums, divisors)]
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(replicas)]
         for thread in threads:
