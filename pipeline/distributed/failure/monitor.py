@@ -28,7 +28,6 @@ from pipeline.distributed.failure.local_status import LocalStatus
 from pipeline.distributed.failure.store_exchange import PARTING, StoreExchange
 from pipeline.distributed.failure.store_keys import StoreKeys
 from pipeline.distributed.failure.store_watchdog import StoreWatchdog
-from pipeline.distributed.failure.thread import MonitorThread
 
 POSTING = 2.0  # seconds that `fail` waits at most for its record
 
@@ -66,14 +65,13 @@ class FailureMonitor:
         self._heartbeat = heartbeat
         self._status = status = LocalStatus(rank, weakref.ref(self))
         detector = FailureDetector(rank, size, heartbeat, timeout)
-        exchange = StoreExchange(status, StoreKeys(store, prefix, rank, size), detector, heartbeat)
-        self._thread = MonitorThread(status, exchange, heartbeat)
+        self._thread = StoreExchange(status, StoreKeys(store, prefix, rank, size), detector, heartbeat)
         self._watchdog = StoreWatchdog(status, self._thread, detector, heartbeat)
         at_exit = partial(_end_with_script, status, self._thread, self._watchdog, os.getpid())
         self._drop = weakref.finalize(self, status.drop)  # the threads then end once no other rank needs them
         self._drop.atexit = False
         atexit.register(at_exit)
-        self._thread.start(at_end=partial(_forget, self._watchdog, at_exit))
+        self._thread.begin(at_end=partial(_forget, self._watchdog, at_exit))
         self._watchdog.start()
 
     def enter(self, generation: int, call: str, abort: Callable[[], None]) -> None:
@@ -141,7 +139,7 @@ class FailureMonitor:
         _join(self._thread, self._watchdog)
 
 
-def _part(status: LocalStatus, thread: MonitorThread) -> None:
+def _part(status: LocalStatus, thread: StoreExchange) -> None:
     status.end("ended its script")
     thread.hurry()
     with status.changed:
@@ -153,14 +151,14 @@ def _forget(watchdog: StoreWatchdog, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
 
 
-def _join(thread: MonitorThread, watchdog: StoreWatchdog) -> None:
+def _join(thread: StoreExchange, watchdog: StoreWatchdog) -> None:
     watchdog.end()
     thread.end()
-    watchdog.join()
-    thread.join()
+    watchdog.await_end()
+    thread.await_end()
 
 
-def _end_with_script(status: LocalStatus, thread: MonitorThread, watchdog: StoreWatchdog, process: int) -> None:
+def _end_with_script(status: LocalStatus, thread: StoreExchange, watchdog: StoreWatchdog, process: int) -> None:
     if os.getpid() == process:  # and not in a fork of the rank, which has no threads, and is not the rank
         _part(status, thread)
         _join(thread, watchdog)

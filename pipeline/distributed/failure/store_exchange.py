@@ -1,23 +1,33 @@
-"""The exchange of a rank's monitor with the store, turn by turn.
+"""The exchange of a rank's monitor with the store, turn by turn, in a thread of its own.
 
+    every 0.1 s, or when the main thread asks for it:
     every turn                post own failures ─► look for a failure ─► deliver
     every beat                write this rank's beat ─► read the others' ─► detector ─► accuse: post, deliver
+
+That thread alone uses the store, until all ranks may part. When a turn takes longer than `heartbeat` seconds,
+store_watchdog.py acts in its place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
+
+import torch.distributed as dist
 
 from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.heartbeat import Heartbeat
 from pipeline.distributed.failure.local_status import LocalStatus
 from pipeline.distributed.failure.store_keys import StoreKeys
+from pipeline.distributed.failure.thread import WatchingThread
 
+PAUSE = 0.1  # seconds between two looks for a failure
+SHORT_PAUSE = 0.02  # while the main thread waits for the verdict
 BEAT = 1.0  # seconds between two signs of life, or a quarter of `heartbeat`
 PARTING = 5.0  # seconds for which a rank that has ended waits at most for others, which may need the store it hosts
 
 
-class StoreExchange:
+class StoreExchange(WatchingThread):
     """The use that a monitor makes of the store, turn by turn.
 
     Args:
@@ -28,18 +38,51 @@ class StoreExchange:
     """
 
     def __init__(self, status: LocalStatus, keys: StoreKeys, detector: FailureDetector, heartbeat: float) -> None:
+        super().__init__("pipe monitor", min(PAUSE, heartbeat / 4))
+        self.turn_began: float | None = None  # of the turn under way
+        self._loss_reason: str | None = None  # why the store is
+        self._at_end: Callable[[], object] = int  # nothing
         self._status = status
         self._keys = keys
         self._detector = detector
         self._heartbeat = heartbeat
-        self._period = min(BEAT, heartbeat / 4)
         self._last_awake = monotonic()
         self._next_beat = 0.0
         self._latest = Heartbeat(-1, -1, 0, "", False, "", 0, "")  # of this rank, in the store
         self._previous = self._latest  # at the turn before
         self._parting: tuple[float, dict[int, int]] | None = None  # since when, and the others' beats then
 
-    def last_beat(self) -> None:
+    @property
+    def _period(self) -> float:
+        return min(BEAT, self._heartbeat / 4)
+
+    def begin(self, at_end: Callable[[], object]) -> None:
+        """Start the thread; it does that at its end."""
+        self._at_end = at_end
+        self.start()
+
+    def run(self) -> None:
+        while not (self._is_over or self._status.has_parted):
+            self._guarded(self.turn)
+            self._wake.wait(SHORT_PAUSE if self._status.is_asking else self._pause)
+            self._wake.clear()
+        self._guarded(self._last_beat)
+        self._status.part()
+        self._at_end()
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        self.turn_began = monotonic()
+        try:
+            work() if self._loss_reason is None else self._without_store(self._loss_reason)
+        except Exception as error:
+            self._loss_reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, dist.DistError):
+                self._loss_reason += (
+                    ". The process that hosts it (rank 0, or torchrun's agent) has ended or was killed. Start again."
+                )
+        self.turn_began = None
+
+    def _last_beat(self) -> None:
         """A beat that says how this rank ended, unless one has said so."""
         if not self._latest.ended:
             self._beat()
@@ -108,7 +151,7 @@ class StoreExchange:
         if now - start > min(PARTING, self._heartbeat) or not needy_ranks:
             self._status.part()
 
-    def without_store(self, reason: str) -> None:
+    def _without_store(self, reason: str) -> None:
         """The turn after the store was lost, for this reason: this rank can only judge for itself."""
         own_beat = self._status.beat(0)
         for generation, failure in self._status.unposted():

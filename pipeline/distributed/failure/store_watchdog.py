@@ -8,16 +8,15 @@ A second thread, since the first one cannot look at a clock while the store hold
 
 from __future__ import annotations
 
-import threading
 from time import monotonic
 
 from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.local_status import LocalStatus
-from pipeline.distributed.failure.store_exchange import BEAT
-from pipeline.distributed.failure.thread import JOINING, MonitorThread
+from pipeline.distributed.failure.store_exchange import BEAT, StoreExchange
+from pipeline.distributed.failure.thread import WatchingThread
 
 
-class StoreWatchdog:
+class StoreWatchdog(WatchingThread):
     """The thread that watches the monitor's thread.
 
     Args:
@@ -28,31 +27,17 @@ class StoreWatchdog:
     """
 
     def __init__(
-        self, status: LocalStatus, monitor: MonitorThread, detector: FailureDetector, heartbeat: float
+        self, status: LocalStatus, monitor: StoreExchange, detector: FailureDetector, heartbeat: float
     ) -> None:
+        super().__init__("pipe watchdog", min(BEAT, heartbeat / 4))
         self._status = status
         self._monitor = monitor
         self._detector = detector
         self._heartbeat = heartbeat
         self._last_awake = self._counted_from = monotonic()
-        self._end_event = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pipe watchdog", daemon=True)
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def end(self) -> None:
-        """End the thread."""
-        self._end_event.set()
-
-    def join(self) -> None:
-        """Wait for that."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join(JOINING)
-
-    def _run(self) -> None:
-        while not self._end_event.wait(min(BEAT, self._heartbeat / 4)):
+    def run(self) -> None:
+        while not self._wake.wait(self._pause):  # nobody hurries it but to its end
             self._look(monotonic())
 
     def _look(self, now: float) -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from monitor_scripts import Nursery, Remote, every
 
 from pipeline.distributed.failure import store_exchange
-from pipeline.distributed.failure import thread as monitor_thread
 from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.errors import Failure, of_exception, silence
 from pipeline.distributed.failure.heartbeat import Heartbeat
@@ -27,7 +26,6 @@ from pipeline.distributed.failure.monitor import FailureMonitor
 from pipeline.distributed.failure.store_exchange import StoreExchange
 from pipeline.distributed.failure.store_keys import KEPT, StoreKeys
 from pipeline.distributed.failure.store_watchdog import StoreWatchdog
-from pipeline.distributed.failure.thread import MonitorThread
 
 QUICK = 3.0  # seconds in which all must know, on a machine that does other things too
 
@@ -515,7 +513,7 @@ def test_what_the_main_thread_wants_is_done_at_once_however_long_the_pauses_are(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_exchange, "BEAT", 60.0)
-    monkeypatch.setattr(monitor_thread, "PAUSE", 60.0)
+    monkeypatch.setattr(store_exchange, "PAUSE", 60.0)
     watches = [FailureMonitor(store, "w", rank, 2, heartbeat=400.0) for rank in range(2)]
     for watch in watches:
         watch.enter(0, "step 1", lambda: None)
@@ -534,8 +532,7 @@ def test_the_watchdog_speaks_when_a_turn_takes_longer_than_heartbeat_of_which_th
         status = LocalStatus(0, lambda: None)
         status.enter(0, "step 1", lambda: None)
         detector = judge()
-        exchange = StoreExchange(status, StoreKeys(dist.HashStore(), "w", 0, 2), detector, 10.0)
-        thread = MonitorThread(status, exchange, 10.0)
+        thread = StoreExchange(status, StoreKeys(dist.HashStore(), "w", 0, 2), detector, 10.0)
         watchdog = StoreWatchdog(status, thread, detector, 10.0)
         thread.turn_began = began = time.monotonic()
         for second in range(1, 30):
