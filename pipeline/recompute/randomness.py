@@ -160,7 +160,7 @@ class GeneratorGuard:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.touches = Touches()
         self._of_torch = (torch.default_generator, *accelerators.default_generators(devices))
-        self._states: list[tuple[Generator, Any]] = []
+        self._states: States = []
         self._has_all = False
         self._depth = 0
 
@@ -168,18 +168,17 @@ class GeneratorGuard:
         self._depth += 1
         if self._depth == 1:
             self._has_all = False
-            self._states = [(generator, generator.get_state()) for generator in self._of_torch]
+            self._states = states_of(self._of_torch)
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            for generator, state in self._states:
-                generator.set_state(state)
+            _restore(self._states)
 
     def keep_all(self) -> None:
         """Keep all: any default generator may be seeded or drawn from, from now on."""
         if not self._has_all:
-            self._states += [(generator, generator.get_state()) for generator in _OUTSIDE_TORCH]
+            self._states += states_of(_OUTSIDE_TORCH)
             self._has_all = True
 
     @property
@@ -272,15 +271,6 @@ def same_state(one: Any, other: Any) -> bool:
     return one == other if isinstance(one, Bits) else pickle.dumps(one) == pickle.dumps(other)
 
 
-@contextmanager
-def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Leave the default generators of `devices` as they were found, whatever is drawn inside."""
-    guard = GeneratorGuard(devices)
-    with guard:
-        guard.keep_all()
-        yield
-
-
 def private_generators(modules: Iterable[nn.Module]) -> dict[int, Generator]:
     """The generators that modules hold as attributes, by id: no seed reaches them, so their states are kept."""
     return generators_among(chain.from_iterable([vars(module).values() for module in modules]))
@@ -312,7 +302,7 @@ class PrivateGenerators:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._generators = private_generators(modules)
-        self._first = self._states()
+        self._first = states_of(self._generators.values())
         self._before: dict[int, States] = {}
 
     def __bool__(self) -> bool:
@@ -322,12 +312,9 @@ class PrivateGenerators:
         """Their ids."""
         return iter(self._generators)
 
-    def _states(self) -> States:
-        return [(generator, generator.get_state()) for generator in self._generators.values()]
-
     def before_forward(self, chunk: int) -> None:
         """Keep their states, which F of `chunk` may change."""
-        self._before[chunk] = self._states()
+        self._before[chunk] = states_of(self._generators.values())
 
     def as_before(self, chunk: int) -> AbstractContextManager[None]:
         """Within: they are as they were before F of `chunk`, or at the beginning of the call."""
@@ -356,6 +343,11 @@ class PrivateGenerators:
         self._before.clear()
 
 
+def states_of(generators: Iterable[Generator]) -> States:
+    """Generators, and their present states."""
+    return [(generator, generator.get_state()) for generator in generators]
+
+
 def _restore(states: States) -> None:
     for generator, state in states:
         generator.set_state(state)
@@ -382,7 +374,7 @@ GENERATORS = tuple([kind for kind, _ in _ADAPTERS])
 @contextmanager
 def generators_at(states: States) -> Iterator[None]:
     """Put generators at earlier states, and back where they were at the end."""
-    previous = [(generator, generator.get_state()) for generator, _ in states]
+    previous = states_of(generator for generator, _ in states)
     try:
         _restore(states)
         yield

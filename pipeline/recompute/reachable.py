@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from pipeline.common.containers import CONTAINERS, length, reader_of, write
 from pipeline.data.pytrees import same_values
 from pipeline.recompute.attributes import SLOTTED, is_installed, package_of
-from pipeline.recompute.randomness import GENERATORS, Generator, generators_among, generators_at
+from pipeline.recompute.randomness import GENERATORS, generators_among
 
 _DEPTH = 9
 _MOST = 200_000  # objects
@@ -36,20 +35,6 @@ _NOT_OURS = {"torch", "numpy", "pipeline", "partition", "scheduler", *sys.stdlib
 _EMPTY = object()
 
 Undo = Callable[[], None]
-
-
-class Generators:
-    """Generators, and the states to which they return."""
-
-    def __init__(self, generators: Iterable[Generator]) -> None:
-        self._all = tuple(generators)
-
-    def states(self) -> list[Any]:
-        return [generator.get_state() for generator in self._all]
-
-    def at(self, states: Sequence[Any]) -> AbstractContextManager[None]:
-        """Within: at these states. At the end: as they were found."""
-        return generators_at(list(zip(self._all, states, strict=True)))
 
 
 class ReachableState:
@@ -77,7 +62,7 @@ class ReachableState:
             self._seen[id(value)] = value
             if depth < _DEPTH:
                 under_way += [(part, depth + 1) for part in self._note(value)]
-        self.generators = Generators(generators_among(self._seen.values()).values())
+        self.generators = tuple(generators_among(self._seen.values()).values())
 
     @classmethod
     def of_loss(cls, loss_fn: Any, stages: Iterable[Iterable[nn.Module]]) -> ReachableState:

@@ -31,7 +31,7 @@ from pipeline.common.torch_modes import Ambient, outside_vmap
 from pipeline.data.pytrees import detached, versions
 from pipeline.recompute.fingerprints import addresses
 from pipeline.recompute.policy import NO_HOOKS, checkpointing
-from pipeline.recompute.randomness import States, default_generators, generators_at
+from pipeline.recompute.randomness import States, default_generators, generators_at, states_of
 from pipeline.recompute.saved_tensors import SavedTensors
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 
@@ -99,7 +99,7 @@ class Replay:
         parameters = _parameters_of(self._modules)
         buffers = [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
         devices = {tensor.device for tensor in (*buffers, *parameters, *tensors)}
-        generators = [(generator, generator.get_state()) for generator in default_generators(devices)]
+        generators = states_of(default_generators(devices))
         device_types = dict.fromkeys(["cpu", *[device.type for device in devices]])
         ambient = Ambient.capture(device_types)._replace(saved_tensors_hooks=None)  # R has hooks of its own
         tables = [module._parameters for module in self._modules]

@@ -23,8 +23,7 @@ from pipeline.entry.probe.rows import all_same
 from pipeline.execution.execution import Execution
 from pipeline.execution.setup import Setup
 from pipeline.execution.stages import stages_of
-from pipeline.recompute.randomness import default_generators, same_state
-from pipeline.recompute.reachable import Generators
+from pipeline.recompute.randomness import Generator, States, default_generators, generators_at, same_state, states_of
 from pipeline.stage.stage import StageRun
 from scheduler import Kind
 
@@ -52,14 +51,18 @@ class ProbeCall:
     """
 
     def __init__(
-        self, setup: Setup, batch: Batch, generators: Generators, put_back: Callable[[], AbstractContextManager[None]]
+        self,
+        setup: Setup,
+        batch: Batch,
+        generators: Sequence[Generator],
+        put_back: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._put_back = put_back
         self._execution = Execution(setup, batch)
         self.stages = stages_of(self._execution, ends_in_loss=False)
         self.by_index = {stage.layers.index: stage for stage in self.stages}
         self.stage_outputs: dict[int, list[Activations] | None] = {}
-        self._inboxes: dict[int, tuple[list[Activations], list[Any]]] = {}
+        self._inboxes: dict[int, tuple[list[Activations], States]] = {}
         self._generators = generators
         self._writer_ids: set[int] = set()  # the ids of modules whose buffers have changed
 
@@ -70,8 +73,8 @@ class ProbeCall:
 
     def run(self, then: Callable[[], None] | None = None) -> None:
         """Stage after stage, and then something else. What they do to modules and generators is undone."""
-        states = self._generators.states()
-        with self._put_back(), self._execution.generators, weights_cast_anew(True), self._generators.at(states):
+        kept = generators_at(states_of(self._generators))
+        with self._put_back(), self._execution.generators, weights_cast_anew(True), kept:
             try:
                 self._execution.feed(grad=False)
                 self._execution.run(0, {Kind.F: self._forward}, draws=True)
@@ -93,7 +96,7 @@ class ProbeCall:
         inputs_and_states: dict[int, tuple[list[Tensor], list[Any]]] = {}
 
         def states() -> list[Any]:
-            return [*[generator.get_state() for generator in defaults], *self._generators.states()]
+            return [generator.get_state() for generator in (*defaults, *self._generators)]
 
         def begin(module: nn.Module, args: Any) -> None:
             if id(module) in numbers:
@@ -145,17 +148,17 @@ class ProbeCall:
         self.run(descend if is_whole else None)
         return stages[0] if stages else None
 
-    def _again(self, run: StageRun, inbox: Sequence[Activations], states: Sequence[Any]) -> list[Activations] | None:
+    def _again(self, run: StageRun, inbox: Sequence[Activations], states: States) -> list[Activations] | None:
         """Run a stage as before, but after others."""
         run.rewind()
         place = self._execution.setup.layout.places[run.layers.index]
-        with self._generators.at(states), entered(place.device):
+        with generators_at(states), entered(place.device):
             return self._outputs_of(run, inbox)
 
     def _forward(self, stage: int, chunk: int) -> None:
         execution, run = self._execution, self.by_index[stage]
         inbox = execution.take(stage, chunk)
-        self._inboxes[stage] = inbox, self._generators.states()
+        self._inboxes[stage] = inbox, states_of(self._generators)
         self.stage_outputs[stage] = outputs = self._outputs_of(run, inbox) if inbox[0].tree.tensors else None
         if stage != execution.last:
             values = execution.setup.layout.values.made_by[stage]

@@ -35,7 +35,7 @@ from pipeline.entry.state.meta_tensors import (
     survey,
 )
 from pipeline.entry.state.saved import Saved
-from pipeline.recompute.randomness import default_generators, generators_kept, layer_seed
+from pipeline.recompute.randomness import default_generators, generators_at, layer_seed, states_of
 
 Init: TypeAlias = Callable[[nn.Module], object]
 State: TypeAlias = Mapping[str, Any] | str | PathLike[str]
@@ -94,7 +94,7 @@ def materialize(
     for meta in empty.values():
         memory.give(meta, marked=init is not None)
     if init is not None:
-        with torch.no_grad(), generators_kept(devices):
+        with torch.no_grad(), generators_at(states_of(default_generators(devices))):
             for position in sorted({meta.position for meta in empty.values()}):
                 _initialise(init, layers, position, empty, devices, seed)
     if saved is not None:
