@@ -251,29 +251,26 @@ def as_it_is(tensor: Any) -> Any:
     return tensor
 
 
+def _function_modes(modes: tuple[Any, ...]) -> AbstractContextManager[None]:
+    functions = torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack
+    return _stack_of(modes, *functions, torch._C._push_on_torch_function_stack)
+
+
+def _dispatch_modes(modes: tuple[Any, ...]) -> AbstractContextManager[None]:
+    return _stack_of(modes, torch._C._len_torch_dispatch_stack, _pop_mode, _push_mode)
+
+
 @contextmanager
-def _function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
-    previous = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+def _stack_of(
+    modes: tuple[Any, ...], length: Callable[[], int], pop: Callable[[], Any], push: Callable[[Any], object]
+) -> Iterator[None]:
+    previous = [pop() for _ in range(length())]
     for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
+        push(mode)
     try:
         yield
     finally:
         for _ in modes:
-            torch._C._pop_torch_function_stack()
+            pop()
         for mode in reversed(previous):
-            torch._C._push_on_torch_function_stack(mode)
-
-
-@contextmanager
-def _dispatch_modes(modes: tuple[Any, ...]) -> Iterator[None]:
-    previous = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-    for mode in modes:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            _pop_mode()
-        for mode in reversed(previous):
-            _push_mode(mode)
+            push(mode)
