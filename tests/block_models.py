@@ -904,6 +904,27 @@ class States(Chain):
         return state[0] * state[1]["sum"]
 
 
+class Remembers(nn.Linear):
+    def forward(self, x: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        own = super().forward(x)
+        return x + (own if value is None else own + value).tanh(), own
+
+
+class FirstValues(Chain):
+    """The first block's values go to all others (value residual learning), and none to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembers(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, first = self.embed(ids), None
+        for block in self.blocks:
+            x, value = block(1.5 * x, first)
+            first = value if first is None else first
+        return x
+
+
 def pictured(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 8, 8), ids(rows)
 
@@ -950,6 +971,7 @@ MODELS = {
     "repeats": (Repeats, ids),
     "siamese": (Siamese, ids),
     "states": (States, ids),
+    "first values": (FirstValues, ids),
 }  # fmt: skip
 MIXING = {"numbers", "decides"}  # what one row computes may count for others
 

@@ -143,7 +143,8 @@ def _continues(run: Sequence[ModuleCall], block: ModuleCall) -> bool:
     """Whether a block takes its hidden state from the last of a run, as that does from the one before it."""
     link, first = _shared(run[-1], block), run[0]
     is_alike = _plain(block) == _plain(first) and all(key in first.arguments.leaves for _, key in link)
-    return bool(link) and is_alike and (len(run) == 1 or link == _shared(*run[:2]))
+    carries = any(isinstance(first.arguments.leaves.get(key), Tensor) for _, key in link)
+    return carries and is_alike and (len(run) == 1 or link == _shared(*run[:2]))
 
 
 def _plain(call: ModuleCall) -> tuple[TreeSpec, Leaves]:
