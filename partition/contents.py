@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
@@ -94,6 +95,8 @@ def unwritten(tensors: Iterable[Tensor]) -> Iterator[Contents]:
 
 
 class _WriteObserver(TorchDispatchMode):
+    supports_higher_order_operators = True  # flex_attention's
+
     def __init__(self, contents: Contents) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._contents = contents
@@ -122,9 +125,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 @cache
 def _written(func: Any) -> list[tuple[int, str]]:
     """The places and names of the arguments into which an operation writes."""
-    arguments = enumerate(func._schema.arguments)
-    if func is torch.ops.aten.record_stream.default:  # it says that it writes
+    if isinstance(func, HigherOrderOperator) or func is torch.ops.aten.record_stream.default:  # which says it writes
         return []
+    arguments = enumerate(func._schema.arguments)
     return [
         (place, argument.name) for place, argument in arguments
         if argument.alias_info is not None and argument.alias_info.is_write

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,12 +128,18 @@ class Flow:
 
 
 class _OperationObserver(TorchDispatchMode):
+    supports_higher_order_operators = True  # flex_attention's
+
     def __init__(self, flow: Flow) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._flow = flow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # without tags and schema: it reads its arguments, and writes none
+            result = func(*args, **kwargs)
+            self._flow.record_operation(tensors_in((args, kwargs)), tree_iter(result), [], drawn=False)
+            return result
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         states = states_of_torch() if may_draw else []
         written = written_by(func, args, kwargs)

@@ -35,7 +35,7 @@ from families import of_family
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from partition import PartitionError, split, to_sequential
@@ -633,6 +633,23 @@ def test_what_is_compiled_in_place_runs_in_its_part(name):
         for parameter in model.parameters():
             torch.nn.init.uniform_(parameter)
         torch.testing.assert_close(layers(x), model(x))
+
+
+class Flexible(nn.Linear):
+    def forward(self, x):
+        query, key, value = super().forward(x).unsqueeze(1).chunk(3, -1)
+        return x + flex_attention.flex_attention(query, key, value).squeeze(1)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.filterwarnings("ignore:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG:UserWarning")
+def test_blocks_may_call_an_operator_of_higher_order(monkeypatch):
+    """Frozen: flex attention has no backward on CPUs."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    model = nn.Sequential(nn.Linear(3, 16), *[Flexible(16, 48) for _ in range(3)]).requires_grad_(False).eval()
+    layers = to_sequential(model, torch.randn(4, 5, 3), blocks=["1", "2", "3"])
+    x = torch.randn(2, 7, 3)
+    assert len(layers) == 5 and torch.equal(layers(x), model(x))
 
 
 def test_a_model_that_is_compiled_whole_is_refused_in_words() -> None:
