@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from partition.names import NamedLayer
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.module_tables import modules_of
+from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.pytrees import Bundle, Tree, flatten
 from pipeline.data.values import Values
 from pipeline.recompute.randomness import quiet_layers, unobserved
@@ -80,7 +82,11 @@ class StageLayers:
         return Bundle.of((value, *stashed))
 
     def _run(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Tree:
-        return self.taken_apart(self.run_on(chunk, value, seed))
+        tree = self.taken_apart(self.run_on(chunk, value, seed))
+        for tensor in tree.tensors:
+            if tensor.requires_grad and tensor.is_leaf:
+                return _without_leaves(tree)
+        return tree
 
     @calls_users_code
     def run_on(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Any:
@@ -105,6 +111,19 @@ class StageLayers:
         if type(value) is Tensor and not value.is_nested:
             return Tree((value,), None)
         return flatten(value, f"the output of {self.name}")
+
+
+def _without_leaves(tree: Tree) -> Tree:
+    """The value, with views of leaves: a leaf that a layer has made (`out.requires_grad_()`) is held by nothing here.
+
+    So it is the forward's own affair, unless something else keeps it (external.py).
+    """
+    with without_function_modes():
+        return tree._replace(tensors=tuple([
+            tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf and tensor.layout is torch.strided
+            else tensor
+            for tensor in tree.tensors
+        ]))
 
 
 def _in_words(index: int, layer: nn.Module) -> str:

@@ -101,3 +101,18 @@ def test_what_nothing_keeps_is_the_forwards_own_affair(checkpoint, how):
     train(how, Pipe(model, [2, 2], chunks=3, checkpoint=checkpoint), model, x, y)
     train("forward" if how == "step" else how, plain, plain, x, y)
     assert_same_grads(model, plain)
+
+
+@pytest.mark.parametrize("how", ENTRIES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("balance", [[1, 2], [2, 1]])
+def test_a_leaf_that_a_stage_returns_is_the_forwards_own_affair(balance, checkpoint, how):
+    """`enable_input_require_grads` of transformers and peft sets it behind a frozen embedding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4).requires_grad_(False), nn.Linear(4, 4), nn.Tanh()).double()
+    model[0].register_forward_hook(lambda layer, args, out: out.requires_grad_())
+    plain, x, y = copy.deepcopy(model), torch.randint(7, (6,)), torch.rand(6, 4, dtype=torch.float64)
+    train(how, Pipe(model, balance, chunks=3, checkpoint=checkpoint), model[1:], x, y)
+    train("forward" if how == "step" else how, plain, plain[1:], x, y)
+    assert model[0].weight.grad is None
+    assert_same_grads(model[1:], plain[1:])
