@@ -8,8 +8,9 @@
 
 This covers matrix products (nn.Linear, attention's projections), convolutions and embeddings, which hold nearly all
 weights, whatever module calls them. All other gradients (biases, norms, a weight that is also used in another way, a
-product whose node in the graph has a hook, which would miss the gradient of w) are computed in I. From I to W these are
-held: x, the gradient of y, and the graph below [4], which saves nothing.
+product whose node in the graph has a hook, which would miss the gradient of w, or whose x hooks have packed, as those
+of torch.utils.checkpoint, which recompute a region each time that they are asked) are computed in I. From I to W these
+are held: x, the gradient of y, and the graph below [4], which saves nothing.
 
 A stage splits its chunks so (pipeline/stage/split_backward.py), and a profile its layers, to time and count the same.
 """
@@ -61,6 +62,7 @@ class _WeightRule(NamedTuple):
     """
 
     places: tuple[int, ...]
+    saved: str  # the attribute in which the node has saved its input, as it was packed
     late: Callable[[Any, bool], tuple[Tensor, WeightGradFunction] | None]
 
 
@@ -200,8 +202,10 @@ def _site(
         weights.append(weight)
         tails.append(GradientEdge(*tail))
         ends.append(target)
+    if getattr(node, rule.saved).unpack_hook is not None or _has_hooks(node):
+        return
     product = rule.late(node, len(weights) > 1)
-    if product is not None and not _has_hooks(node):
+    if product is not None:
         yield Site(node, weights, tails, *product), ends
 
 
@@ -272,9 +276,9 @@ def _embedding(indices: Tensor, arguments: tuple[Any, ...], gradient: Tensor) ->
 
 
 _RULES = {
-    "AddmmBackward0": _WeightRule((2,), _of_addmm),
-    "MmBackward0": _WeightRule((1,), _of_mm),
-    "ConvolutionBackward0": _WeightRule((1, 2), _of_convolution),
-    "EmbeddingBackward0": _WeightRule((0,), _of_embedding),
+    "AddmmBackward0": _WeightRule((2,), "_raw_saved_mat1", _of_addmm),
+    "MmBackward0": _WeightRule((1,), "_raw_saved_self", _of_mm),
+    "ConvolutionBackward0": _WeightRule((1, 2), "_raw_saved_input", _of_convolution),
+    "EmbeddingBackward0": _WeightRule((0,), "_raw_saved_indices", _of_embedding),
 }
 _BETWEEN = ("TBackward0", "ToCopyBackward0")

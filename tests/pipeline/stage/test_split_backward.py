@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -354,6 +355,30 @@ def test_odd_uses_of_weights_give_the_bits_of_b(kind: str, drive: str) -> None:
         found.append([param.grad for param in model.parameters()])
     for one, other in zip(*found, strict=True):
         assert one is None and other is None or torch.equal(to_dense(one), to_dense(other))
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_what_torchs_checkpoint_recomputes_is_recomputed_once_and_gives_the_bits_of_b(selective: bool) -> None:
+    """Each saved input that is looked at before the backward would recompute the whole region."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    found, counts = [], []
+    for name in ("1f1b", SPLIT):
+        torch.manual_seed(2)
+        inner = nn.Sequential(nn.Linear(4, 4), Apply(torch.sin), nn.Linear(4, 4), Apply(torch.sin), nn.Linear(4, 4))
+        runs: list[int] = []
+        inner[1].register_forward_hook(lambda module, args, out, runs=runs: runs.append(1))
+        ways = {"context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])}
+        region = Apply(partial(checkpoint, inner, use_reentrant=False, **(ways if selective else {})))
+        region.add_module("inner", inner)
+        model = nn.Sequential(nn.Linear(4, 4), region, nn.Linear(4, 4)).double()
+        Pipe(model, [1, 1, 1], 4, schedule=name, checkpoint="never", **DRIVES["apart"](3)).step(
+            normal(9, 4), loss_fn=square, loss_reduction="sum"
+        )
+        found.append([param.grad for param in model.parameters()])
+        counts.append(len(runs))
+    assert counts[0] == counts[1]
+    assert all(map(torch.equal, *found))
 
 
 def to_dense(grad: Tensor) -> Tensor:
