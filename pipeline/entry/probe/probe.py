@@ -191,7 +191,7 @@ class Probe:
         is_certain = _differ(repeated, among_others, differs) and same(repeated.output, reference.output)
         if not self._communicator.exchange.any(is_certain):
             return
-        culprit = _first_to_differ(ours, theirs, differs)
+        culprit = _first_to_differ(ours, theirs, partial(differs, least=0.0))  # what later layers have enlarged, too
         is_excused = culprit is not None and (repeated.gathers(culprit.layer) or bool(when) and culprit.draws)
         self._refuse(
             culprit, is_excused,

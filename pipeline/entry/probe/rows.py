@@ -26,8 +26,12 @@ def any_differs(ones: Sequence[Tensor], others: Sequence[Tensor], differs: RowCo
     return len(ones) == len(others) and any(map(differs, ones, others))
 
 
-def is_mixed(reference: Tensor, probed: Tensor, batch_dim: int, rows: int) -> bool:
-    """Whether at least a quarter of the rows that were kept have changed. (A few may: near ties, by rounding.)"""
+def is_mixed(reference: Tensor, probed: Tensor, batch_dim: int, rows: int, least: float = _LEAST) -> bool:
+    """Whether at least a quarter of the rows that were kept have changed. (A few may: near ties, by rounding.)
+
+    Args:
+        least: the least change that counts, relative to that of the rows beside; 0.0: any but rounding.
+    """
     if reference.shape != probed.shape:
         return False
     parts, other_parts = _row_parts(reference, batch_dim, rows), _row_parts(probed, batch_dim, rows)
@@ -39,7 +43,7 @@ def is_mixed(reference: Tensor, probed: Tensor, batch_dim: int, rows: int) -> bo
         moved = max([_change(parts[row - 1], other_parts[row - 1])[0] for row in kept_rows])
         changes = [_change(parts[row], other_parts[row]) for row in kept_rows]
     rounding = _ROUNDING.get(reference.dtype, _HALF_ROUNDING)
-    changed = [change > _LEAST * moved + rounding * size for change, size in changes]
+    changed = [change > least * moved + rounding * size for change, size in changes]
     return 4 * sum(changed) >= len(changed)
 
 

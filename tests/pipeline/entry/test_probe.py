@@ -170,6 +170,21 @@ def test_layers_that_mix_rows_in_train_mode_alone_are_refused(entry: str) -> Non
         ENTRIES[entry](pipe.eval(), flat())
 
 
+def test_a_layer_whose_draws_depend_on_values_is_not_judged_where_later_layers_enlarge_the_change() -> None:
+    """Beside rows that saturate the tanh, the small noise changes by more than a thousandth of what they change."""
+    def noisy(layer: Calls, h: Tensor) -> Tensor:
+        if layer.training:
+            torch.rand(int((h[0] > 50).sum()))
+            h = h + 0.02 * torch.rand_like(h)
+        return h
+
+    layers = nn.Sequential(nn.Identity(), Calls(noisy, nn.Identity()), nn.Tanh())
+    rows = torch.tensor([100.0, 0.1, 200.0, 0.2], dtype=torch.float64)[:, None].expand(4, WIDTH)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        Pipe(layers, [1, 2], 2)(rows)
+
+
 def test_a_batch_norm_that_keeps_no_statistics_mixes_rows_in_eval_mode() -> None:
     layers = around(nn.BatchNorm1d(WIDTH, track_running_stats=False))
     pipe = Pipe(layers, [1, 1], 2)
