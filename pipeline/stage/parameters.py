@@ -321,7 +321,8 @@ class Aliases:
     def _moved(self) -> list[Tensor]:
         """The real parameters whose aliases got other memory."""
         present, expected = (
-            [tensor.data_ptr() for tensor in tensors] for tensors in (self._all.aliases, self._all.local)
+            [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
+            for tensors in (self._all.aliases, self._all.local)
         )
         if present == expected:
             return []

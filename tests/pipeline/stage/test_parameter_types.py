@@ -95,3 +95,25 @@ def test_a_forward_that_writes_what_a_parameter_wraps_is_refused():
     pipe, (x, y) = Pipe(nn.Sequential(Writes(6, KINDS["wraps"]), Linear(6, 3)), [1, 1], 2), rows()
     with pytest.raises(CheckpointError, match="the recomputation of stage 0 .* gave other values than its forward"):
         pipe.step(x, y, loss_fn=F.mse_loss)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_sparse_parameter_has_the_gradient_of_a_loop(checkpoint):
+    class Mixes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            weight = torch.eye(4, dtype=torch.float64).repeat_interleave(2, 0)[1:5]
+            self.weight = nn.Parameter(weight.to_sparse())
+
+        def forward(self, x):
+            return torch.sparse.mm(self.weight, x.t()).t()
+
+    torch.manual_seed(0)
+    x, y = torch.rand(2, 6, 4, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4, 4), Mixes(), nn.Tanh()).double()
+    F.mse_loss(model(x), y).backward()
+    wanted = [parameter.grad.to_dense() for parameter in model.parameters()]
+    model.zero_grad()
+    Pipe(model, [2, 1], 2, checkpoint=checkpoint).step(x, y, loss_fn=F.mse_loss)
+    for parameter, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad.to_dense(), grad, rtol=1e-12, atol=1e-15)
