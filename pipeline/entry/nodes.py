@@ -62,7 +62,10 @@ class PipeFunction(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:  # pragma: no cover
         ctx.saved_tensors
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, *eagerly(_call, ctx.backward_call, getattr(token, _OUTPUT_GRADS), retain)
+        grads = eagerly(_call, ctx.backward_call, getattr(token, _OUTPUT_GRADS), retain)
+        if not retain:
+            ctx.backward_call = None  # a loss that is kept would keep the mini-batch
+        return None, *grads
 
 
 def _call(backward: BackwardCall, *arguments: Any) -> tuple[Tensor | None, ...]:  # pragma: no cover
