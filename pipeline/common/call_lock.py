@@ -10,6 +10,7 @@ whatever thread it runs.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,15 @@ class LockHold:
 
 _lock = threading.RLock()  # one for the process, as the default generators are
 _current: ContextVar[LockHold | None] = ContextVar("turn", default=None)
+
+
+def _renew() -> None:
+    """Take another lock in a forked process: the thread of the parent that held this one is not there."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 @contextmanager

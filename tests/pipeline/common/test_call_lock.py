@@ -1,6 +1,7 @@
 """Law 10: calls of Pipes from several threads are those calls one after the other; nothing waits for ever."""
 
 import copy
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
@@ -62,6 +63,28 @@ def is_taken() -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------- the turn
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, beside threads
+def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent() -> None:
+    """As a worker of a DataLoader, whose data set calls a Pipe, while a thread trains."""
+    begun, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn():
+            begun.set()
+            over.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert begun.wait(PATIENCE)
+    child = multiprocessing.get_context("fork").Process(target=turn().__enter__)
+    child.start()
+    child.join(PATIENCE)
+    child.kill()
+    over.set()
+    thread.join()
+    assert child.exitcode == 0
 
 
 def test_within_a_turn_others_wait_and_afterwards_they_do_not() -> None:
