@@ -174,6 +174,26 @@ def test_hooks_of_parameters_without_a_gradient_do_not_run(entry, checkpoint):
     assert model[1].never.grad is None and model[1].other.weight.grad is None
 
 
+@pytest.mark.parametrize("ends", ["twice in one loss", "in a failure"])
+def test_hooks_of_parameters_without_a_gradient_are_the_same_after_the_backward(ends):
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDE, WIDE), Unused()).double(), [1, 1], CHUNKS)
+    weight, ran = pipe[1].other.weight, []
+    weight.register_hook(lambda grad: ran.append("tensor"))
+    weight.register_post_accumulate_grad_hook(lambda param: ran.append("post"))
+    tables = weight._backward_hooks, weight._post_accumulate_grad_hooks
+    before = [dict(table) for table in tables]
+    x, y = batch()
+    x = x.requires_grad_() * 1
+    loss = mse(pipe(x)["used"], y) + mse(pipe(x)["used"], y)
+    if ends == "in a failure":
+        x.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    else:
+        loss.backward()
+    assert ran == [] and [dict(table) for table in tables] == before
+
+
 def test_an_input_that_the_loss_does_not_reach_runs_no_hook():
     class Pass(nn.Module):
         def forward(self, pair):
