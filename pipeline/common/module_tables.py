@@ -65,15 +65,14 @@ def modules_of(roots: Sequence[nn.Module]) -> list[nn.Module]:
         ['Sequential', 'ReLU', 'Tanh']
     """
     stack = list(reversed(roots))
-    seen: dict[int, nn.Module] = {}
+    seen: dict[nn.Module, None] = {}
     while stack:
         module = stack.pop()
-        key = id(module)
-        if key not in seen:
-            seen[key] = module
+        if module not in seen:
+            seen[module] = None
             if module._modules:
                 stack += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(seen.values())
+    return list(seen)
 
 
 def buffers_of(module: nn.Module) -> ModuleTable:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from partition.names import begin_call
 from pipeline.common.accelerators import is_capturing
 from pipeline.common.cadence import Cadence
+from pipeline.common.module_tables import modules_of
 from pipeline.common.profiling import named
 from pipeline.data.loss_key import LossCounts
 from pipeline.data.microbatch import Batch, described
@@ -72,7 +73,7 @@ class History:
         traits: of the stages.
         losses: the number of mini-batches of each loss_fn.
         calls: those with gradients.
-        probed: the mini-batches, by training flags and failures over ranks.
+        probed: the mini-batches, by training flags, classes and hooks of modules, and failures over ranks.
         traces: the recorders of the calls under way.
         stale: over ranks, what its caller's model has of other ranks' layers.
     """
@@ -236,9 +237,14 @@ class Runtime:
     def _probe(self, setup: Setup, batch: Batch) -> None:
         """Check whether this mini-batch may be cut: in validating calls, counted in each of the modes.
 
-        A failure over ranks fails all of them, and restarts the count on all.
+        In one process also by the classes of modules, and which have hooks: what was put in since the last probe may
+        mix rows. A failure over ranks fails all of them, and restarts the count on all.
         """
-        key = (self._flags(), 0 if self.topology is None else self.topology.ranks.generation)
+        modules = modules_of(list(self.module.children())) if setup.communicator.is_alone else ()
+        kinds = tuple([
+            (type(module).__qualname__, not module._forward_pre_hooks, not module._forward_hooks) for module in modules
+        ])
+        key = (self._flags(), kinds, 0 if self.topology is None else self.topology.ranks.generation)
         if not self.history.probed.next(key):
             return
         try:

@@ -238,6 +238,30 @@ def test_what_begins_later_is_found_in_one_of_the_next_calls() -> None:
         pipe(flat())
 
 
+def _centred(h: Tensor) -> Tensor:
+    return h - h.mean(0)
+
+
+PUT_IN: dict[str, Callable[[Calls], object]] = {
+    "a module": lambda layer: setattr(layer, "inner", calls(_centred)),
+    "one more": lambda layer: setattr(layer, "inner", nn.Sequential(layer.inner, calls(_centred))),
+    "a forward hook": lambda layer: layer.inner.register_forward_hook(lambda module, args, h: _centred(h)),
+    "a hook before it": lambda layer: layer.inner.register_forward_pre_hook(lambda module, args: (_centred(args[0]),)),
+}
+
+
+@pytest.mark.parametrize("name", PUT_IN)
+def test_what_is_put_in_later_is_found_in_the_next_call(name: str) -> None:
+    layer = calls(torch.tanh)
+    pipe = Pipe(around(layer), [1, 1], 2)
+    for _ in range(4):
+        pipe(flat())
+    PUT_IN[name](layer)
+    layer.double()
+    with pytest.raises(ValueError, match="mixes the rows"):
+        pipe(flat())
+
+
 # ---------------------------------------------------------------------------------- layers that count or number rows
 
 
