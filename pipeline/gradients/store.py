@@ -14,6 +14,7 @@ and the gradients' types, half-precision ones in float32, and cast once, when th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,13 @@ class GradStore:
         self._densify = sparse == "densify"
         self._keys = Keys(params, self._densify)
         self._moved = False
+
+    def __reduce__(self) -> NoReturn:
+        """Called by `copy` and `pickle`: refused."""
+        raise TypeError(
+            "a GradStore cannot be copied or pickled: its keys are the parameters themselves, and a copy would have "
+            "others. Take store.state_dict(), and load that into GradStore(module)."
+        )
 
     @classmethod
     def from_grads(

@@ -4,6 +4,7 @@ Ownership: what goes in is copied (add_) or taken over (insert, merge_), and wha
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -578,6 +579,13 @@ def test_an_empty_sparse_gradient_has_norm_0():
     store = GradStore([param])
     store.add_(param, sparse(param))
     assert store.norm() == 0.0 and store.norm(float("inf")) == 0.0 and store.is_finite()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused(copied):
+    """The copy of a parameter is another key."""
+    with pytest.raises(TypeError, match=r"keys are the parameters.*store.state_dict\(\)"):
+        copied(GradStore([("w", parameter(2))]))
 
 
 def test_sparse_half_precision_is_summed_in_float32():
