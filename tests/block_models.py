@@ -904,7 +904,7 @@ class States(Chain):
         return state[0] * state[1]["sum"]
 
 
-class Remembers(nn.Linear):
+class AddsFirst(nn.Linear):
     def forward(self, x: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
         own = super().forward(x)
         return x + (own if value is None else own + value).tanh(), own
@@ -915,7 +915,7 @@ class FirstValues(Chain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Remembers(4, 4) for _ in range(3))
+        self.blocks = nn.ModuleList(AddsFirst(4, 4) for _ in range(3))
 
     def forward(self, ids: Tensor) -> Tensor:
         x, first = self.embed(ids), None
