@@ -30,7 +30,9 @@ from torch.autograd.graph import GradientEdge
 from partition.contents import version_of
 from partition.graph import node_of
 
-__all__ = ["REENTRANT", "LateGrads", "Site", "ends_without", "held_by", "late_gradients", "survey", "waiting"]
+__all__ = [
+    "REENTRANT", "LateGrads", "Site", "as_it_was", "ends_without", "held_by", "late_gradients", "survey", "waiting",
+]  # fmt: skip
 
 REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
 WeightGradFunction: TypeAlias = "partial[Sequence[Tensor]]"  # from the gradient of an output to those of the weights
@@ -202,11 +204,16 @@ def _site(
         weights.append(weight)
         tails.append(GradientEdge(*tail))
         ends.append(target)
-    if getattr(node, rule.saved).unpack_hook is not None or _has_hooks(node):
+    if getattr(node, rule.saved).unpack_hook not in (None, as_it_was) or _has_hooks(node):
         return
     product = rule.late(node, len(weights) > 1)
     if product is not None:
         yield Site(node, weights, tails, *product), ends
+
+
+def as_it_was(packed: tuple[object, Tensor]) -> Tensor:
+    """The unpack hook of a profile, whose packed tensors are there all the time, beside what counts them."""
+    return packed[1]
 
 
 def _has_hooks(node: Any) -> bool:

@@ -147,20 +147,20 @@ def peaks(
     return tuple(device_peaks)
 
 
-Column = NDArray[Any]
+EventColumn = NDArray[Any]
 
 
 class _Ran(NamedTuple):
     """The actions of a timeline, in its order: a column for each thing that they say."""
 
-    lane: Column
-    stage: Column
-    chunk: Column
-    start: Column
-    end: Column
-    is_forward: Column
-    is_half: Column
-    is_weight: Column
+    lane: EventColumn
+    stage: EventColumn
+    chunk: EventColumn
+    start: EventColumn
+    end: EventColumn
+    is_forward: EventColumn
+    is_half: EventColumn
+    is_weight: EventColumn
 
     @classmethod
     def of(cls, timeline: Timeline) -> "_Ran":
@@ -173,7 +173,7 @@ class _Ran(NamedTuple):
 
 def _changes(
     ran: _Ran, stages: Sequence[StageProfile], recomputes: Collection[tuple[int, int]], loss: int
-) -> list[Column]:
+) -> list[EventColumn]:
     """The changes that actions make, each as it starts and as it ends: lane, time, saved, inputs, waiting."""
     saved, read, split, late = numpy.array([(s.saved, s.read, s.split, s.late) for s in stages])[ran.stage].T
     again = numpy.array([pair in recomputes for pair in zip(ran.stage.tolist(), ran.chunk.tolist())])
@@ -191,7 +191,7 @@ def _changes(
     return [numpy.column_stack(change).ravel() for change in changes]
 
 
-def _waiting(ran: _Ran, placement: Placement, values: Sequence[StageValue]) -> list[Column]:
+def _waiting(ran: _Ran, placement: Placement, values: Sequence[StageValue]) -> list[EventColumn]:
     """The changes of what waits: values until F of their reader begins, gradients until B; columns as above."""
     forward, backward = numpy.zeros((2, 2, placement.stages, ran.chunk.max() + 1))  # starts and ends
     for table, chosen in ((forward, ran.is_forward), (backward, ~ran.is_forward & ~ran.is_weight)):

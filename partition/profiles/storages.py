@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from partition.contents import nbytes_of, storage_of, tensors_in
-from partition.halves import held_by
+from partition.halves import as_it_was, held_by
 from partition.profiles.amounts import Bytes
 from partition.profiles.backwards import first_half
 from partition.profiles.measuring import RunInput, VisitedLayer, outputs_of
@@ -166,7 +166,7 @@ class _WatchedForward:
         self._tokens: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
         self._changes: list[tuple[int, int]] = []  # during I: storages that the graph frees, or that wait
         self._run_input = RunInput(x, visited.pops)
-        with torch.autograd.graph.saved_tensors_hooks(self._hold, lambda packed: packed[1]):
+        with torch.autograd.graph.saved_tensors_hooks(self._hold, as_it_was):
             self.output = layer(self._run_input.value)
 
     def _hold(self, tensor: Tensor) -> tuple["_Token", Tensor]:
