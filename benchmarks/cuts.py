@@ -22,11 +22,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from itertools import accumulate, combinations
 
 from partition import StageSpec, balance_costs
-from partition.cuts.cutting import cut_layers, slowest
+from partition.cuts.cutting import cut_layers
 from partition.cuts.layers import Layers, amounts_of
+from partition.cuts.windows import DeviceStages, HeldChunks
 from partition.profiles.amounts import Bytes
 
 Solver = Callable[[Sequence[float], int], list[int]]
@@ -72,8 +73,13 @@ def deepspeeds(costs: Sequence[float], stages: int) -> list[int]:
     return best[layers][3]
 
 
-def of(balance: Sequence[int], costs: Sequence[float]) -> float:
-    return slowest(Layers(costs), [StageSpec()] * len(balance), (), balance)
+def slowest(balance: Sequence[int], costs: Sequence[float], fits: Callable[[int, slice], bool] | None = None) -> float:
+    """The time of the slowest stage; inf where one does not fit."""
+    ends = list(accumulate(balance))
+    parts = [slice(stop - size, stop) for stop, size in zip(ends, balance)]
+    if fits is not None and not all(fits(stage, part) for stage, part in enumerate(parts)):
+        return float("inf")
+    return max(sum(costs[part]) for part in parts)
 
 
 def quality(rounds: int) -> None:
@@ -91,7 +97,7 @@ def quality(rounds: int) -> None:
                     begun = time.process_time()
                     balance = solver(costs, stages)
                     seconds.append(time.process_time() - begun)
-                    ratios.append(of(balance, costs) / of(balance_costs(costs, stages), costs))
+                    ratios.append(slowest(balance, costs) / slowest(balance_costs(costs, stages), costs))
                 share = sum(ratio < 1 + 1e-12 for ratio in ratios) / len(ratios)
                 cells.append(f"{statistics.mean(ratios):.3f} / {max(ratios):.3f} / {share:.0%}; "
                              f"{statistics.median(seconds) * 1e3:.2f}")
@@ -104,22 +110,26 @@ def capped(rounds: int, layers: int = 12, stages: int = 4, chunks: int = 8) -> N
     fits, optimal, possible = {solver.__name__: 0 for solver in (ours, torchgpipes, deepspeeds)}, 0, 0
     for _ in range(rounds):
         costs = [source.uniform(1, 100) for _ in range(layers)]
-        state = amounts_of([Bytes(source.randint(1, 50)) for _ in costs])
-        saved = amounts_of([Bytes(source.randint(1, 20)) for _ in costs])
-        cap = (sum(state.sizes) + 2.5 * sum(saved.sizes)) / stages * source.uniform(0.9, 1.5)
-        specs = [StageSpec(memory=cap, kept=min(chunks, stages - stage)) for stage in range(stages)]
-        given = Layers(costs, state, saved)
+        state, saved = ([source.randint(1, most) for _ in costs] for most in (50, 20))
+        cap = (sum(state) + 2.5 * sum(saved)) / stages * source.uniform(0.9, 1.5)
+        kept = [min(chunks, stages - stage) for stage in range(stages)]
+        lanes = [DeviceStages((stage,), cap, ((HeldChunks(count),),)) for stage, count in enumerate(kept)]
+        given = Layers(costs, *(amounts_of(list(map(Bytes, sizes))) for sizes in (state, saved)))
+
+        def fits_in(stage: int, part: slice) -> bool:
+            return sum(state[part]) + kept[stage] * sum(saved[part]) <= cap
+
         every = [[b - a for a, b in zip((0, *cuts), (*cuts, layers))]
                  for cuts in combinations(range(1, layers), stages - 1)]  # fmt: skip
-        best = min(slowest(given, specs, (), balance) for balance in every)
+        best = min(slowest(balance, costs, fits_in) for balance in every)
         if best == float("inf"):
             continue
         possible += 1
-        found = slowest(given, specs, (), cut_layers(given, specs))
+        found = slowest(cut_layers(given, [StageSpec()] * stages, (), lanes), costs, fits_in)
         optimal += found <= best * (1 + 1e-12)
         fits["ours"] += found < float("inf")
         for solver in (torchgpipes, deepspeeds):
-            fits[solver.__name__] += slowest(given, specs, (), solver(costs, stages)) < float("inf")
+            fits[solver.__name__] += slowest(solver(costs, stages), costs, fits_in) < float("inf")
     print(f"\n{layers} layers, {stages} stages, {chunks} chunks under 1F1B, memory caps: {rounds} instances, "
           f"{possible} that fit at all\n")
     print("| | ours | torchgpipe | DeepSpeed |\n| --- | --- | --- | --- |")
@@ -137,10 +147,12 @@ def large(rounds: int, layers: int = 1000, stages: int = 64) -> None:
         saved = amounts_of([Bytes(6, ((i, 3), (i + 1, 3))) for i in range(layers)])
         given = Layers(costs, amounts_of([Bytes(5)] * layers), saved)
         room = 3 * layers // stages
-        specs = [StageSpec(memory=room * (5 + 9.0 * (stages - s)), kept=stages - s) for s in range(stages)]
+        specs = [StageSpec()] * stages
+        lanes = [DeviceStages((stages - kept,), room * (5 + 9.0 * kept), ((HeldChunks(kept),),))
+                 for kept in range(stages, 0, -1)]  # fmt: skip
         messages = [[source.uniform(0, 5) for _ in range(layers + 1)]] * (stages - 1)
         cells = []
-        for run in (lambda: ours(costs, stages), lambda: cut_layers(given, specs, messages),
+        for run in (lambda: ours(costs, stages), lambda: cut_layers(given, specs, messages, lanes),
                     lambda: torchgpipes(costs, stages)):  # fmt: skip
             seconds = []
             for _ in range(rounds):
