@@ -130,14 +130,14 @@ def _check(loss: Tensor, leaves: Sequence[_GraphLeaf], update: EagerUpdate, is_a
             "the loss depends on no parameter that this EagerUpdate holds: they are frozen, or another optimizer's, or "
             f"the loss is detached (it has {'a' if loss.requires_grad else 'no'} gradient)."
         )
-    if update.validates():
-        tensors = [leaf.tensor for leaf in leaves]
-        refuse_reduced(tensors, "an EagerUpdate")
-        refuse_shared_memory(enumerate(tensors), "number")
     params = [leaf.tensor for leaf in leaves] if update.optimizer is None else list(update.params)
     named = [(f"a parameter of shape {list(param.shape)}", param) for param in params]
     refuse_parts(named, "eager_backward", OF_PARTS)
     check_free(named)
+    if update.validates():
+        tensors = [leaf.tensor for leaf in leaves]
+        refuse_reduced(tensors, "an EagerUpdate")
+        refuse_shared_memory(enumerate(tensors), "number")
 
 
 def _run(loss: Tensor, leaves: Sequence[_GraphLeaf], step: EagerStep, retain: bool) -> None:
