@@ -2,8 +2,8 @@
 
     call begins   clone every buffer of the stage                                     initial
     F of chunk 0  compare by value: these modules change their buffers                mutated
-    F of chunk i  clone the buffers of those modules first                            before[i]
-    R of chunk i  runs on copies of before[i]: the buffers are changed once, by F
+    F of chunk i  clone the buffers of those modules first                            present()
+    R of chunk i  runs on copies of these: the buffers are changed once, by F
     failure       changed buffers return to initial
 
 The first chunk compares by value, because BatchNorm writes its running statistics without raising their version
@@ -56,6 +56,20 @@ class _Group(NamedTuple):
         return all(map(is_, tensors, self.tensors)) and versions(self.tensors) == self.versions
 
 
+class BufferValues(NamedTuple):
+    """The values of buffers as a forward found them.
+
+    Attributes:
+        slots: the buffers that forwards before had written.
+        values: their values.
+        filled: what was in those that were None as the call began.
+    """
+
+    slots: list[_BufferSlot]
+    values: list[Tensor]
+    filled: list[Tensor | None]
+
+
 class Buffers:
     """The buffers of one stage during one call.
 
@@ -85,13 +99,11 @@ class Buffers:
         self._written: list[_BufferSlot] = []
         self._read = _Group.of(self._slots)  # those that no forward has written so far
         self._mutated: set[int] = set()  # owners of these
-        self._before: dict[int, tuple[list[_BufferSlot], list[Tensor]]] = {}  # chunk -> the slots, and their values
         self._empty = [
             (table, name)
             for table, buffers in self._tables if buffers
             for name, tensor in buffers.items() if tensor is None
         ]  # which a forward may fill
-        self._filled_before: dict[int, list[Tensor | None]] = {}  # chunk -> what was in these
         self._seen_first = False
 
     def __bool__(self) -> bool:
@@ -107,12 +119,10 @@ class Buffers:
         storages = {storage_of(tensor) for slot in self._slots if (tensor := slot.table.get(slot.name)) is not None}
         return tuple([out.clone() if storage_of(out) in storages else out for out in detached(list(tensors))])
 
-    def before_forward(self, chunk: int) -> None:
-        """Clone the buffers that change, for a recomputation of this chunk."""
-        if self._empty:
-            self._filled_before[chunk] = [_copy_of(table.get(name)) for table, name in self._empty]
-        if self._written:
-            self._before[chunk] = self._written, copies(list(map(_present, self._written)))
+    def present(self) -> BufferValues:
+        """Clones of the buffers that change, for a recomputation of what runs next."""
+        values = copies(list(map(_present, self._written))) if self._written else []
+        return BufferValues(self._written, values, [_copy_of(table.get(name)) for table, name in self._empty])
 
     def after_forward(self) -> None:
         """Observe which modules change their buffers."""
@@ -162,20 +172,21 @@ class Buffers:
                 )
 
     @contextmanager
-    def as_before(self, chunk: int, again: bool = True) -> Iterator[None]:
-        """Within: the modules see their buffers as they were before F of `chunk`. Their changes are dropped.
+    def as_before(self, before: BufferValues, again: bool = True) -> Iterator[None]:
+        """Within: the modules see their buffers as a forward found them. Their changes are dropped.
 
         Args:
-            again: whether this may be asked for again. If not, what was kept is used up.
+            before: how it found them.
+            again: whether this may be asked for again. If not, that is used up.
         """
-        written, values = self._before.get(chunk, ([], [])) if again else self._before.pop(chunk, ([], []))
+        written, values, filled_before = before
         written_ids = set(map(id, written))
         others = [slot for slot in self._written if id(slot) not in written_ids]
         if self._spare is None:  # a write past the counters must not reach `initial`
             self._spare = list(zip(self._read.slots, _copies(self._read.slots)))
         replacements = [*(copies(values) if again else values), *_copies(others)]
         filled = [table.get(name) for table, name in self._empty]
-        self._fill(chunk)
+        self._fill(filled_before)
         tensors = [slot.table.get(slot.name) for slot in self._slots]
         buffers = [tensor for tensor in tensors if tensor is not None]
         counts = versions(buffers)
@@ -219,22 +230,15 @@ class Buffers:
             if slot.owner in self._mutated and slot.tensor.numel():
                 yield from _keys(slot)
 
-    def forget(self, chunk: int) -> None:
-        """Drop the values for this chunk, which is not recomputed any more."""
-        self._before.pop(chunk, None)
-        self._filled_before.pop(chunk, None)
-
-    def _fill(self, chunk: int) -> None:
-        """Give the buffers that were None as the call began what they held before F of `chunk`."""
-        values = self._filled_before.get(chunk, [None] * len(self._empty))
+    def _fill(self, values: Sequence[Tensor | None]) -> None:
+        """Give the buffers that were None as the call began what they held."""
         for (table, name), value in zip(self._empty, values):
             table[name] = _copy_of(value)
 
-    def put_back(self, chunk: int) -> None:
-        """Give the buffers that change the values that they had before F of `chunk`."""
-        self._fill(chunk)
-        written, values = self._before.get(chunk, ([], []))
-        for slot, copy in zip(written, copies(values), strict=True):
+    def put_back(self, before: BufferValues) -> None:
+        """Give the buffers that change the values that a forward found."""
+        self._fill(before.filled)
+        for slot, copy in zip(before.slots, copies(before.values), strict=True):
             if slot.table.get(slot.name) is not slot.tensor:  # replaced; a graph may have saved the old one
                 slot.table[slot.name] = copy
             else:

@@ -38,7 +38,7 @@ Entries: TypeAlias = EntryBits | Tensor
 """The entries of one tensor: the bits of each, or a tensor where memory does not show them."""
 
 
-class Fingerprints:
+class Fingerprints(dict[int, tuple[list[Entries], Checksums]]):
     """The fingerprints of the outputs of one stage in one call, by chunk.
 
     Args:
@@ -47,29 +47,18 @@ class Fingerprints:
     """
 
     def __init__(self, samples: bool, sums: bool) -> None:
+        super().__init__()
         self._samples = samples
         self._sums = sums
-        self._by_chunk: dict[int, tuple[list[Entries], Checksums]] = {}
 
-    def take(self, chunk: int, outputs: Sequence[Tensor]) -> None:
-        """Take those of a forward."""
-        self._by_chunk[chunk] = self._of(outputs)
-
-    def _of(self, outputs: Sequence[Tensor]) -> tuple[list[Entries], Checksums]:
+    def of(self, outputs: Sequence[Tensor]) -> tuple[list[Entries], Checksums]:
+        """Those of outputs."""
         return entries(outputs) if self._samples else [], checksums(outputs) if self._sums else []
 
     def agree(self, chunk: int, outputs: Sequence[Tensor]) -> bool:
         """Whether the outputs of a recomputation have those of its forward."""
-        (entries_then, sums_then), (entries_now, sums_now) = self._by_chunk[chunk], self._of(outputs)
+        (entries_then, sums_then), (entries_now, sums_now) = self[chunk], self.of(outputs)
         return same_checksums(sums_then, sums_now) and same_entries(entries_then, entries_now)
-
-    def forget(self, chunk: int) -> None:
-        """Drop those of a chunk."""
-        self._by_chunk.pop(chunk, None)
-
-    def clear(self) -> None:
-        """Drop all."""
-        self._by_chunk.clear()
 
 
 def positions(size: int) -> list[int]:

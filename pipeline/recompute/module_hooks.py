@@ -32,7 +32,7 @@ _NO_HOOKS = (_NONE,) * 7
 
 
 class ModuleHooks:
-    """The tables of hooks of some modules in one call: at its beginning, and before each chunk.
+    """The tables of hooks of some modules in one call.
 
     Args:
         modules: the modules.
@@ -41,14 +41,13 @@ class ModuleHooks:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self.resume()
-        self._first = self._present()
-        self._before: dict[int, HookEntries] = {}
 
     def resume(self) -> None:
         """Begin a backward: the caller may have given a module another table (`module._forward_hooks = {}`)."""
         self._all: list[HookTable] = list(chain.from_iterable(map(_HOOKS, map(vars, self._modules))))
 
-    def _present(self) -> HookEntries:
+    def present(self) -> HookEntries:
+        """Their entries, as they are now."""
         if not any(self._all):  # as a rule: 0.1 us a module
             return {}
         hooked = {number // 4: None for number in compress(range(len(self._all)), self._all)}
@@ -60,46 +59,26 @@ class ModuleHooks:
         tables: tuple[HookTable, ...] = _TABLES(vars(self._modules[number]))
         return tables
 
-    def before_forward(self, chunk: int) -> None:
-        """Keep the hooks with which F of `chunk` begins."""
-        self._before[chunk] = self._present()
-
-    def as_before(self, chunk: int) -> AbstractContextManager[None] | None:
-        """Within: the hooks are those with which F of `chunk`, or the call, began. None: so they are already."""
-        before, present = self._before.get(chunk, self._first), self._present()
+    def as_before(self, before: HookEntries) -> AbstractContextManager[None] | None:
+        """Within: the hooks are those with which a forward began. None: so they are already."""
+        present = self.present()
         return None if present == before else self._swapped(before, present)
 
     @contextmanager
     def _swapped(self, before: HookEntries, present: HookEntries) -> Iterator[None]:
-        self._write(_without_spent(before, present))
+        self.put_back(_without_spent(before, present))
         try:
             yield
         finally:
-            self._write(present)
+            self.put_back(present)
 
-    def _write(self, entries: HookEntries) -> None:
-        for number in {**entries, **self._present()}:
+    def put_back(self, entries: HookEntries) -> None:
+        """Restore earlier entries."""
+        for number in {**entries, **self.present()}:
             for table, wanted in zip(self._tables(number), entries.get(number, _NO_HOOKS), strict=True):
                 if table != wanted:
                     table.clear()
                     table.update(wanted)
-
-    def put_back(self, chunk: int) -> None:
-        """Restore those with which F of `chunk` began."""
-        if chunk in self._before:
-            self._write(self._before[chunk])
-
-    def roll_back(self) -> None:
-        """Restore those from the beginning of the call."""
-        self._write(self._first)
-
-    def forget(self, chunk: int) -> None:
-        """Drop what is kept for a chunk."""
-        self._before.pop(chunk, None)
-
-    def clear(self) -> None:
-        """Drop what is kept for all chunks."""
-        self._before.clear()
 
 
 def _without_spent(before: HookEntries, present: HookEntries) -> HookEntries:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Protocol, TypeAlias
@@ -173,7 +173,7 @@ class GeneratorGuard:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            _restore(self._states)
+            put_generators_back(self._states)
 
     def keep_all(self) -> None:
         """Keep all: any default generator may be seeded or drawn from, from now on."""
@@ -293,62 +293,13 @@ def generators_among(values: Iterable[Any]) -> dict[int, Generator]:
     return generators
 
 
-class PrivateGenerators:
-    """The generators that a stage's modules hold, in one call: their states at its beginning and before each chunk.
-
-    Args:
-        modules: the modules.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._generators = private_generators(modules)
-        self._first = states_of(self._generators.values())
-        self._before: dict[int, States] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._generators)
-
-    def __iter__(self) -> Iterator[int]:
-        """Their ids."""
-        return iter(self._generators)
-
-    def before_forward(self, chunk: int) -> None:
-        """Keep their states, which F of `chunk` may change."""
-        self._before[chunk] = states_of(self._generators.values())
-
-    def as_before(self, chunk: int) -> AbstractContextManager[None]:
-        """Within: they are as they were before F of `chunk`, or at the beginning of the call."""
-        return generators_at(self._before.get(chunk, self._first))
-
-    @property
-    def changed(self) -> list[int]:
-        """The ids of those that were drawn from in this call."""
-        pairs = zip(self._generators, self._first, strict=True)
-        return [key for key, (generator, state) in pairs if not same_state(state, generator.get_state())]
-
-    def put_back(self, chunk: int) -> None:
-        """Restore their states from before F of `chunk`."""
-        _restore(self._before.get(chunk, []))
-
-    def roll_back(self) -> None:
-        """Restore their states from the beginning of the call."""
-        _restore(self._first)
-
-    def forget(self, chunk: int) -> None:
-        """Drop the states of a chunk."""
-        self._before.pop(chunk, None)
-
-    def clear(self) -> None:
-        """Drop those of all chunks."""
-        self._before.clear()
-
-
 def states_of(generators: Iterable[Generator]) -> States:
     """Generators, and their present states."""
     return [(generator, generator.get_state()) for generator in generators]
 
 
-def _restore(states: States) -> None:
+def put_generators_back(states: Iterable[tuple[Generator, Any]]) -> None:
+    """Put generators at earlier states."""
     for generator, state in states:
         generator.set_state(state)
 
@@ -373,13 +324,13 @@ GENERATORS = tuple([kind for kind, _ in _ADAPTERS])
 
 @contextmanager
 def generators_at(states: States) -> Iterator[None]:
-    """Put generators at earlier states, and back where they were at the end."""
+    """Within: generators are at earlier states; at the end where they were."""
     previous = states_of(generator for generator, _ in states)
     try:
-        _restore(states)
+        put_generators_back(states)
         yield
     finally:
-        _restore(previous)
+        put_generators_back(previous)
 
 
 def _keys(seed: int) -> tuple[int, int]:

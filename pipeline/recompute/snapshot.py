@@ -19,18 +19,19 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import training_flags
 from pipeline.common.torch_modes import Ambient
-from pipeline.recompute.buffers import Buffers
+from pipeline.recompute.attributes import Attributes
+from pipeline.recompute.buffers import Buffers, BufferValues
 from pipeline.recompute.fingerprints import Fingerprints
-from pipeline.recompute.module_hooks import ModuleHooks
+from pipeline.recompute.module_hooks import HookEntries, ModuleHooks
 from pipeline.recompute.policy import Recomputing
-from pipeline.recompute.randomness import PrivateGenerators
+from pipeline.recompute.randomness import Generator, generators_at, private_generators, put_generators_back, same_state
 from pipeline.recompute.stage_attributes import StageAttributes
 
 SharedObjects: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
@@ -46,6 +47,15 @@ class StageTraits:
     writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # of which modules
     only_reads: set[tuple[object, ...]] = field(default_factory=set)  # its input, with these training flags and shapes
+
+
+class _ChunkStart(NamedTuple):
+    """The state with which a forward, or the call, began."""
+
+    attributes: Attributes
+    hooks: HookEntries
+    buffers: BufferValues
+    generators: dict[int, tuple[Generator, Any]]  # private ones, by id, and their states
 
 
 class ForwardSnapshot:
@@ -81,36 +91,34 @@ class ForwardSnapshot:
         owners = {} if owners is None else owners
         self._attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies, owners, index)
         self._hooks = ModuleHooks(modules)
-        self._generators = PrivateGenerators(modules)
         self._fingerprints = Fingerprints(samples, sums=compares)
+        self._first = self._found(self._attributes.first, private_generators(modules).items())
+        self._before: dict[int, _ChunkStart] = {}  # by chunk
         self._modules = modules
         self._ambient = ambient
         self._stage = stage
         self._traits = traits
         self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
-        self._keeps = False
 
     # ------------------------------------------------------------------------------------------------ at the forward
 
     def before_forward(self, chunk: int, keep: bool) -> None:
         """Look at the state that F of `chunk` will change. `keep`: a recomputation may need it."""
-        if self._attributes:
-            self._attributes.before_forward(chunk, keep)
-        if not keep:
-            return
-        self._keeps = True
-        self._hooks.before_forward(chunk)
-        if self.buffers:
-            self.buffers.before_forward(chunk)
-        if self._generators:
-            self._generators.before_forward(chunk)
+        attributes = self._attributes.before_forward() if self._attributes else self._attributes.first
+        if keep:
+            generators = [(key, generator) for key, (generator, _) in self._first.generators.items()]
+            self._before[chunk] = self._found(attributes, generators)
+
+    def _found(self, attributes: Attributes, generators: Iterable[tuple[int, Generator]]) -> _ChunkStart:
+        states = {key: (generator, generator.get_state()) for key, generator in generators}
+        return _ChunkStart(attributes, self._hooks.present(), self.buffers.present(), states)
 
     def after_forward(self, chunk: int, keep: bool, outputs: Sequence[Tensor]) -> None:
         """Observe what F changed, and keep fingerprints of its outputs."""
         if self.buffers:
             self.buffers.after_forward()
         if keep:
-            self._fingerprints.take(chunk, outputs)
+            self._fingerprints[chunk] = self._fingerprints.of(outputs)
 
     def note_left(self, chunk: int, is_kept: bool) -> None:
         """Note the attributes that F of `chunk` left. `is_kept`: its own graph goes backward."""
@@ -130,23 +138,25 @@ class ForwardSnapshot:
     def shareable(self) -> Iterator[tuple[int, str]]:
         """The objects that other stages may share: buffers, and private generators by their id."""
         yield from self.buffers.shareable()
-        for key in self._generators:
+        for key in self._first.generators:
             yield key, "a random generator"
 
     def changed(self) -> Iterator[int]:
         """Those of them that the forwards of this call changed."""
         yield from self.buffers.written()
-        yield from self._generators.changed
+        for key, (generator, state) in self._first.generators.items():
+            if not same_state(state, generator.get_state()):
+                yield key
 
     def roll_back(self) -> None:
         """Restore the state from the beginning of the call."""
         self.buffers.roll_back()
-        self._generators.roll_back()
+        put_generators_back(self._first.generators.values())
 
     def roll_attributes_back(self) -> None:
         """Restore attributes and hooks, when the call runs again. After a failure they stay: they may explain it."""
-        self._attributes.roll_back()
-        self._hooks.roll_back()
+        self._first.attributes.roll_back()
+        self._hooks.put_back(self._first.hooks)
 
     def put_back(self, chunk: int, first: bool) -> None:
         """Restore the state from before F of `chunk`, which has failed."""
@@ -154,10 +164,11 @@ class ForwardSnapshot:
             self.roll_back()
             self.roll_attributes_back()
         else:
-            self.buffers.put_back(chunk)
-            self._attributes.put_back(chunk)
-            self._hooks.put_back(chunk)
-            self._generators.put_back(chunk)
+            before = self._before[chunk]
+            self.buffers.put_back(before.buffers)
+            before.attributes.roll_back()
+            self._hooks.put_back(before.hooks)
+            put_generators_back(before.generators.values())
 
     # ------------------------------------------------------------------------------------------ at the recomputation
 
@@ -180,18 +191,21 @@ class ForwardSnapshot:
             again: whether another recomputation of the chunk may come.
             goes_backward: whether `as_left` will ask for the attributes that are left within.
         """
-        hooks = self._hooks.as_before(chunk)
-        if hooks or self._differing or self._attributes or self.buffers or self._generators:
-            return self._put_back(chunk, again, goes_backward, hooks or _NOTHING)
+        before = self._before.get(chunk, self._first) if again else self._before.pop(chunk, self._first)
+        hooks = self._hooks.as_before(before.hooks)
+        if hooks or self._differing or self._attributes or self.buffers or before.generators:
+            return self._as_found(chunk, before, again, goes_backward, hooks or _NOTHING)
         return Recomputing()
 
     @contextmanager
-    def _put_back(
-        self, chunk: int, again: bool, goes_backward: bool, hooks: AbstractContextManager[None]
+    def _as_found(
+        self, chunk: int, before: _ChunkStart, again: bool, goes_backward: bool, hooks: AbstractContextManager[None]
     ) -> Iterator[None]:
-        attributes = self._attributes.as_before(chunk, goes_backward) if self._attributes else _NOTHING
-        buffers = self.buffers.as_before(chunk, again) if self.buffers else _NOTHING
-        generators = self._generators.as_before(chunk) if self._generators else _NOTHING
+        attributes = (
+            self._attributes.as_before(chunk, before.attributes, goes_backward) if self._attributes else _NOTHING
+        )
+        buffers = self.buffers.as_before(before.buffers, again) if self.buffers else _NOTHING
+        generators = generators_at([*before.generators.values()]) if before.generators else _NOTHING
         differing = _all_of(self._differing) if self._differing else _NOTHING
         with Recomputing(), differing, hooks, attributes, buffers, generators:
             yield
@@ -209,14 +223,12 @@ class ForwardSnapshot:
     def forget(self, chunk: int) -> None:
         """Drop the state for this chunk, which is not recomputed any more."""
         self._attributes.forget(chunk)
-        if not self._keeps:
-            return
-        for state in (self.buffers, self._hooks, self._generators, self._fingerprints):
-            state.forget(chunk)
+        self._before.pop(chunk, None)
+        self._fingerprints.pop(chunk, None)
 
     def release(self) -> None:
         """Drop all state: no recomputation follows."""
-        for state in (self._attributes, self._hooks, self._generators, self._fingerprints):
+        for state in (self._attributes, self._before, self._fingerprints):
             state.clear()
 
 

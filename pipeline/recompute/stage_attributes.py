@@ -20,7 +20,7 @@ from pipeline.recompute.left_attributes import LeftAttributes
 
 
 class StageAttributes:
-    """The attributes of a stage's modules in one call: at its beginning, and before each chunk.
+    """The attributes of a stage's modules in one call.
 
     Args:
         stage: how errors name the stage.
@@ -29,6 +29,9 @@ class StageAttributes:
             one has.
         owners: gets the number of the stage, by the ids of what it reaches: see `LeftAttributes`.
         index: its number.
+
+    Attributes:
+        first: those from the beginning of the call.
     """
 
     def __init__(
@@ -45,11 +48,10 @@ class StageAttributes:
         make = partial(Attributes, modules, tables, buffers)
         self._new = partial(make, weak=not tables)
         self._written: set[int] = set()  # the ids of tensors that forwards write
-        self._current = self._first = self._new(None if copies else self._written)
-        self._before: dict[int, Attributes] = {}
-        self._found = self._first  # by the last forward
+        self._current = self.first = self._new(None if copies else self._written)
+        self._found = self.first  # by the last forward
         self._left = LeftAttributes(stage, partial(make, None if copies else self._written), owners)
-        for holder in [part.table for part in self._first.modules] + [part.holder for part in self._first.containers]:
+        for holder in [part.table for part in self.first.modules] + [part.holder for part in self.first.containers]:
             owners.setdefault(id(holder), set()).add(index)
 
     def __bool__(self) -> bool:
@@ -60,11 +62,10 @@ class StageAttributes:
         """Whether a forward has written a tensor among them in place."""
         return bool(self._written or self._current.written)
 
-    def before_forward(self, chunk: int, keep: bool) -> None:
-        """Look at what F of `chunk` may change. `keep`: a recomputation may need it."""
+    def before_forward(self) -> Attributes:
+        """The attributes that a forward finds, and may change."""
         self._found = self._present()
-        if keep:
-            self._before[chunk] = self._found
+        return self._found
 
     def after_forward(self, chunk: int, is_kept: bool) -> None:
         """Note what F of `chunk` left. `is_kept`: its own graph goes backward, not that of a recomputation."""
@@ -81,12 +82,12 @@ class StageAttributes:
         return self._current
 
     @contextmanager
-    def as_before(self, chunk: int, goes_backward: bool) -> Iterator[None]:
-        """Within: modules have the attributes that they had before F of `chunk`, or at the beginning of the call.
+    def as_before(self, chunk: int, before: Attributes, goes_backward: bool) -> Iterator[None]:
+        """Within: modules have the attributes that F of `chunk` found. At the end: those from before.
 
-        At the end: those from before. `goes_backward`: what is left within will be asked for in the backward.
+        `goes_backward`: what is left within will be asked for in the backward.
         """
-        before, present = self._before.get(chunk, self._first), self._present()
+        present = self._present()
         if before is not present or self._written:
             before.put_back(self._written, long=False)
         try:
@@ -103,21 +104,10 @@ class StageAttributes:
                 "its forward had done. Make it a buffer (register_buffer), or assign a new tensor to the attribute."
             )
 
-    def put_back(self, chunk: int) -> None:
-        """Restore what was there before F of `chunk`."""
-        if chunk in self._before:
-            self._before[chunk].roll_back()
-
-    def roll_back(self) -> None:
-        """Restore what was there at the beginning of the call."""
-        self._first.roll_back()
-
     def forget(self, chunk: int) -> None:
         """Drop what is kept for a chunk."""
-        self._before.pop(chunk, None)
         self._left.forget(chunk)
 
     def clear(self) -> None:
         """Drop what is kept for all chunks."""
-        self._before.clear()
         self._left.clear()

@@ -558,16 +558,17 @@ def test_within_as_before_a_module_sees_copies_and_afterwards_its_own_tensor() -
     layer = InPlace()
     own = layer.b
     buffers = Buffers([layer])
-    for chunk in range(2):
-        buffers.before_forward(chunk)
+    before = []
+    for _ in range(2):
+        before.append(buffers.present())
         layer(one())
         buffers.after_forward()
     for chunk, value in ((0, 1.0), (1, 2.0), (0, 1.0)):
-        with buffers.as_before(chunk):
+        with buffers.as_before(before[chunk]):
             assert layer.b is not own and layer.b == value
             layer.b.fill_(99.0)
         assert layer.b is own and own == 3.0
-    with pytest.raises(KeyError), buffers.as_before(0):
+    with pytest.raises(KeyError), buffers.as_before(before[0]):
         raise KeyError
     assert layer.b is own
     buffers.roll_back()
