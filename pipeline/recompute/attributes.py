@@ -227,9 +227,10 @@ class ContainerContents(NamedTuple):
         return self.kind is not _COUNTED
 
     @property
-    def is_mapping(self) -> bool:
-        """Whether the entries are names and, behind these, values."""
-        return isinstance(self.holder, dict) or self.kind is _OBJECT
+    def table(self) -> dict[Any, Any] | None:
+        """The dict whose entries are noted: names and, behind these, values. None: it is no dict, nor has one."""
+        table = vars(self.holder) if self.kind is _OBJECT else self.holder
+        return table if isinstance(table, dict) and self.is_whole else None
 
 
 class _FlatContents(NamedTuple):

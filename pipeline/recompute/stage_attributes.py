@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import nn
 
 from pipeline.common.errors import CheckpointError
 from pipeline.recompute.attributes import Attributes
-from pipeline.recompute.left_attributes import LeftAttributes
+from pipeline.recompute.left_attributes import Changes, as_left
+
+_NOTHING = nullcontext()
 
 
 class StageAttributes:
@@ -27,7 +29,8 @@ class StageAttributes:
         modules, tables, buffers: see `Attributes`.
         copies: whether the values of all tensors are kept from the beginning. Else of those that forwards write, once
             one has.
-        owners: gets the number of the stage, by the ids of what it reaches: see `LeftAttributes`.
+        owners: the stages that reach a module's dict or a container, by id: gets the number of this one. Complete when
+            a call has all its stages.
         index: its number.
 
     Attributes:
@@ -45,12 +48,17 @@ class StageAttributes:
         index: int,
     ) -> None:
         self._stage = stage
+        self._owners = owners
+        self._written: set[int] = set()  # the ids of tensors that forwards write
+        copied = None if copies else self._written
         make = partial(Attributes, modules, tables, buffers)
         self._new = partial(make, weak=not tables)
-        self._written: set[int] = set()  # the ids of tensors that forwards write
-        self._current = self.first = self._new(None if copies else self._written)
-        self._found = self.first  # by the last forward
-        self._left = LeftAttributes(stage, partial(make, None if copies else self._written), owners)
+        self._new_alive = partial(make, copied)  # keeps all values alive
+        self._current = self._found = self.first = self._new(copied)  # `_found` by the last forward
+        self._changes: list[Changes] = []  # by forwards of this call, one after the other
+        self._unchanged: tuple[Attributes, Attributes] | None = None  # as a forward found and left it; all alive
+        # By chunk: what it left; the number of changes until then; those of its recomputation.
+        self._left: dict[int, tuple[Attributes | None, int, list[Changes]]] = {}
         for holder in [part.table for part in self.first.modules] + [part.holder for part in self.first.containers]:
             owners.setdefault(id(holder), set()).add(index)
 
@@ -69,11 +77,23 @@ class StageAttributes:
 
     def after_forward(self, chunk: int, is_kept: bool) -> None:
         """Note what F of `chunk` left. `is_kept`: its own graph goes backward, not that of a recomputation."""
-        self._left.after_forward(chunk, self._found, is_kept)
+        snapshot = before = self._found
+        if not before.is_current:
+            snapshot = self._new_alive()
+            self._changes.append(Changes.between(before, snapshot))
+        elif is_kept and self._changes:
+            if self._unchanged is None or self._unchanged[0] is not before:
+                self._unchanged = before, self._new_alive()
+            _, snapshot = self._unchanged
+        self._left[chunk] = snapshot if is_kept else None, len(self._changes), []
 
     def as_left(self, chunk: int) -> AbstractContextManager[None]:
         """Within: what others have changed since is as F of `chunk`, or its recomputation, left it."""
-        return self._left.as_left(chunk)
+        snapshot, number, own = self._left.get(chunk, (None, 0, []))
+        changes = [*own, *self._changes[number:]]
+        if snapshot is None or not changes:
+            return _NOTHING
+        return as_left(snapshot, changes, lambda key: len(self._owners.get(key, ())) > 1, self._stage)
 
     def _present(self) -> Attributes:
         if not self._current.is_current:
@@ -96,7 +116,9 @@ class StageAttributes:
             written = present.written
             if not present.is_current:
                 if goes_backward:
-                    self._left.after_recomputation(chunk, before)
+                    snapshot = self._new_alive()
+                    _, number, _ = self._left.get(chunk, (None, len(self._changes), []))
+                    self._left[chunk] = snapshot, number, [Changes.between(before, snapshot)]
                 present.put_back(set())
         if written:
             raise CheckpointError(
@@ -106,8 +128,10 @@ class StageAttributes:
 
     def forget(self, chunk: int) -> None:
         """Drop what is kept for a chunk."""
-        self._left.forget(chunk)
+        self._left.pop(chunk, None)
 
     def clear(self) -> None:
         """Drop what is kept for all chunks."""
         self._left.clear()
+        self._changes.clear()
+        self._unchanged = None

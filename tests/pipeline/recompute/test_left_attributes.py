@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,32 @@ class KeepsInADict(Keeps):
 
     def read(self) -> torch.Tensor:
         return self.kept["seen"]
+
+
+class CountsInADict(KeepsInADict):
+    """Its backward counts in the dict in which its forward keeps."""
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        self.kept["backwards"] = self.kept.get("backwards", 0) + 1
+        return super().back(grad)
+
+
+class CountsInAnObject(KeepsInADict):
+    """In an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace(seen=None, backwards=0)
+
+    def keep(self, seen: torch.Tensor) -> None:
+        self.kept.seen = seen
+
+    def read(self) -> torch.Tensor:
+        return self.kept.seen
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        self.kept.backwards += 1
+        return super().back(grad)
 
 
 class KeepsInAList(Keeps):
@@ -116,7 +143,8 @@ class RemovesItsHook(Keeps):
 
 
 LAYERS = (
-    Keeps, KeepsInADict, KeepsInAList, KeepsInPlace, KeepsByHooks, KeepsForAFunction, RemovesItsHook,
+    Keeps, KeepsInADict, CountsInADict, CountsInAnObject, KeepsInAList, KeepsInPlace, KeepsByHooks, KeepsForAFunction,
+    RemovesItsHook,
 )  # fmt: skip
 
 
@@ -168,6 +196,10 @@ def test_a_backward_finds_what_its_forward_left(layer, checkpoint, schedule, how
                 assert mine.backwards == other.backwards == (turn + 1) * CHUNKS
                 assert mine.log == other.log
                 torch.testing.assert_close(mine.read(), other.read())
+            if type(mine) is CountsInADict:
+                assert mine.kept["backwards"] == other.kept["backwards"] == (turn + 1) * CHUNKS
+            if type(mine) is CountsInAnObject:
+                assert mine.kept.backwards == other.kept.backwards == (turn + 1) * CHUNKS
             if type(mine) is RemovesItsHook:
                 assert mine.hook is other.hook is None
 
