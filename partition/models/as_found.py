@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -15,17 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from partition.containers import CONTAINERS, base_of, reader_of, write
 from partition.contents import Contents
 from partition.names import OF_EVERY_MODULE
 
-_LISTS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {  # how they are emptied, and filled
-    list: (list.clear, list.extend),
-    set: (set.clear, set.update),
-    deque: (deque.clear, deque.extend),
-    dict: (dict.clear, dict.update),
-    defaultdict: (dict.clear, dict.update),
-    OrderedDict: (OrderedDict.clear, OrderedDict.update),
-}
 _ABSENT = object()
 _TABLES = OF_EVERY_MODULE - {"training"}  # of every module: of parameters, of hooks
 
@@ -43,7 +35,13 @@ class _ContainerEntries(NamedTuple):
 
     owner: str
     container: Any
-    entries: Any
+    entries: list[Any]
+
+    @property
+    def are_same(self) -> bool:
+        """Whether it holds the same."""
+        current = reader_of(type(self.container))(self.container)
+        return len(current) == len(self.entries) and all(map(is_same, current, self.entries))
 
 
 class AttributeSnapshot:
@@ -71,7 +69,7 @@ class AttributeSnapshot:
 
     def changed(self, ignored: Collection[tuple[int, str]] = ()) -> list[str]:
         """The names of attributes that are not as they were found, but for some, and for tables of hooks."""
-        names = [entries.owner for entries in self._entries.values() if not _same_entries(entries)]
+        names = [entries.owner for entries in self._entries.values() if not entries.are_same]
         for name, module, attributes in self._modules:
             current = vars(module)
             names += [
@@ -105,22 +103,18 @@ class AttributeSnapshot:
             for key in current.keys() - attributes.keys():
                 del current[key]
             current.update(attributes)
-        for container_entries in self._entries.values():
-            if not _same_entries(container_entries):
-                clear, fill = _LISTS[type(container_entries.container)]
-                clear(container_entries.container)
-                fill(container_entries.container, container_entries.entries)
+        for _, container, entries in self._entries.values():
+            write(container, entries)
         self.contents.put_back()
 
     def _reach(self, owner: str, value: Any) -> None:
-        if isinstance(value, tuple):
-            for entry in value:
-                self._reach(owner, entry)
-        elif type(value) in _LISTS and id(value) not in self._entries:
-            is_dict = isinstance(value, dict)
-            self._entries[id(value)] = _ContainerEntries(owner, value, dict(value) if is_dict else list(value))
-            for entry in value.values() if is_dict else value:
-                self._reach(owner, entry)
+        if base_of(type(value)) is None or id(value) in self._entries:  # type: ignore[arg-type]  # a type is Hashable
+            return
+        entries = reader_of(type(value))(value)
+        if isinstance(value, CONTAINERS):
+            self._entries[id(value)] = _ContainerEntries(owner, value, entries)
+        for entry in entries:
+            self._reach(owner, entry)
 
 
 @contextmanager
@@ -156,18 +150,6 @@ def _package(value: Any) -> str | None:
     """The package that a class, or a function, is of."""
     name = getattr(getattr(value, "func", value), "__module__", None)  # of a partial
     return None if name is None else str(name).partition(".")[0]
-
-
-def _same_entries(entries: _ContainerEntries) -> bool:
-    current = entries.container
-    if len(current) != len(entries.entries):
-        return False
-    if isinstance(current, dict):
-        return all(
-            key is earlier_key and is_same(current[key], entries.entries[key])
-            for key, earlier_key in zip(current, entries.entries)
-        )
-    return all(map(is_same, current, entries.entries))
 
 
 def is_same(one: Any, other: Any) -> bool:

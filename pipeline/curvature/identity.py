@@ -18,9 +18,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from partition.containers import reader_of
 from partition.names import OF_EVERY_MODULE
 from partition.opaque import named
-from pipeline.common.containers import reader_of
 from pipeline.distributed.agreement import digest, values_in_words
 
 _DEPTH = 4

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeline.common.containers import length, reader_of
+from partition.containers import length, reader_of
 from pipeline.data.loss_proof import Shown
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)

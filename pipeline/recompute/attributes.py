@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from partition.containers import CONTAINERS, FIXED, length, reader_of, shorten, write
 from partition.names import OF_EVERY_MODULE
-from pipeline.common.containers import CONTAINERS, FIXED, length, reader_of, shorten, write
 from pipeline.recompute.randomness import is_torchs_own
 
 # Not kept here: the tables of parameters and buffers, and what stands in an RNN where aliases stand in (parameters.py).

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from pipeline.common.containers import base_of
+from partition.containers import base_of
 from pipeline.recompute.attributes import FREED, Attributes, ContainerContents, values_alive
 
 _GONE = object()

@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from pipeline.common.containers import CONTAINERS, length, reader_of, write
+from partition.containers import CONTAINERS, length, reader_of, write
 from pipeline.data.pytrees import same_values
 from pipeline.recompute.attributes import SLOTTED, is_installed, package_of
 from pipeline.recompute.randomness import GENERATORS, generators_among

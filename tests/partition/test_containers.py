@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from partition.containers import CONTAINERS, FIXED, base_of, length, reader_of, shorten, write
 from pipeline import Pipe
-from pipeline.common.containers import CONTAINERS, FIXED, base_of, length, reader_of, shorten, write
 from pipeline.curvature import Hessian
 
 
