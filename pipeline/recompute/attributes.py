@@ -41,7 +41,7 @@ _DEPTH = 4
 _LONG = 1000  # entries
 _MOST = 1000  # containers of one stage
 _OTHERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Tensor, Enum, BaseException)
-_OTHER_PACKAGES = {"torch", "pipeline", "numpy", *sys.stdlib_module_names}
+OTHER_PACKAGES = {"torch", "numpy", "pipeline", "partition", "scheduler", *sys.stdlib_module_names}
 ValueKeeper: TypeAlias = Callable[[Iterable[Any]], list[Any]]  # what is kept of some values
 _INSTALLED = tuple([sysconfig.get_path(name) for name in ("purelib", "platlib")])
 
@@ -99,23 +99,25 @@ class Attributes:
         """Note the containers among `values` and their entries; of objects those of the module's own `package`,
         and those of no installed package."""
         for value in values:
-            kind = _kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
+            kind = kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
             if kind is None or id(value) in self._visited or len(self._visited) >= _MOST:
                 continue
-            if kind in (_OBJECT, SLOTTED) and is_installed(owner := package_of(type(value))) and owner != package:
+            if kind in OBJECTS and is_installed(owner := package_of(type(value))) and owner != package:
                 continue
             self._visited.add(id(value))
             if kind is _TENSOR:
                 self._note(value)
                 continue
-            if kind is _ARRAY and (value.size > _LONG or value.dtype.hasobject):
+            if kind is ARRAY and (value.size > _LONG or value.dtype.hasobject):
                 continue
             if kind.long is not None and length(value) > _LONG:
                 kind = kind.long
             if kind.write is not _write_nothing:
                 self.containers.append(ContainerContents.of(kind, value, keep))
+            if kind.has_dict:
+                self._look([vars(value)], depth, package, keep)
             if kind.opens and depth < _DEPTH:
-                self._look([*kind.read(value), *([vars(value)] if kind.has_dict else ())], depth + 1, package, keep)
+                self._look(kind.read(value), depth + 1, package, keep)
 
     def _note(self, tensor: Tensor) -> None:
         if tensor.requires_grad or tensor.is_inference() or id(tensor) in self._buffers:
@@ -228,9 +230,8 @@ class ContainerContents(NamedTuple):
 
     @property
     def table(self) -> dict[Any, Any] | None:
-        """The dict whose entries are noted: names and, behind these, values. None: it is no dict, nor has one."""
-        table = vars(self.holder) if self.kind is _OBJECT else self.holder
-        return table if isinstance(table, dict) and self.is_whole else None
+        """The holder, if it is a dict whose entries are noted: names and, behind these, values."""
+        return self.holder if isinstance(self.holder, dict) and self.is_whole else None
 
 
 class _FlatContents(NamedTuple):
@@ -353,7 +354,8 @@ def _write_nothing(holder: Any, content: list[Any]) -> None:
 
 
 def _write_array(holder: Any, content: list[bytes]) -> None:
-    holder[...] = numpy.frombuffer(content[0], holder.dtype).reshape(holder.shape)
+    if holder.tobytes() != content[0]:  # it may be one that cannot be written
+        holder[...] = numpy.frombuffer(content[0], holder.dtype).reshape(holder.shape)
 
 
 def _slots(kind: type) -> list[str]:
@@ -366,16 +368,15 @@ _COUNTED = ContainerKind(
     lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), opens=False, same=eq
 )
 _MAPPING = ContainerKind(reader_of(dict), _write, _COUNTED)
-_OBJECT = ContainerKind(
-    lambda holder: _MAPPING.read(vars(holder)), lambda holder, content: _write(vars(holder), content)
-)
-SLOTTED = ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
-_ARRAY = ContainerKind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
+_OBJECT = ContainerKind(lambda holder: [], _write_nothing, opens=False, has_dict=True)
+_SLOTTED = ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
+OBJECTS = (_OBJECT, _SLOTTED, _SLOTTED._replace(has_dict=True))
+ARRAY = ContainerKind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
 _TENSOR = ContainerKind(list, _write_nothing)
 
 
 @lru_cache(maxsize=4096)
-def _kind_of(kind: type) -> ContainerKind | None:
+def kind_of(kind: type) -> ContainerKind | None:
     """The kind of a class of objects. None: they are not covered."""
     if issubclass(kind, Tensor):
         return _TENSOR
@@ -388,10 +389,12 @@ def _kind_of(kind: type) -> ContainerKind | None:
     if issubclass(kind, FIXED):
         return ContainerKind(reader_of(kind), _write_nothing)
     if issubclass(kind, numpy.ndarray):
-        return _ARRAY
-    if issubclass(kind, _OTHERS) or package_of(kind) in _OTHER_PACKAGES and kind is not types.SimpleNamespace:
+        return ARRAY
+    if issubclass(kind, _OTHERS) or package_of(kind) in OTHER_PACKAGES and kind is not types.SimpleNamespace:
         return None
-    return _OBJECT if kind.__dictoffset__ else SLOTTED if _slots(kind) else None
+    if not _slots(kind):
+        return _OBJECT if kind.__dictoffset__ else None
+    return _SLOTTED._replace(has_dict=bool(kind.__dictoffset__))
 
 
 def package_of(made: type | types.FunctionType) -> str:

@@ -10,28 +10,25 @@ Only objects a few steps away, and no large tensor: this covers counters, caches
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
-from partition.containers import CONTAINERS, length, reader_of, write
+from partition.containers import CONTAINERS, length
 from pipeline.data.pytrees import same_values
-from pipeline.recompute.attributes import SLOTTED, is_installed, package_of
+from pipeline.recompute.attributes import ARRAY, OBJECTS, OTHER_PACKAGES, is_installed, kind_of, package_of
 from pipeline.recompute.randomness import GENERATORS, generators_among
 
 _DEPTH = 9
 _MOST = 200_000  # objects
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 _LONGEST = 100_000  # entries of a container
-_LONG = 1_000  # so many are searched
+_LONG = 2_000  # so many are searched; a dict has two for each name
 _LARGEST = 1_000_000  # entries of a tensor
-_NOT_OURS = {"torch", "numpy", "pipeline", "partition", "scheduler", *sys.stdlib_module_names}
 _EMPTY = object()
 
 Undo = Callable[[], None]
@@ -82,19 +79,6 @@ class ReachableState:
             if not isinstance(value, nn.Parameter) and _is_small(value):
                 self._undo.append(partial(_refill_tensor, value, value._version, value.detach().clone()))
             return ()
-        if isinstance(value, CONTAINERS):
-            if length(value) > _LONGEST:
-                return ()
-            entries = reader_of(type(value))(value)
-            self._undo.append(partial(write, value, entries))
-            attributes = [] if type(value) in CONTAINERS or not hasattr(value, "__dict__") else [vars(value)]
-            return (*(entries if length(value) <= _LONG else ()), *attributes)
-        if isinstance(value, numpy.ndarray):
-            if value.size <= _LARGEST and not value.dtype.hasobject and value.flags.writeable:
-                self._undo.append(partial(numpy.copyto, value, value.copy()))
-            return ()
-        if isinstance(value, tuple):
-            return reader_of(type(value))(value) if length(value) <= _LONG else ()
         if isinstance(value, types.FunctionType):
             is_left_out = self._of_loss and self._is_foreign(package_of(value))
             return () if is_left_out else self._note_function(value)
@@ -109,17 +93,23 @@ class ReachableState:
                 attribute for attribute in vars(type(value)).values() if isinstance(attribute, CONTAINERS)
             ]
             forward = getattr(type(value), "forward", None)
-            if type(value).__module__.partition(".")[0] not in _NOT_OURS:
+            if type(value).__module__.partition(".")[0] not in OTHER_PACKAGES:
                 class_attributes.append(forward)
             self._note_classes(type(value))
             return (vars(value), *class_attributes)
-        if isinstance(value, type) or self._is_foreign(package_of(type(value))):
+        kind = kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
+        if kind is None or kind is ARRAY and (value.size > _LARGEST or value.dtype.hasobject):
             return ()
-        self._note_classes(type(value))
-        slots = list(SLOTTED.read(value))
-        if slots:
-            self._undo.append(partial(SLOTTED.write, value, slots))
-        return (*slots, *([vars(value)] if hasattr(value, "__dict__") else ()))
+        if kind in OBJECTS:
+            if self._of_loss and is_installed(package_of(type(value))):
+                return ()
+            self._note_classes(type(value))
+        if kind.long is not None and length(value) > _LONGEST:
+            kind = kind.long
+        entries = list(kind.read(value))
+        self._undo.append(partial(kind.write, value, entries))
+        is_searched = kind.opens and len(entries) <= _LONG
+        return (*(entries if is_searched else ()), *([vars(value)] if kind.has_dict else ()))
 
     def _note_classes(self, kind: type) -> None:
         """Keep the numbers and words of a class, and of those that it is derived from."""
@@ -130,7 +120,7 @@ class ReachableState:
                 self._undo.append(partial(_reset, base, plain))
 
     def _is_foreign(self, package: str) -> bool:
-        return package in _NOT_OURS or self._of_loss and is_installed(package)
+        return package in OTHER_PACKAGES or self._of_loss and is_installed(package)
 
     def _note_function(self, function: types.FunctionType) -> Iterable[Any]:
         cells = function.__closure__ or ()

@@ -44,7 +44,6 @@ from pipeline.data.pytrees import Tree
 from pipeline.entry.probe.probe_call import LayerRun, ProbeCall
 from pipeline.entry.probe.rows import RowComparison, all_same, any_differs, is_mixed, is_moved, same
 from pipeline.execution.setup import Setup
-from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.policy import repeating
 from pipeline.recompute.reachable import ReachableState
 from pipeline.recompute.snapshot import StageTraits
@@ -98,9 +97,8 @@ class Probe:
             unwritten(parameters) as contents, _on_copies_of_buffers(self._modules),
         ):  # fmt: skip
             reachable = ReachableState(self._modules)
-            attributes = Attributes(self._modules, weak=True)  # arrays, objects of any class
             self._generators = reachable.generators
-            self._undo = [reachable.put_back, attributes.roll_back, contents.put_back]
+            self._undo = [reachable.put_back, contents.put_back]
             if self._shares_process:
                 self._check_order(alone, self._others())
             if self._batch.chunks == 1:  # of several mini-batches: it is not cut

@@ -143,6 +143,10 @@ class Slotted:
         self.count = 0
 
 
+class SlottedToo(Slotted):
+    """With a dict beside the slots."""
+
+
 class Both(dict[str, Any]):
     """A configuration whose entries are attributes, too, and whose values are what a class makes of them."""
 
@@ -222,6 +226,10 @@ STATES: dict[str, Callable[[], Counting]] = {
         lambda me: add_one(me.state, "n"), lambda me: me.state.n)),
     "object with slots": lambda: Counting(Slotted(), of_calls(
         lambda me: add_one(me.state, "count"), lambda me: me.state.count)),
+    "object with slots and a dict": lambda: Counting(SlottedToo(), of_calls(
+        lambda me: add_one(me.state, "count"), lambda me: me.state.count)),
+    "list beside an array that cannot be written": lambda: Counting([numpy.broadcast_to(1, 3), 0], of_calls(
+        lambda me: add_one(me.state, 1), lambda me: me.state[1])),
     "array": lambda: Counting(numpy.zeros(3), of_calls(
         lambda me: me.state.__iadd__(1), lambda me: float(me.state[0]))),
     "tensor, replaced": lambda: Counting(torch.zeros(()), of_calls(
@@ -243,7 +251,7 @@ def reference(model: nn.Sequential, x: Tensor, chunks: int) -> None:
 
 def state_of(layer: Any) -> tuple[object, ...]:
     state = layer.state
-    shown = vars(state) if isinstance(state, SimpleNamespace) else state.count if type(state) is Slotted else state
+    shown = vars(state) if isinstance(state, SimpleNamespace) else state.count if isinstance(state, Slotted) else state
     return str(shown), layer.forwards, getattr(layer, "more", None)
 
 
