@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from partition.containers import reader_of
 from partition.names import OF_EVERY_MODULE
 from partition.opaque import named
+from pipeline.data.loss_key import captured
 from pipeline.distributed.agreement import digest, values_in_words
 
 _DEPTH = 4
@@ -63,9 +64,8 @@ def identity(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, types.CodeType):
         return f"code {value.co_code.hex()} {value.co_names} {identity(value.co_consts, depth)}"
     if isinstance(value, types.FunctionType):
-        captured = [cell.cell_contents for cell in value.__closure__ or ()]
-        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, captured)
-        return f"{value.__module__}.{value.__qualname__}({', '.join(_identities(parts, depth))})"
+        parts = _identities((value.__code__, *captured(value)), depth)
+        return f"{value.__module__}.{value.__qualname__}({', '.join(parts)})"
     if isinstance(value, (type, types.BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, nn.Module):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -95,12 +95,10 @@ def _key(value: Any, depth: int) -> Hashable:
     if isinstance(value, MethodType):
         return MethodType, _key(value.__func__, depth + 1), _object(value.__self__)
     if isinstance(value, FunctionType):
-        cells = [_cell(cell) for cell in value.__closure__ or ()]
-        captured = (value.__defaults__, value.__kwdefaults__, tuple(cells))
         namespace = value.__globals__
         names = [name for name in value.__code__.co_names if name in namespace and type(namespace[name]) in _VALUES]
         read = tuple([(name, _key(namespace[name], depth)) for name in names])
-        return FunctionType, value.__code__, value.__module__, _key(captured, depth + 1), read
+        return FunctionType, value.__code__, value.__module__, _key(captured(value), depth + 1), read
     if isinstance(value, (tuple, set, frozenset, dict)) and length(value) < 32:
         return type(value), tuple([_key(item, depth + 1) for item in reader_of(type(value))(value)])
     return _object(value)
@@ -112,11 +110,14 @@ def _object(value: Any) -> Hashable:
     return _Identity(value), tuple([(name, _key(item, 0)) for name, item in table.items() if type(item) in _VALUES])
 
 
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
+def captured(function: FunctionType) -> tuple[Any, ...]:
+    """The values that a function holds: its defaults, and what it has closed over so far."""
+    return function.__defaults__, function.__kwdefaults__, *[cell.cell_contents for cell in filled_cells(function)]
+
+
+def filled_cells(function: FunctionType) -> list[CellType]:
+    """The cells over which a function has closed, and that something was put into."""
+    return [cell for cell in function.__closure__ or () if cell != CellType()]
 
 
 class _Identity:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from partition.containers import CONTAINERS, length
+from pipeline.data.loss_key import captured, filled_cells
 from pipeline.data.pytrees import same_values
 from pipeline.recompute.attributes import ARRAY, OBJECTS, OTHER_PACKAGES, is_installed, kind_of, package_of
 from pipeline.recompute.randomness import GENERATORS, generators_among
@@ -29,7 +30,6 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 _LONGEST = 100_000  # entries of a container
 _LONG = 2_000  # so many are searched; a dict has two for each name
 _LARGEST = 1_000_000  # entries of a tensor
-_EMPTY = object()
 
 Undo = Callable[[], None]
 
@@ -123,16 +123,15 @@ class ReachableState:
         return package in OTHER_PACKAGES or self._of_loss and is_installed(package)
 
     def _note_function(self, function: types.FunctionType) -> Iterable[Any]:
-        cells = function.__closure__ or ()
-        for cell in cells:
-            self._undo.append(partial(_refill_cell, cell, _content(cell)))
+        cells = filled_cells(function)
+        self._undo += [partial(setattr, cell, "cell_contents", cell.cell_contents) for cell in cells]
         names = function.__globals__
         counted = object if self._of_loss else (*CONTAINERS, *GENERATORS)
         named = [value for name in function.__code__.co_names if isinstance(value := names.get(name), counted)]
         plain = {name: names[name] for name in function.__code__.co_names if type(names.get(name, names)) in _PLAIN}
         if plain:
             self._undo.append(partial(names.update, plain))
-        return (*[_content(cell) for cell in cells], *named, *(function.__defaults__ or ()))
+        return (*captured(function), *named)
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -146,17 +145,5 @@ def _refill_tensor(tensor: Tensor, version: int, values: Tensor) -> None:
 
 def _reset(kind: type, plain: dict[str, Any]) -> None:
     for name, value in plain.items():
-        if vars(kind).get(name, _EMPTY) is not value:
+        if vars(kind).get(name, kind) is not value:
             setattr(kind, name, value)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is still empty
-        return _EMPTY
-
-
-def _refill_cell(cell: types.CellType, content: Any) -> None:
-    if content is not _EMPTY and _content(cell) is not content:
-        cell.cell_contents = content
