@@ -12,8 +12,10 @@ autograd.Function) is not traced.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -196,6 +198,8 @@ class DivisorTrace(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is functional.l1_loss and "weight" not in kwargs:
+            kwargs = {**kwargs, "weight": _weight_of_l1_loss()}
         if self.is_over:
             return func(*args, **kwargs)
         self._names.add(func.__name__)
@@ -286,6 +290,9 @@ class DivisorTrace(TorchFunctionMode):
         if name == "nanmean":
             with without_function_modes():
                 return [(~args[0].detach().isnan()).sum()]
+        if name in ("l1_loss", "mse_loss") and kwargs.get("weight") is not None and _is_mean(kwargs):
+            with without_function_modes():
+                return [kwargs["weight"].detach().sum()]
         if name == "mean" or (func in _REDUCING and _is_mean(kwargs)):
             averaged = args[0] if args else kwargs["input"]
             return [averaged.numel() / max(result.numel(), 1)]
@@ -362,6 +369,14 @@ class DivisorTrace(TorchFunctionMode):
         self.dtypes.add(mean.dtype)
         self._note(mean, origin._replace(divisors=divisors, total=total, pending=pending, is_reduced=True))
         return mean
+
+
+def _weight_of_l1_loss() -> Tensor | None:
+    """The weight of the l1_loss under way: torch hands it to no mode, and would leave it out."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not functional.l1_loss.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("weight")
 
 
 def _is_left_behind() -> bool:

@@ -123,11 +123,13 @@ SEVERAL = {
         o[:, :3], t[0], weight=1 / torch.bincount(t[0], minlength=3).clamp(min=1).double()),
     "mean of each class": lambda o, t: of_classes(o.square().mean(1), t[0]).mean(),
     "by the largest": lambda o, t: (o.square() / (t[0][:, None] * t[1]).amax(0).clamp(min=1)).mean(),
+    "weights of mse_loss": lambda o, t: F.mse_loss(o, t[1], weight=t[1]),
+    "weights of l1_loss": lambda o, t: F.l1_loss(o, t[1] / 2, weight=t[1]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_what_divides_by_several_sums_over_rows_is_refused_where_they_are_uneven(name):
+def test_what_weighs_by_sums_over_rows_is_refused_where_they_are_uneven(name):
     plain = module()
     pipe, refused = Pipe(copy.deepcopy(plain), [1, 2], chunks=4), []
     for number in range(4):
@@ -140,6 +142,18 @@ def test_what_divides_by_several_sums_over_rows_is_refused_where_they_are_uneven
         else:
             torch.testing.assert_close(loss, SEVERAL[name](plain(x), target).detach(), rtol=1e-12, atol=0)
     assert refused == [3, 4]
+
+
+def test_weights_of_l1_loss_count_though_torch_hands_them_to_no_mode():
+    def weighted(output, target):
+        return F.l1_loss(output, target, weight=target.abs(), reduction="none").mean()
+
+    plain = module()
+    pipe = Pipe(copy.deepcopy(plain), [1, 2], chunks=4)
+    for number in range(3):
+        x, y = data(number)
+        loss = pipe.step(x, y, loss_fn=weighted).loss
+        torch.testing.assert_close(loss, weighted(plain(x), y).detach(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("choose", [
