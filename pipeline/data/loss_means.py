@@ -66,7 +66,6 @@ _LINEAR = frozenset((
     "narrow", "unbind", "split", "chunk", "unsqueeze", "expand", "expand_as", "broadcast_to", "view_as",
     "reshape_as", "ravel", "unflatten", "permute", "transpose", "t", "movedim", "detach", "cpu", "half",
     "bfloat16", "type_as", "requires_grad_", "dot", "inner", "matmul", "mv", "mm", "bmm", "einsum", "tensordot",
-    "lerp",
 ))  # fmt: skip
 _OPAQUE = frozenset((
     "addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy",
@@ -75,7 +74,10 @@ _OVER_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add"
 _TO_HOST = frozenset(["__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"])
 _ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given
     "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
-    "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1),
+    "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1), "argmax": (1, None), "argmin": (1, None),
+    "count_nonzero": (1, None), "nanmedian": (1, None), "mode": (1, -1), "aminmax": (1, None), "std_mean": (1, None),
+    "var_mean": (1, None), "cumprod": (1, None), "cummax": (1, None), "cummin": (1, None), "quantile": (2, None),
+    "nanquantile": (2, None), "norm": (2, None), "linalg_norm": (2, None), "linalg_vector_norm": (2, None),
 }  # fmt: skip
 
 
@@ -109,8 +111,9 @@ class LossOrigin(NamedTuple):
         pending: the count of a mean over tokens whose total is still to be computed.
         is_reduced: whether a part of it was summed over rows.
         is_several: whether such sums are several numbers (one for each column), which are no divisors that are noted.
-        is_bent: whether such a part of the output went through a function that is not linear: its kink, if it has one
-            (`(mean - 1).abs()`), shows in no comparison as long as all chunks are on one side.
+        is_bent: whether such a part of the output, or several numbers of the target with such a part in them, went
+            through a function that is not linear: its kink, if it has one (`(mean - 1).abs()`, `target > median`),
+            shows in no comparison as long as all chunks are on one side.
     """
 
     divisors: tuple[Divisor, ...]
@@ -226,9 +229,11 @@ class DivisorTrace(TorchFunctionMode):
             self._factors += sum([isinstance(amount, Tensor) or amount != 0 for amount in amounts])
             total = None if origin.total is None else self._total(func, args, kwargs)
             origin = origin._replace(divisors=(*origin.divisors, *new_divisors), total=total, pending=None)
-        is_bent = origin.is_bent or origin.is_reduced and origin.of_output and _plain(func) not in _LINEAR
+        several = not (isinstance(result, Tensor) and result.numel() == 1)
+        is_seen = not origin.is_reduced or _plain(func) in _LINEAR or not (origin.of_output or several)
+        is_bent = origin.is_bent or not is_seen
         sums = self._sums_rows(func, args, kwargs, result)
-        is_several = origin.is_several or sums and not (isinstance(result, Tensor) and result.numel() == 1)
+        is_several = origin.is_several or sums and several
         is_reduced = origin.is_reduced or sums
         if is_reduced and origin.of_output and isinstance(result, Tensor):
             self.dtypes.add(result.dtype)
@@ -297,6 +302,8 @@ class DivisorTrace(TorchFunctionMode):
             averaged = args[0] if args else kwargs["input"]
             return [averaged.numel() / max(result.numel(), 1)]
         plain = _plain(func)
+        if "alpha" in kwargs:
+            return [float(kwargs["alpha"])]
         if plain not in _SCALING:
             return []
         values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]

@@ -123,8 +123,16 @@ SEVERAL = {
         o[:, :3], t[0], weight=1 / torch.bincount(t[0], minlength=3).clamp(min=1).double()),
     "mean of each class": lambda o, t: of_classes(o.square().mean(1), t[0]).mean(),
     "by the largest": lambda o, t: (o.square() / (t[0][:, None] * t[1]).amax(0).clamp(min=1)).mean(),
+    "by the count of each column": lambda o, t: ((o.square() * t[1]).sum(0) / t[1].count_nonzero(0)).mean(),
+    "by the norm of each column": lambda o, t: (o.square() * (t[1] / t[1].norm(1, 0))).sum(),
+    "by the vector norm of each column": lambda o, t: (
+        o.square() * (t[1] / torch.linalg.vector_norm(t[1], 1, dim=0, keepdim=True))).sum(),
+    "by a quantile of each column": lambda o, t: (o.square() * t[1].quantile(0.1, dim=0)).mean(),
+    "above the mean": lambda o, t: (o.square() * (t[0] >= t[0].double().mean())[:, None]).mean(),
     "weights of mse_loss": lambda o, t: F.mse_loss(o, t[1], weight=t[1]),
     "weights of l1_loss": lambda o, t: F.l1_loss(o, t[1] / 2, weight=t[1]),
+    "share of lerp": lambda o, t: torch.lerp(o.square().mean(), o.abs().mean(), t[1].mean()),
+    "alpha of add": lambda o, t: torch.add(o.square().mean(), o.abs().mean(), alpha=t[1].mean().item()),
 }  # fmt: skip
 
 
