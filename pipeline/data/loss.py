@@ -298,7 +298,10 @@ class Loss:
         chunks, first = sorted(self._traces), min(other._traces)
         divisors = [other._traces[first].divisors, *[self._traces[chunk].divisors for chunk in chunks]]
         rows = [other._rows[first], *[self._rows[chunk] for chunk in chunks]]
-        return proof(divisors, rows, self.is_counted) is not None
+        varies = proof(divisors, rows, self.is_counted)
+        # Of one chunk, which nothing was compared with, a mean over rows has one that varies with them.
+        is_alone = len(self._rows) == 1 and len(set(rows)) > 1 and not self._counts and not other._counts
+        return varies is not None and (not is_alone or any([flag is not False for flag in varies]))
 
     def unproven(self) -> ValueError:
         """The error for a loss whose weights are not proven."""

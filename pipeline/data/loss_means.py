@@ -298,6 +298,8 @@ class DivisorTrace(TorchFunctionMode):
         if name in ("l1_loss", "mse_loss") and kwargs.get("weight") is not None and _is_mean(kwargs):
             with without_function_modes():
                 return [kwargs["weight"].detach().sum()]
+        if func is functional.ctc_loss and args[0].dim() == 3:
+            return [args[0].shape[1]] if _is_mean(kwargs) else []
         if name == "mean" or (func in _REDUCING and _is_mean(kwargs)):
             averaged = args[0] if args else kwargs["input"]
             return [averaged.numel() / max(result.numel(), 1)]

@@ -1,5 +1,7 @@
 """Laws of evaluations over a loader: they give what the plain module gives on all rows at once."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,6 +115,30 @@ def test_a_loss_whose_weights_cannot_be_seen_is_refused_though_each_mini_batch_i
     for loss_fn in (lambda o, t: o.sum() / (t > 0).sum(), lambda o, t: o[t[:, 0] > 0].mean()):
         with pytest.raises(ValueError, match=r"Return \(sum, count\)"):
             pipe.evaluate(iter([(x, x), (x[:3], x[:3])]), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("loss_fn", [
+    lambda o, t: o.square().sum() / 64, lambda o, t: o.square().max(), lambda o, t: o.flatten().logsumexp(0),
+    lambda o, t: o.square().median(),
+])  # fmt: skip
+def test_a_loss_without_a_mean_over_rows_is_refused_beside_a_mini_batch_of_other_rows(loss_fn: Any) -> None:
+    pipe, (x, y) = Pipe(classifier(), [5]), data().tensors
+    assert pipe.evaluate(iter([(x, y)]), loss_fn=loss_fn).loss.isfinite()
+    with pytest.raises(ValueError, match=r"Return \(sum, count\)"):
+        pipe.evaluate(iter([(x, y), (x[:3], y[:3])]), loss_fn=loss_fn)
+
+
+def test_ctc_loss_has_a_mean_over_rows() -> None:
+    torch.manual_seed(0)
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 5)).double(), [1])
+    x, words = torch.randn(7, 9, 4).double(), torch.randint(1, 5, (7, 3))
+
+    def ctc(output: Tensor, target: Tensor) -> Tensor:
+        lengths = [torch.full((len(output),), length) for length in (9, 3)]
+        return F.ctc_loss(output.log_softmax(2).transpose(0, 1), target, *lengths)
+
+    step = pipe.evaluate(iter([(x[:4], words[:4]), (x[4:], words[4:])]), loss_fn=ctc)
+    torch.testing.assert_close(step.loss, ctc(pipe(x), words).detach())
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
