@@ -56,12 +56,9 @@ class IntegratedDensity(Result):
         """
         if not 0.0 < share < 1.0:
             raise ValueError(f"share must be between 0 and 1 (share: {share})")
-        estimate, low, high = [self._first(curve, share) for curve in (self.share, self.upper, self.lower)]
-        return estimate, low, high
-
-    def _first(self, curve: Tensor, share: float) -> float:
-        place = int((curve >= share).to(torch.uint8).argmax()) if bool((curve >= share).any()) else -1
-        return float(self.grid[place])
+        curves = self.share, self.upper, self.lower
+        place, low, high = [min(int((curve < share).sum()), len(curve) - 1) for curve in curves]  # they do not fall
+        return float(self.grid[place]), float(self.grid[max(low - 1, 0)]), float(self.grid[high])
 
     def lines(self) -> Iterator[str]:
         yield f"eigenvalues of {self.matrix}, {self.size} in all, by the share that is below"

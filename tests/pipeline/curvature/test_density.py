@@ -324,6 +324,13 @@ def test_the_integrated_densitys_band_holds_the_share_of_eigenvalues_below(kind,
     assert float((found.upper - found.lower).max()) < (0.12 if steps >= 80 else 0.5 if steps >= 20 else 1.0)
 
 
+@pytest.mark.parametrize("values", [[-3.0], [1.0] * 20, [-1.0, 3.0]])
+def test_the_range_of_a_quantile_holds_an_eigenvalue_between_points_of_the_grid(values):
+    found = density(DenseMap(symmetric(torch.tensor(values))), steps=5, runs=1).integrated()
+    median, least, largest = found.quantile(0.5)
+    assert least <= min(values, key=lambda value: abs(value - median)) <= largest
+
+
 def test_quantiles_have_the_eigenvalues_they_say():
     values = spectrum("semicircle")
     found = density(Diagonal(values)).integrated()
