@@ -125,7 +125,7 @@ def _made(what: str) -> str:
 _NOTES = [
     ("1F2: forward of\nchunk 2 on stage 1", (3.5, 1.7), (4.2, 4.8)),
     ("3B0: backward of chunk 0\non stage 3, two slots", (5, 3.7), (9.6, 4.8)),
-    ("a slot", (12.5, 3.9), (12.5, 4.6)),
+    ("a slot", (12.5, 3.9), (14.5, 4.6)),
     ("a bubble: the lane is idle", (24.5, 2.5), (20.5, 4.6)),
 ]
 _PHASES = [("warm-up of lane 0", 0, 4), ("steady", 10, 16), ("cooldown", 16, 27)]
@@ -138,7 +138,7 @@ def _annotated() -> str:
         (lanes,) = picture.axes
         lanes.xaxis.set_visible(False)
         lanes.get_legend().remove()
-        picture.texts[-1].remove()  # makespan and bubbles
+        picture.supxlabel("")  # without makespan and bubbles
         for words, target, place in _NOTES:
             arrow = {**line, "arrowstyle": "-"}
             lanes.annotate(words, target, place, ha="center", va="center", annotation_clip=False, arrowprops=arrow)

@@ -137,9 +137,8 @@ def test_where_actions_are_many_the_painted_area_is_their_time(name, lanes, chun
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_size_does_not_grow_with_chunks(name):
-    some, more = (len(svg(by_name(name, 8, chunks))) for chunks in either((500, 1500), (500, 4000)))
-    assert more < some < 300_000
+def test_many_actions_are_pixels_so_that_files_stay_small(name):
+    assert len(svg(by_name(name, 8, either(1500, 4000)))) < 100_000
 
 
 def test_a_wider_figure_shows_actions_one_by_one_again():
@@ -172,15 +171,12 @@ def test_curves_are_what_lanes_hold(schedule, kept):
             assert drawn == pytest.approx(held / most)
 
 
-def test_a_curve_of_many_steps_is_the_highest_of_each_pixel():
+def test_a_curve_of_many_steps_is_what_lanes_hold_too():
     timeline = simulate(by_name("1f1b", 3, 1000), Costs(link=1))
     most = max(timeline.peak_memory)
     for (places, levels), steps in zip(curves(plot(timeline)), timeline.memory, strict=True):
-        assert len(steps) > 960 > len(places)
-        assert max(levels) == pytest.approx(max(level for _, level in steps) / most, abs=0.01)
-        for at, level in steps[::37]:
-            drawn = next(height for x, height in zip(places[::-1], levels[::-1]) if x <= at)
-            assert drawn >= level / most - 0.011
+        held = dict(steps)  # the last of each time
+        assert all(level == pytest.approx(held[at] / most) for at, level in zip(places[:-1], levels) if level < 1)
 
 
 @pytest.mark.parametrize("lanes, chunks", [(2, 3), (4, 8), (4, 500), (40, 6)])
@@ -263,12 +259,14 @@ def test_a_schedule_is_named_and_a_timeline_is_not():
     assert not any("gpipe" in text for text in words(plot(simulate(schedule))))
 
 
-@pytest.mark.parametrize("seconds, unit", [(12.0, "s"), (1.0, "s"), (0.9, "ms"), (0.002, "ms"), (0.0009, "us")])
+@pytest.mark.parametrize("seconds, unit", [(12.0, " s"), (1.5, " s"), (0.9, " ms"), (0.002, " ms"), (0.0009, " µs")])
 def test_a_measured_timeline_has_an_axis_in_a_unit_that_fits(seconds, unit):
     timeline = Timeline.measured([Event(Action.parse("0F0"), 0, 3.0, 3.0 + seconds)], 2)
-    (axes,) = plot(timeline, memory=False).axes
-    assert axes.get_xlabel() == unit
-    assert axes.get_xlim() == (0, pytest.approx(seconds * {"s": 1, "ms": 1e3, "us": 1e6}[unit]))
+    figure = plot(timeline, memory=False)
+    FigureCanvasAgg(figure).draw()
+    (axes,) = figure.axes
+    assert axes.get_xlim() == (0, pytest.approx(seconds))
+    assert axes.get_xticklabels()[-2].get_text().endswith(unit)
 
 
 @LAWS
@@ -298,7 +296,7 @@ def test_nothing_and_no_time_are_drawn_too(timeline):
 def test_a_lane_that_runs_nothing_is_left_white_where_actions_are_many():
     events = [event for event in simulate(by_name("gpipe", 2, 500)).events if event.lane == 0]
     axes = plot(Timeline(tuple(events), 2), memory=False).axes[0]
-    painted = [corners for colour, corners in patches(axes) if colour == PLAIN[Kind.F] and area(corners)]
+    painted = [corners for colour, corners in patches(axes) if colour == PLAIN[Kind.F] and area(corners) > 1e-9]
     assert {int(corners.mean(0)[1]) for corners in painted} == {0}
 
 
