@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 
 __all__ = ["main"]
 
@@ -67,19 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands: list[click.Command] = [schedules, devices, profile, plan, report, curvature]
     named_commands = {command.name or "": command for command in commands}
-    return run(click.Group("penstock", named_commands, help=description), "penstock", argv,
-               lambda error: isinstance(error, _EXPLAINED) and _is_ours(error.__traceback__))
-
-
-def _is_ours(trace: TracebackType | None) -> bool:
-    """Whether this package has raised it: then its words say what to do, and where it was is of no use."""
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-    return str(name).partition(".")[0] == "pipeline"
-
-
-_EXPLAINED = (ValueError, TypeError, ArithmeticError, ImportError, OSError)
+    return run(click.Group("penstock", named_commands, help=description), "penstock", argv)
 
 
 if __name__ == "__main__":

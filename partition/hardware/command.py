@@ -10,7 +10,6 @@ import sys
 
 import click
 
-from partition.errors import PartitionError
 from partition.hardware.gpus import gib
 from partition.hardware.inventory import devices as find
 from partition.hardware.selection import MARGIN, Choice, memory_cap
@@ -48,12 +47,9 @@ def devices(count: int | None, margin: float, as_variable: bool, as_json: bool) 
     if as_variable and (count is None or as_json):
         raise CommandError("--env prints a choice, without JSON: add --choose N, drop --json.")
     inventory = find()
-    try:
-        choice = None if count is None else inventory.best(count)
-        chosen = () if choice is None else choice.devices
-        caps = [None if device.free_bytes is None else memory_cap(device, margin) for device in chosen]
-    except PartitionError as error:
-        raise CommandError(str(error)) from None
+    choice = None if count is None else inventory.best(count)
+    chosen = () if choice is None else choice.devices
+    caps = [None if device.free_bytes is None else memory_cap(device, margin) for device in chosen]
     if as_variable and choice is not None:
         print(_assigned(choice))
         for warning in choice.warnings:

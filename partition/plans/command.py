@@ -9,17 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from math import inf
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import torch
 from torch import nn
 
-from partition.errors import PartitionError
 from partition.models.sequential import to_sequential
 from partition.plans import planning
 from partition.profiles import profiling
-from scheduler.command_line.options import number, numbers, with_all, write
+from scheduler.command_line.options import OUTPUT, number, numbers, with_all
 from scheduler.command_line.running import CommandError
 from scheduler.command_line.targets import value_at
 from scheduler.links import Link
@@ -65,14 +64,14 @@ _of_layers = with_all(  # what both commands take
                  help="sgd, momentum, adam, adamw, or bytes of state for a byte of parameter."),
     click.option("--timeout", type=float, metavar="SECONDS", help="How long to measure, in all."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-    click.option("--save", "path", metavar="FILE", help="Write JSON to a file as well."),
+    click.option("--save", "file", type=OUTPUT, metavar="FILE", help="Write JSON to a file as well."),
 )  # fmt: skip
 
 
 @click.command(context_settings={"max_content_width": 120}, short_help="What each layer of a model takes and holds.")
 @_of_layers
 @click.option("--chunks", type=int, default=1, show_default=True, metavar="N", help="Of the mini-batch.")
-def profile(target: str, as_json: bool, path: str | None, **options: Any) -> int:
+def profile(target: str, as_json: bool, file: TextIO | None, **options: Any) -> int:
     """Measures a copy of each layer: F, I, W and B, parameters, gradients, optimizer state, saved activations, output.
 
     TARGETS
@@ -82,7 +81,7 @@ def profile(target: str, as_json: bool, path: str | None, **options: Any) -> int
       penstock profile train.py:build --chunks 8
       penstock profile train.py:build --device meta --optimizer sgd --json
     """
-    return _answered(profiling.profile, target, options, as_json, path)
+    return _answered(profiling.profile, target, options, as_json, file)
 
 
 @click.command(context_settings={"max_content_width": 120}, short_help="Where to cut, with which schedule.")
@@ -99,7 +98,7 @@ def profile(target: str, as_json: bool, path: str | None, **options: Any) -> int
 @click.option("--keep-order", is_flag=True, help="Let the layers go through the devices in the given order.")
 @click.option("--effort", type=number, default=0.0, metavar="X", help="Search for a better order than the named ones.")
 def plan(
-    target: str, as_json: bool, path: str | None, devices: str, schedules: str | None, latency: float,
+    target: str, as_json: bool, file: TextIO | None, devices: str, schedules: str | None, latency: float,
     bandwidth: float | None, keep_order: bool, **options: Any,
 ) -> int:  # fmt: skip
     """Chooses balance, chunks, schedule and what to recompute, by simulating what there is to choose from.
@@ -119,7 +118,7 @@ def plan(
         options["schedules"] = schedules.split(",")
     if latency or bandwidth is not None:
         options["link"] = Link(latency, inf if bandwidth is None else bandwidth)
-    return _answered(planning.plan, target, options, as_json, path)
+    return _answered(planning.plan, target, options, as_json, file)
 
 
 for _command in (profile, plan):
@@ -127,7 +126,9 @@ for _command in (profile, plan):
     _command.help = _command.help.replace("TARGETS", _ABOUT)
 
 
-def _answered(ask: Callable[..., Any], target: str, options: dict[str, Any], as_json: bool, path: str | None) -> int:
+def _answered(
+    ask: Callable[..., Any], target: str, options: dict[str, Any], as_json: bool, file: TextIO | None
+) -> int:
     """Ask of the model that a target names, and print the answer; what is None is as `ask` has it by default."""
     value = value_at(target)
     if not isinstance(value, tuple) or len(value) not in (2, 4) or not isinstance(value[0], nn.Module):
@@ -137,12 +138,9 @@ def _answered(ask: Callable[..., Any], target: str, options: dict[str, Any], as_
     model, sample, *loss = value
     if loss:
         options["loss_fn"], options["target"] = loss
-    try:
-        layers = model if isinstance(model, nn.Sequential) else to_sequential(model, sample)
-        answer = ask(layers, sample, **{name: value for name, value in options.items() if value is not None})
-    except PartitionError as error:
-        raise CommandError("\n".join([str(error), *getattr(error, "__notes__", [])])) from None
-    if path is not None:
-        write(path, answer.to_json())
+    layers = model if isinstance(model, nn.Sequential) else to_sequential(model, sample)
+    answer = ask(layers, sample, **{name: value for name, value in options.items() if value is not None})
+    if file is not None:
+        file.write(answer.to_json())
     print(answer.to_json() if as_json else answer)
     return 0

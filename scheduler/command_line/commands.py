@@ -8,18 +8,19 @@ import csv
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from io import StringIO
 from itertools import groupby
 from operator import attrgetter
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import click
 
 from scheduler import csv_files, drawing, simulation, verification
 from scheduler.chrome import chrome_trace
 from scheduler.command_line.options import (
+    INPUT,
+    OUTPUT,
     Command,
     number,
     numbers,
@@ -29,7 +30,6 @@ from scheduler.command_line.options import (
     with_release,
     with_schedule,
     with_sizes,
-    write,
 )
 from scheduler.command_line.running import CommandError
 from scheduler.command_line.tables import show
@@ -73,9 +73,9 @@ def _with_files(*tables: str) -> Callable[[Command], Command]:
     """--width, and the files that a schedule can be written to; `tables`: what that of a table is called."""
     return with_all(
         click.option("--width", type=int, metavar="N", help="Cut the makespan into N columns."),
-        click.option("--svg", "picture", metavar="FILE", help="Write a figure."),
-        click.option("--chrome", metavar="FILE", help="Write a trace for chrome://tracing or Perfetto."),
-        click.option(*tables, metavar="FILE", help="Write a table with a row for each lane."),
+        click.option("--svg", "picture", type=OUTPUT, metavar="FILE", help="Write a figure."),
+        click.option("--chrome", type=OUTPUT, metavar="FILE", help="Write a trace for chrome://tracing or Perfetto."),
+        click.option(*tables, type=OUTPUT, metavar="FILE", help="Write a table with a row for each lane."),
     )
 
 
@@ -107,11 +107,11 @@ def draw(schedule: Schedule, release: Release, costs: Costs, **files: Any) -> in
 @with_sizes(required=True)
 @click.option("--memory", type=numbers, metavar="CAP", help="Say which hold at most this: a number, or one a lane.")
 @click.option("--sort", type=click.Choice(("bubble", "memory", "step")), default="bubble", show_default=True)
-@click.option("--to-csv", "--csv", metavar="FILE", help="Write the table, unrounded.")
+@click.option("--to-csv", "--csv", type=OUTPUT, metavar="FILE", help="Write the table, unrounded.")
 @with_release
 @with_costs("lane")
 def compare(
-    schedule_names: tuple[str, ...], lanes: int, chunks: int, memory: Caps, sort: str, to_csv: str | None,
+    schedule_names: tuple[str, ...], lanes: int, chunks: int, memory: Caps, sort: str, to_csv: TextIO | None,
     release: Release, costs: Costs,
 ) -> int:  # fmt: skip
     """Simulates the same model under several schedules, all of them if none is named.
@@ -147,7 +147,7 @@ def compare(
     for row in rows[len(defined):]:
         print(f"{row.name}: {row.reason}")
     if to_csv is not None:
-        write(to_csv, _table(rows, verdicts))
+        _write_table(to_csv, rows, verdicts)
     return 0
 
 
@@ -217,8 +217,8 @@ def search(
 
 
 @schedules.command(short_help="Say whether a schedule in a file is right.")
-@click.argument("file")
-def verify(file: str) -> int:
+@click.argument("file", type=INPUT)
+def verify(file: TextIO) -> int:
     """Says that a schedule is right (exit status 0), or all that is wrong with it (exit status 1).
 
     FILE is a table with a row for each lane, or a printed schedule.
@@ -254,8 +254,8 @@ def _placement(kind: str | None, lanes: int, stages_per_lane: int | None) -> Pla
 
 
 def _show_grid(
-    drawn: Schedule | Timeline, schedule: Schedule, timeline: Timeline, width: int | None, picture: str | None,
-    chrome: str | None, to_csv: str | None,
+    drawn: Schedule | Timeline, schedule: Schedule, timeline: Timeline, width: int | None, picture: TextIO | None,
+    chrome: TextIO | None, to_csv: TextIO | None,
 ) -> None:  # fmt: skip
     """The grid, on a terminal that is too narrow for it also what to do; and the files of `_with_files`."""
     text = drawing.draw(drawn, width)
@@ -266,11 +266,11 @@ def _show_grid(
               "less -S.", file=sys.stderr)
     title = f"{schedule.name}: {schedule.lanes} lanes, {schedule.chunks} chunks"
     if picture is not None:
-        write(picture, svg(drawn, title=title))
+        picture.write(svg(drawn, title=title))
     if chrome is not None:
-        write(chrome, chrome_trace(timeline, name=title))
+        chrome.write(chrome_trace(timeline, name=title))
     if to_csv is not None:
-        write(to_csv, csv_files.to_csv(schedule))
+        to_csv.write(csv_files.to_csv(schedule))
 
 
 def _about(schedule: Schedule) -> str:
@@ -293,15 +293,13 @@ def _cells(row: Row) -> list[str]:
             f"{row.peak_in_flight:.6g}", f"{row.peak_memory:.6g}"]
 
 
-def _table(rows: Sequence[Row], verdicts: Sequence[Sequence[str]]) -> str:
+def _write_table(file: TextIO, rows: Sequence[Row], verdicts: Sequence[Sequence[str]]) -> None:
     """The CSV of `compare`, unrounded; numbers are empty where a schedule is not defined."""
-    text = StringIO()
-    table = csv.writer(text, lineterminator="\n")
+    table = csv.writer(file, lineterminator="\n")
     table.writerow([*_COLUMNS, *["fits" for _ in verdicts[0]], "reason"])
     for row, verdict in zip(rows, verdicts):
         cells = [getattr(row, column) if column == "name" or not row.reason else "" for column in _COLUMNS]
         table.writerow([*cells, *verdict, row.reason])
-    return text.getvalue()
 
 
 def _lanes(timeline: Timeline) -> Iterator[list[str]]:

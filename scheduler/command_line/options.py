@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 import click
 
@@ -21,10 +21,14 @@ from scheduler.schedules import by_name, names
 from scheduler.verification import verify
 
 __all__ = [
-    "number", "numbers", "read", "with_all", "with_costs", "with_release", "with_schedule", "with_sizes", "write"
+    "INPUT", "OUTPUT", "number", "numbers", "read", "with_all", "with_costs", "with_release", "with_schedule",
+    "with_sizes",
 ]  # fmt: skip
 
 Command: TypeAlias = Callable[..., int]
+
+INPUT = click.File(encoding="utf-8", errors="replace")  # what is no text is refused as it is read
+OUTPUT = click.File("w", encoding="utf-8")
 
 
 def number(value: Any) -> float:
@@ -107,19 +111,20 @@ def with_schedule(command: Command) -> Command:
     @click.option("--stages-per-lane", type=int, metavar="N", help="Of a schedule that has several.")
     @click.option("--option", type=_setting, multiple=True, metavar="WHAT=VALUE",
                   help="Another option of the schedule, such as warmup=3,2,1.")
-    @click.option("--csv", metavar="FILE", help="Read the schedule instead of NAME: a table with a row for each lane, "
-                  "or a printed schedule.")
+    @click.option("--csv", type=INPUT, metavar="FILE", help="Read the schedule instead of NAME: a table with a row for "
+                  "each lane, or a printed schedule.")
     @wraps(command)
     def gathered(
         name: str | None, lanes: int | None, chunks: int | None, stages_per_lane: int | None,
-        option: tuple[tuple[str, object], ...], csv: str | None, **arguments: Any,
+        option: tuple[tuple[str, object], ...], csv: TextIO | None, **arguments: Any,
     ) -> int:  # fmt: skip
         sizes = {"--lanes": lanes, "--chunks": chunks, "--stages-per-lane": stages_per_lane}
         if csv is not None:
-            _refuse_beside_file(csv, {"the name": name, **sizes, "--option": option or None})
+            _refuse_beside_file(csv.name, {"the name": name, **sizes, "--option": option or None})
             schedule = read(csv)
             if not _is_right(schedule):
-                click.echo(f"note: {csv} is no right schedule: penstock schedules verify {csv} says why.", err=True)
+                command_line = f"penstock schedules verify {csv.name}"
+                click.echo(f"note: {csv.name} is no right schedule: {command_line} says why.", err=True)
             return command(schedule=schedule, **arguments)
         if name is None:
             raise CommandError(f"which schedule? Name one ({', '.join(names())}), or read one with --csv FILE.")
@@ -135,34 +140,16 @@ def with_schedule(command: Command) -> Command:
     return gathered
 
 
-def read(path: str) -> Schedule:
+def read(file: TextIO) -> Schedule:
     """The schedule in a file: a table with a row for each lane, or what `print(schedule)` writes.
 
     Raises:
-        CommandError: the file cannot be read.
         ScheduleError: what is in it is no schedule.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise CommandError(f"cannot read {path}: it is not text (UTF-8). Give a table, as --to-csv writes.") from None
+    text = file.read()
     if text.lstrip().startswith("schedule "):
         return Schedule.parse(text)
-    return from_csv(text, name=re.sub(r"[^A-Za-z0-9+._-]", "_", Path(path).stem))
-
-
-def write(path: str, text: str) -> None:
-    """Writes a file, whatever was there.
-
-    Raises:
-        CommandError: it cannot be written.
-    """
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}. Give a file in a folder that is there.") from None
+    return from_csv(text, name=re.sub(r"[^A-Za-z0-9+._-]", "_", Path(file.name).stem))
 
 
 def _is_right(schedule: Schedule) -> bool:

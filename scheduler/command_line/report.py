@@ -3,13 +3,12 @@
     FILE...  --timeline_from_chrome-->  timelines --report-->  a table, or JSON, on stdout
 """
 
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from scheduler.chrome import timeline_from_chrome
-from scheduler.command_line.options import numbers
+from scheduler.command_line.options import INPUT, numbers
 from scheduler.command_line.running import CommandError
 from scheduler.errors import ScheduleError
 from scheduler.reporting import report as reported
@@ -19,10 +18,10 @@ __all__ = ["report"]
 
 
 @click.command(context_settings={"max_content_width": 120}, short_help="Traced steps: the bottleneck, what to change.")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", type=INPUT, nargs=-1, required=True, metavar="FILE...")
 @click.option("--balance", type=numbers, metavar="N,N,...", help="Layers of each stage: moves of layers are tried too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def report(files: tuple[str, ...], balance: Any, as_json: bool) -> int:
+def report(files: tuple[TextIO, ...], balance: Any, as_json: bool) -> int:
     """Reports on traced steps: for each stage how long it worked, waited and was idle, and what would shorten the step.
 
     Each FILE is the trace of one step, as scheduler.chrome_trace writes it; of several, medians are taken. In Python:
@@ -45,10 +44,8 @@ def report(files: tuple[str, ...], balance: Any, as_json: bool) -> int:
     return 0
 
 
-def _read(file: str) -> Timeline:
+def _read(file: TextIO) -> Timeline:
     try:
-        return timeline_from_chrome(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CommandError(f"cannot read {file}: {error.strerror}.") from None
-    except (UnicodeDecodeError, ScheduleError) as error:
-        raise CommandError(f"cannot read {file}: {error}") from None
+        return timeline_from_chrome(file.read())
+    except ScheduleError as error:
+        raise CommandError(f"cannot read {file.name}: {error}") from None

@@ -2,36 +2,31 @@
 
     words --click--> the command's function ──► 0, or the status that it returns
       └── wrong ──────────┴── cannot be ──────► 2, in words on stderr          Ctrl-C ──► 130
+
+What these packages raise themselves says what to do, and is told in its words alone; of all else there is a traceback.
 """
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import TracebackType
 
 import click
-
-from scheduler.errors import ScheduleError
 
 __all__ = ["CommandError", "run"]
 
 
-class CommandError(Exception):
+class CommandError(click.ClickException):
     """A command that cannot run: the message says what is wrong, and what to do."""
 
 
-def run(
-    command: click.Command,
-    name: str,
-    argv: Sequence[str] | None,
-    is_told: Callable[[Exception], bool] = lambda error: False,
-) -> int:
+def run(command: click.Command, name: str, argv: Sequence[str] | None) -> int:
     """Runs a command.
 
     Args:
         command: what to run
         name: how help calls it
         argv: the words after the name; None takes those of this process
-        is_told: whether another exception is told in its words alone, without a traceback
 
     Returns:
         The exit status.
@@ -45,10 +40,12 @@ def run(
         return ended.exit_code
     except click.UsageError as error:
         words = error.format_message()  # or all help, where there are no words at all
-        hint = "" if words.startswith("Usage:") else f" See {error.ctx.command_path if error.ctx else name} --help."
-        _say(words + hint, error)
-    except (CommandError, ScheduleError) as error:
-        _say(str(error), error)
+        if not words.startswith("Usage:"):
+            stop = "" if words[-1] in ".?)" else "."
+            words += f"{stop} See {error.ctx.command_path if error.ctx else name} --help."
+        _say(words, error)
+    except click.ClickException as error:
+        _say(error.format_message(), error)
     except BrokenPipeError:  # who reads has enough, as head does
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())  # or Python flushes into the pipe once more
@@ -56,11 +53,19 @@ def run(
     except KeyboardInterrupt as error:
         _say("interrupted", error)
         return 130
-    except Exception as error:
-        if not is_told(error):
+    except (ValueError, TypeError, ArithmeticError, ImportError, OSError) as error:
+        if not _is_ours(error.__traceback__):
             raise
         _say(str(error), error)
     return 2
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    """Whether one of these packages has raised it: then where it was is of no use."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return str(name).partition(".")[0] in ("pipeline", "partition", "scheduler")
 
 
 def _say(words: str, error: BaseException) -> None:

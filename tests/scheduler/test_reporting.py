@@ -235,9 +235,9 @@ def test_the_command_prints_the_report_of_saved_traces(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("words, said", [
-    ("report none.json", "cannot read none.json: No such file"),
+    ("report none.json", "'none.json': No such file or directory. See penstock report --help."),
     ("report wrong.json", "cannot read wrong.json: this is not the trace of a timeline"),
-    ("report bytes.json", "cannot read bytes.json: 'utf-8' codec can't decode"),
+    ("report bytes.json", "cannot read bytes.json: this is not the trace of a timeline"),
     ("report right.json --balance 3", "balance lists 1 stages but 2 ran"),
     ("report right.json --balance 3,1.5", "balance\\[1\\] is 1.5, but must be a whole number"),
     ("report", "Missing argument 'FILE...'"),
