@@ -16,7 +16,7 @@ from partition.errors import PartitionError
 from partition.profiles.profiling import check_timeout, layer_bytes, layer_work
 from partition.profiles.sandbox import DeviceLike, device_of
 from partition.splitting import check_module
-from scheduler.errors import whole
+from scheduler.errors import whole_number
 
 __all__ = ["balance_by_time", "balance_by_size"]
 
@@ -106,8 +106,7 @@ def balance_by_size(
         [3, 2]
     """
     check_stages(stages, len(check_module(module)))
-    if (whole(chunks) or 0) < 1:
-        raise PartitionError(f"chunks must be a whole number, 1 or more; got {chunks!r} ({type(chunks).__name__}).")
+    chunks = whole_number("chunks", chunks, least=1, error=PartitionError)
     if not 0 <= param_scale < math.inf:
         raise PartitionError(f"param_scale must be finite, 0 or more; got {param_scale!r}. Use 2 for SGD, 4 for Adam.")
     sizes, _ = layer_bytes(module, sample, device_of(module, device))

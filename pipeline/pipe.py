@@ -23,7 +23,7 @@ from partition.hardware.sampling import DeviceSampling
 from partition.models.sequential import to_sequential
 from partition.names import sequential
 from partition.splitting import check_module, runs_in_order
-from pipeline.common.arguments import check_flags
+from pipeline.common.arguments import check_count, check_flags
 from pipeline.common.places import Place, places_of
 from pipeline.common.torch_modes import eagerly
 from pipeline.data.loss import LossFn
@@ -39,14 +39,13 @@ from pipeline.entry.minibatches import is_loader
 from pipeline.entry.origin import Origin
 from pipeline.entry.reporting import reported
 from pipeline.entry.runtime import History, Runtime
-from pipeline.entry.settings import Processes, Settings, check_chunks, check_deferred, plans_of
+from pipeline.entry.settings import Processes, Settings, check_deferred, plans_of
 from pipeline.entry.settled import FixedModule, refuse_recorders
 from pipeline.entry.state.meta_init import ValueSource
 from pipeline.entry.state.state_dict import StateDictMixin
 from pipeline.entry.step import LossArguments, Step
 from pipeline.entry.validation import (
     StageView,
-    check_batch_dim,
     check_plain,
     check_shared,
     choose_balance,
@@ -164,15 +163,15 @@ class Pipe(FixedModule, StateDictMixin):
         check_shared(stages, [place.device for place in places])
         layout = Layout(places, chain(len(stages), routes(stages)), Local(), workers)
         processes = Processes(ranks)
-        count = check_chunks(chunks)
+        count = check_count("chunks", chunks)
         plans = plans_of(schedule, layers_per_stage, count, layout, processes)
         if ranks is not None:
             topology = topology_of(stages, plans.resolved(count).placement.lane_of, ranks, layout.values)
             processes = replace(processes, topology=topology)
         self._settings = Settings(
-            layout, processes, layers_per_stage, count, plans, check_policy(checkpoint), check_batch_dim(batch_dim),
-            mixes_rows, check_deferred(deferred_batch_norm, module), takes_arguments(list(module)),
-            Origin(module),
+            layout, processes, layers_per_stage, count, plans, check_policy(checkpoint),
+            check_count("batch_dim", batch_dim, least=0), mixes_rows, check_deferred(deferred_batch_norm, module),
+            takes_arguments(list(module)), Origin(module),
         )
         self._history = History()
         self.training = module.training
@@ -291,7 +290,7 @@ class Pipe(FixedModule, StateDictMixin):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        self._settings = replace(self._settings, chunks=check_chunks(chunks))
+        self._settings = replace(self._settings, chunks=check_count("chunks", chunks))
 
     @property
     def schedule(self) -> str | Schedule:

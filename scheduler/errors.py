@@ -50,16 +50,17 @@ def whole(value: object) -> int | None:
         return None
 
 
-def whole_number(name: str, value: object, least: int) -> int:
+def whole_number(name: str, value: object, least: int, error: type[ValueError] = ScheduleError) -> int:
     """A count as Python's int; refuses what is no whole number, or too small a one.
 
     Args:
         name: that the caller knows the number by
         value: the number
         least: the smallest value that makes sense
+        error: what is raised
 
     Raises:
-        ScheduleError: `value` is not `whole` (True and False are not either), or is below `least`.
+        ValueError: `value` is not `whole` (True and False are not either), or is below `least`.
 
     >>> import numpy
     >>> whole_number("chunks", numpy.int64(8), least=1)
@@ -71,7 +72,7 @@ def whole_number(name: str, value: object, least: int) -> int:
     """
     number = whole(value)
     if number is None or number < least:
-        raise ScheduleError(
+        raise error(
             f"{name} is {value!r}, but must be a whole number of at least {least}. Use {name}={least} or more."
         )
     return number

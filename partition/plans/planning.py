@@ -36,7 +36,7 @@ from partition.profiles.profiling import profile, rows_of, with_rows
 from partition.profiles.sandbox import DeviceLike
 from partition.splitting import check_module
 from scheduler import Costs, Schedule, ScheduleError, by_name, names, search
-from scheduler.errors import whole
+from scheduler.errors import whole, whole_number
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.formulation import pose
 
@@ -106,9 +106,7 @@ def plan(
     if flops is not None and not 0 < flops < math.inf:
         raise PartitionError(f"flops is {flops!r}, but must be a number above 0: what a device does in a second.")
     labels, machine = _machine(devices, memory, speed, link)
-    count = rows_of(sample) if rows is None else rows
-    if (whole(count) or 0) < 1:
-        raise PartitionError(f"rows must be a whole number, 1 or more; got {rows!r}.")
+    count = rows_of(sample) if rows is None else whole_number("rows", rows, least=1, error=PartitionError)
     chunk_counts = _chunks(chunks, count, len(machine.speeds))
     schedule_names = names() if schedules is None else tuple(schedules)
     for name in set(schedule_names) - set(names()):

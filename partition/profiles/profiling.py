@@ -24,7 +24,7 @@ from partition.profiles.sandbox import DeviceLike, Sandbox, device_of
 from partition.profiles.storages import SavedBytes, Storages
 from partition.profiles.working import Pass, counted, timed
 from partition.splitting import check_module
-from scheduler.errors import whole
+from scheduler.errors import whole_number
 
 __all__ = ["layer_bytes", "layer_work", "profile", "rows_of", "with_rows"]
 
@@ -83,9 +83,7 @@ def profile(
     check_module(module)
     check_timeout(timeout)
     rows = rows_of(sample)
-    if (whole(chunks) or 0) < 1:
-        raise PartitionError(f"chunks must be a whole number, 1 or more; got {chunks!r} ({type(chunks).__name__}).")
-    count = math.ceil(rows / chunks)
+    count = math.ceil(rows / whole_number("chunks", chunks, least=1, error=PartitionError))
     chunk = with_rows(sample, count)
     loss = None if loss_fn is None else VisitedLoss(loss_fn, with_rows(target, count, rows))
     run_device = device_of(module, device)

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, distributed
 
+from scheduler.errors import whole
+
 _OPTIMIZER = ("param_groups", "step", "zero_grad")
 _SCALER = ("scale", "unscale_", "step", "update", "get_scale", "is_enabled")
 _LONGEST = 60
@@ -53,6 +55,20 @@ def check_flags(**flags: object) -> None:
     """Raise TypeError unless all of these are True or False."""
     for name, value in flags.items():
         check_flag(name, value)
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """A whole number, as an int.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is less than `least`.
+    """
+    count = whole(value)
+    if count is None or count < least:
+        kind = TypeError if count is None else ValueError
+        raise kind(f"{name} is {shown(value)}. Give a whole number of at least {least}.")
+    return count
 
 
 def check_limit(name: str, value: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipeline.common.arguments import check_count
 from pipeline.curvature.analysis import Analysis
 from pipeline.curvature.checking import Report, check
 from pipeline.curvature.forms import Vectors, taken
@@ -84,14 +85,12 @@ class Operator(Analysis):
         Raises:
             TypeError, ValueError: an argument is invalid; the message says why, and what is valid.
         """
-        if block < 1:
-            raise ValueError(f"block is {block}. At least 1 product is computed at a time.")
         self.pipe, prefix = as_pipe(model)
         refuse_parts(
             self.pipe.named_parameters(), "an operator of curvature",
             "Its vectors hold whole parameters: give the model as it was before parallelize_module."
         )
-        self.name, self.block = self.product.name, block
+        self.name, self.block = self.product.name, check_count("block", block)
         self.space = ParameterSpace(self.pipe, prefix, params)
         self.seed = self._shared_seed(seed)
         self._passes = Passes(

@@ -24,7 +24,6 @@ from pipeline.execution.setup import Layout
 from pipeline.recompute.policy import Policy
 from pipeline.stage.batchnorm import check_deferrable
 from scheduler import Schedule, verify
-from scheduler.errors import whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,21 +117,6 @@ def plans_of(
     if processes.topology is not None:
         check_placement(resolved, processes.topology.assignment.rank_of)
     return plans
-
-
-def check_chunks(chunks: object) -> int:
-    """The largest number of chunks, as an int.
-
-    Raises:
-        TypeError: no whole number.
-        ValueError: less than 1.
-    """
-    count = whole(chunks)
-    if count is None:
-        raise TypeError(f"chunks is {chunks!r}. Give a whole number, at least 1.")
-    if count < 1:
-        raise ValueError(f"chunks is {count}. A mini-batch is cut into at least 1 chunk.")
-    return count
 
 
 def check_deferred(deferred: bool, module: nn.Module) -> bool:

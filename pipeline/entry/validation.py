@@ -31,7 +31,6 @@ from pipeline.entry.state.meta_init import ValueSource, materialize
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.skip import SkipScope, within_scope
 from scheduler import Action, Kind, Schedule, ScheduleError
-from scheduler.errors import whole
 
 _ANEW = (
     "It is another model's, or was made before parameters were replaced (load_state_dict(assign=True), a cast that "
@@ -58,24 +57,6 @@ class StageView(LayeredModule, nn.Sequential):
     register_forward_hook = register_forward_pre_hook = _refuse
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
     __setitem__ = __delitem__ = append = extend = insert = _refuse
-
-
-def check_batch_dim(batch_dim: object) -> int:
-    """The dim that counts rows, as an int.
-
-    Raises:
-        TypeError: no whole number.
-        ValueError: negative.
-    """
-    dim = whole(batch_dim)
-    if dim is None:
-        raise TypeError(f"batch_dim is {batch_dim!r}. Give a whole number: 0, or 1 for time-first data.")
-    if dim < 0:
-        raise ValueError(
-            f"batch_dim is {dim}. Count dims from the front: 0, or 1 for time-first data. (From the back, tensors "
-            "of different dims would be cut along different ones.)"
-        )
-    return dim
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -138,11 +119,8 @@ def find_ranks(
     Raises:
         TypeError, ValueError: arguments that are invalid, or that exclude each other.
     """
-    for name, seconds in (("heartbeat", heartbeat), ("timeout", timeout)):
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise TypeError(f"{name} is {seconds!r}. Give seconds, such as {name}=30.0.")
-        if not seconds > 0:
-            raise ValueError(f"{name} is {seconds}. Give seconds above 0, such as {name}=30.0.")
+    check_limit("heartbeat", heartbeat)
+    check_limit("timeout", timeout)
     if devices is not None:
         if group is not None:
             raise ValueError(

@@ -99,7 +99,7 @@ def test_a_module_that_is_no_sequential_is_refused_by_type(balance_by: Any) -> N
 
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, True, None])
 def test_chunks_that_are_no_whole_number_are_refused(chunks: Any) -> None:
-    with pytest.raises(PartitionError, match=rf"chunks must be a whole number, 1 or more; got {chunks} \("):
+    with pytest.raises(PartitionError, match=rf"chunks is {chunks}, but must be a whole number of at least 1"):
         balance_by_size(1, nn.Sequential(nn.ReLU()), torch.rand(1), chunks=chunks)
 
 

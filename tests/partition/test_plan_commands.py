@@ -84,7 +84,7 @@ def test_plan_takes_links_and_the_order_of_devices(script: str, capsys: Any) -> 
     (["profile", "{}:wrong"], "gives a int, and not (model, sample)"),
     (["profile", "{}:missing"], "has no 'missing'. It has build, trained"),
     (["profile", "{}:build", "--optimizer", "adamant"], "'adamant' is none of sgd, momentum, adam, adamw, and no"),
-    (["profile", "{}:build", "--chunks", "0"], "chunks must be a whole number, 1 or more"),
+    (["profile", "{}:build", "--chunks", "0"], "chunks is 0, but must be a whole number of at least 1"),
 ], ids=str)  # fmt: skip
 def test_what_cannot_be_is_refused_in_words(words: list[str], told: str, script: str, capsys: Any) -> None:
     assert main([word.format(script) for word in words]) == 2

@@ -449,7 +449,7 @@ def test_what_cannot_be_planned_is_said() -> None:
         "chunks is .9., but must list whole numbers from 1 to 8": {"chunks": [9]},
         "chunks is .'4'., but must list whole numbers": {"chunks": "4"},
         "chunks is .2.5., but must list whole numbers": {"chunks": 2.5},
-        "rows must be a whole number": {"rows": 0},
+        "rows is 0, but must be a whole number": {"rows": 0},
         "there is no schedule 'best'": {"schedules": ["best"]},
         "link is nan, but a message takes a number of seconds": {"link": float("nan")},
         "link is inf, but a message takes a number of seconds": {"link": inf},

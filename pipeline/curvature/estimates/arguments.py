@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.linear import LinearMap
 
@@ -52,12 +53,8 @@ class SampleSize:
     kind: str = "rademacher"
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ValueError(f"samples is {self.samples}: an estimate spends at least one product; use samples=100")
-        if self.min_samples < 2:
-            raise ValueError(
-                f"min_samples is {self.min_samples}: a standard error needs two draws; use min_samples=10"
-            )
+        check_count("samples", self.samples)
+        check_count("min_samples", self.min_samples, least=2)  # draws, of which a standard error needs two
         for name, bound in {"rel": self.rel, "abs": self.abs}.items():
             if bound is not None and not 0.0 <= bound < math.inf:
                 raise ValueError(f"{name} is {bound}: a bound on the standard error is finite and not negative")

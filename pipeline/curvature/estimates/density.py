@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.integrated import IntegratedDensity, integrated
 from pipeline.curvature.estimates.quadrature import QuadratureRule, edges, gauss, smoothed, stacked, width
 from pipeline.curvature.estimates.resume import Resumable
@@ -78,9 +79,7 @@ class Density(Result):
         Returns:
             The estimate and its standard error over the runs, None for one run.
         """
-        if power < 0 or power != int(power):
-            raise ValueError(f"power must be a whole number from 0 on (power: {power})")
-        return self._mean(self.nodes**power)
+        return self._mean(self.nodes ** check_count("power", power, least=0))
 
     def trace(self) -> tuple[float, float | None]:
         """The sum of all eigenvalues and its standard error over the runs, None for one run."""
@@ -257,8 +256,7 @@ def _check(A: LinearMap, steps: int, runs: int, points: int, sigma: float | None
     if A.space.size < 1:
         raise ValueError(f"{A.name} has no rows: no parameter takes part. Name some that require a gradient.")
     for name, value, least in ("steps", steps, 1), ("runs", runs, 1), ("points", points, 10):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least} ({name}: {value})")
+        check_count(name, value, least)
     if sigma is not None and not (sigma > 0.0 and math.isfinite(sigma)):
         raise ValueError(f"sigma must be a finite number above 0 (sigma: {sigma}). Leave it out for a default.")
     if not (margin >= 0.0 and math.isfinite(margin)):

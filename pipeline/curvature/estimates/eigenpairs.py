@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.lanczos import EigenpairGoal, LanczosRun
 from pipeline.curvature.estimates.resume import Resumable
@@ -170,9 +171,7 @@ def _checked(A: LinearMap, goal: EigenpairGoal, max_products: int | None) -> Eig
             f"max_products is {max_products}: {k} eigenpairs take {2 * k} at least, {k} to find directions and {k} to "
             "measure the residuals."
         )
-    block = min(goal.block, size)
-    if block < 1:
-        raise ValueError(f"block is {block}: at least one vector must be multiplied at a time.")
+    block = min(check_count("block", goal.block), size)
     if max_products is not None:
         block = min(block, max_products - 2 * k + 1)
     most = None if goal.most is not None and goal.most >= size else goal.most  # it cannot be full

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.recurrences import LinearSystem
 from pipeline.curvature.estimates.systems import METHODS, VecLike, scales_of, solved
@@ -60,8 +61,7 @@ class Inverse(LinearMap):
             raise ValueError(f"damping must be finite (damping: {damping})")
         check_tol(tol)
         limit = 1000 if max_products is None else max_products
-        if limit < 2:
-            raise ValueError(f"max_products must be at least 2: a step and a check (max_products: {limit})")
+        check_count("max_products", limit, least=2)  # a step and a check
         scales = None if preconditioner is None else scales_of(A, preconditioner, damping)
         self._map, self.space, self.block = A, A.space, A.block
         self.system = LinearSystem(A.name, float(damping), A.space.dtype, scales, float(tol), limit, method)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.krylov import Basis, Split, is_noise, orthogonalise_
 from pipeline.curvature.linear import LinearMap, blocks
 from pipeline.curvature.space import HOST, Space, Vec, copy, scale_
@@ -62,8 +63,7 @@ def tridiagonals(
         >>> alphas.round(decimals=9).tolist(), betas.round(decimals=9).tolist()
         ([5.0, 5.0], [3.0, 0.0])
     """
-    if steps < 1:
-        raise ValueError(f"steps is {steps}: Lanczos needs at least 1.")
+    check_count("steps", steps)
     lanes = [_LanczosLane(A.space, start, number) for number, start in enumerate(starts)]
     for lane, state in zip(lanes, saved_states or (), strict=bool(saved_states)):
         lane.go_on(state)

@@ -415,9 +415,9 @@ def test_picture_is_logarithmic_with_the_band_filled_where_there_is_one(runs):
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        ({"steps": 0}, r"steps must be at least 1 \(steps: 0\)"),
-        ({"runs": 0}, r"runs must be at least 1 \(runs: 0\)"),
-        ({"points": 9}, r"points must be at least 10 \(points: 9\)"),
+        ({"steps": 0}, "steps is 0. Give a whole number of at least 1"),
+        ({"runs": 0}, "runs is 0. Give a whole number of at least 1"),
+        ({"points": 9}, "points is 9. Give a whole number of at least 10"),
         ({"sigma": 0.0}, r"sigma must be a finite number above 0 \(sigma: 0.0\). Leave it out"),
         ({"sigma": math.nan}, r"sigma must be a finite number above 0"),
         ({"margin": -0.1}, r"margin must be a finite number from 0 on \(margin: -0.1\)"),
@@ -435,7 +435,7 @@ def test_matrix_without_rows_is_refused():
 
 def test_moment_and_count_refuse_what_makes_no_sense():
     found = density(DenseMap(torch.eye(3, dtype=torch.float64)), steps=2, runs=2)
-    with pytest.raises(ValueError, match=r"power must be a whole number from 0 on \(power: -1\)"):
+    with pytest.raises(ValueError, match="power is -1. Give a whole number of at least 0"):
         found.moment(-1)
     with pytest.raises(ValueError, match=r"low must not be above high \(low: 2.0, high: 1.0\)"):
         found.count(2.0, 1.0)

@@ -463,7 +463,7 @@ def test_other_data_are_refused_in_words(what):
 
 
 def test_settings_that_cannot_be_are_refused_in_words():
-    with pytest.raises(ValueError, match="block is 0. At least 1"):
+    with pytest.raises(ValueError, match="block is 0. Give a whole number of at least 1"):
         made(block=0)
     with pytest.raises(TypeError, match="which is not callable"):
         Hessian(Pipe(layered(), [2, 2], 3), data(), "mse") @ torch.ones(43)

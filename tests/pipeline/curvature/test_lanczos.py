@@ -255,7 +255,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_the_same_values() -> 
         ({"tol": 0.0}, "tol is 0.0: it bounds a relative residual"),
         ({"miss": 0.0}, "miss is 0.0: it is a probability"),
         ({"max_products": 3}, "max_products is 3: 2 eigenpairs take 4 at least, 2 to find directions and 2 to measure"),
-        ({"block": 0}, "block is 0: at least one vector"),
+        ({"block": 0}, "block is 0. Give a whole number of at least 1"),
         ({"max_basis": 5, "block": 1}, r"max_basis is 5: 2 eigenpairs with blocks of 1 need 2 k \+ 3 block = 7"),
     ],
 )
@@ -375,7 +375,7 @@ def test_a_start_of_zero_and_no_steps_are_refused_in_words() -> None:
     A = DenseMap(symmetric(torch.arange(4.0)))
     with pytest.raises(ValueError, match="start 1 has norm 0.0: Lanczos needs a vector that is not zero"):
         tridiagonals(A, [A.space.random("normal", 0, 0), A.space.zeros()], 3)
-    with pytest.raises(ValueError, match="steps is 0: Lanczos needs at least 1"):
+    with pytest.raises(ValueError, match="steps is 0. Give a whole number of at least 1"):
         tridiagonals(A, [A.space.random("normal", 0, 0)], 0)
 
 

@@ -411,7 +411,7 @@ def test_inverse_has_another_fingerprint_with_any_other_setting():
         ({"method": "gmres"}, r"method must be 'cg' or 'minres' \(method: 'gmres'\)"),
         ({"damping": math.nan}, r"damping must be finite \(damping: nan\)"),
         ({"tol": 0.0}, "tol is 0.0: it bounds a relative residual, between 0 and 1"),
-        ({"max_products": 1}, r"max_products must be at least 2: a step and a check \(max_products: 1\)"),
+        ({"max_products": 1}, "max_products is 1. Give a whole number of at least 2"),
         ({"preconditioner": [torch.ones(2), -torch.ones(4)], "damping": 0.5},
          r"4 of 6 entries of preconditioner \+ damping are not above 0 and finite \(damping: 0.5\)"),
         ({"preconditioner": [torch.ones(2), torch.full((4,), math.nan)]}, "4 of 6 entries of preconditioner"),

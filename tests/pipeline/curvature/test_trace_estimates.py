@@ -277,13 +277,13 @@ def test_a_product_that_is_not_finite_is_an_error(method: str, bad: float) -> No
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(samples=0), "samples is 0: an estimate spends at least one product"),
+        (dict(samples=0), "samples is 0. Give a whole number of at least 1"),
         (dict(method="hutch"), "method is 'hutch': use one of 'hutchinson', 'hutch"),
         (dict(kind="sign"), "kind is 'sign': random vectors are of kind 'rademacher' or 'normal'"),
         (dict(method="xtrace", kind="rademacher"), "'xtrace' is without bias for kind 'normal' alone"),
         (dict(rel=-0.1), "rel is -0.1: a bound on the standard error"),
         (dict(abs=math.nan), "abs is nan: a bound on the standard error"),
-        (dict(min_samples=1), "min_samples is 1: a standard error needs two draws"),
+        (dict(min_samples=1), "min_samples is 1. Give a whole number of at least 2"),
         (dict(sketch=3), "sketch is 3, which is for method 'hutch\\+\\+', not 'hutchinson'"),
         (dict(method="hutch++", samples=10, sketch=5), "sketch is 5 of 10 samples.*use 1 to 4, or more samples"),
         (dict(method="hutch++", samples=10, sketch=0), "sketch is 0 of 10 samples"),

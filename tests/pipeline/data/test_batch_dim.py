@@ -158,7 +158,8 @@ class LastOnly(nn.Module):
 
 
 @pytest.mark.parametrize("value, kind, words", [
-    (-1, ValueError, "batch_dim is -1. Count dims from the front"), (1.0, TypeError, "batch_dim is 1.0. Give a whole"),
+    (-1, ValueError, "batch_dim is -1. Give a whole number of at least 0"),
+    (1.0, TypeError, "batch_dim is 1.0. Give a whole"),
     (True, TypeError, "batch_dim is True"), (None, TypeError, "batch_dim is None"),
 ])
 def test_a_batch_dim_that_is_none_is_refused(value: Any, kind: type[Exception], words: str) -> None:
