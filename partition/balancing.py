@@ -6,17 +6,16 @@ The names and the order of arguments are torchgpipe's (torchgpipe.balance). What
 no CUDA, and the module keeps its mode, its gradients and its random numbers.
 """
 
-import math
 from typing import Any
 
 from torch import nn
 
 from partition.contiguous import balance_costs, check_stages
 from partition.errors import PartitionError
-from partition.profiles.profiling import check_timeout, layer_bytes, layer_work
+from partition.profiles.profiling import layer_bytes, layer_work
 from partition.profiles.sandbox import DeviceLike, device_of
 from partition.splitting import check_module
-from scheduler.errors import whole_number
+from scheduler.errors import refuse_unless_finite, whole_number
 
 __all__ = ["balance_by_time", "balance_by_size"]
 
@@ -51,7 +50,7 @@ def balance_by_time(
         (2, 4)
     """
     check_stages(stages, len(check_module(module)))
-    check_timeout(timeout)
+    refuse_unless_finite("timeout", timeout, error=PartitionError)
     works, _ = layer_work(module, sample, device_of(module, device), timeout)
     return balance_costs([work.total for work in works], stages)
 
@@ -107,7 +106,6 @@ def balance_by_size(
     """
     check_stages(stages, len(check_module(module)))
     chunks = whole_number("chunks", chunks, least=1, error=PartitionError)
-    if not 0 <= param_scale < math.inf:
-        raise PartitionError(f"param_scale must be finite, 0 or more; got {param_scale!r}. Use 2 for SGD, 4 for Adam.")
+    refuse_unless_finite("param_scale", param_scale, error=PartitionError)
     sizes, _ = layer_bytes(module, sample, device_of(module, device))
     return balance_costs([size.activations / chunks + size.held * param_scale for size in sizes], stages)

@@ -19,7 +19,7 @@ from typing import Literal
 
 from scheduler import schedules
 from scheduler.costs import Costs
-from scheduler.errors import ScheduleError, one_each, refuse_unless_a, refuse_unless_cost, whole_number
+from scheduler.errors import ScheduleError, one_each, refuse_unless_a, refuse_unless_finite, whole_number
 from scheduler.placement import Placement
 from scheduler.simulation import simulate
 from scheduler.split_costs import of_stages
@@ -66,7 +66,7 @@ class Row:
             return False
         caps = one_each("memory", cap, len(self.memory), "caps")
         for most in caps:
-            refuse_unless_cost("memory", most)
+            refuse_unless_finite("memory", most)
         return all(peak <= most * _ROUNDED for peak, most in zip(self.memory, caps))
 
 

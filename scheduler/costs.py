@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from scheduler.action import Action, Kind
-from scheduler.errors import ScheduleError, plain, refuse_unless_cost
+from scheduler.errors import ScheduleError, plain, refuse_unless_finite
 from scheduler.links import Link, Links, between
 from scheduler.measurement import OF_ACTIONS, costs_of, links_of, measure
 from scheduler.memory_model import ChunkMemory
@@ -87,7 +87,7 @@ class Costs:
                 object.__setattr__(self, name, plain(cost))
             for number in numbers:
                 if not (name == "link" and isinstance(number, Link)):
-                    refuse_unless_cost(name, number, above=name == "speed")
+                    refuse_unless_finite(name, number, above=name == "speed")
 
     @classmethod
     def measured(
@@ -223,6 +223,6 @@ def _look_up(name: str, cost: Cost, stage: int, chunk: int) -> float:
         return cost
     if callable(cost):
         number: float = plain(cost(stage, chunk))
-        refuse_unless_cost(name, number)
+        refuse_unless_finite(name, number)
         return number
     return cost[stage] if isinstance(cost, Sequence) else cost

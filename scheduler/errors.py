@@ -12,7 +12,7 @@ from collections.abc import Iterable, Set
 from numbers import Real
 from typing import Any
 
-__all__ = ["ScheduleError", "one_each", "plain", "refuse_unless_a", "refuse_unless_cost", "whole", "whole_number"]
+__all__ = ["ScheduleError", "one_each", "plain", "refuse_unless_a", "refuse_unless_finite", "whole", "whole_number"]
 
 
 class ScheduleError(ValueError):
@@ -78,32 +78,30 @@ def whole_number(name: str, value: object, least: int, error: type[ValueError] =
     return number
 
 
-def refuse_unless_cost(name: str, number: Any, above: bool = False) -> None:
+def refuse_unless_finite(
+    name: str, number: Any, above: bool = False, error: type[ValueError] = ScheduleError
+) -> None:
     """Refuses what is not a time, a size or, with `above`, a speed.
 
     Args:
         name: that the caller knows the number by
         number: the number
         above: whether 0 is refused too
+        error: what is raised
 
     Raises:
-        ScheduleError: `number` is no finite real number, or below 0.
+        ValueError: `number` is no finite real number, or below 0.
 
-    >>> refuse_unless_cost("forward", -1)
+    >>> refuse_unless_finite("forward", -1)
     Traceback (most recent call last):
         ...
-    scheduler.errors.ScheduleError: forward costs -1, but a cost is a finite number that is not negative. \
-Give forward as a number, one for each place, or a function that returns one.
+    scheduler.errors.ScheduleError: forward is -1, but must be a finite number that is not negative.
     """
     number = plain(number)  # numpy's float32 would overflow at the comparison
     is_number = isinstance(number, Real) and not isinstance(number, bool)
-    if not is_number or not 0 <= number < sys.float_info.max:  # times are shown as floats
-        raise ScheduleError(
-            f"{name} costs {number!r}, but a cost is a finite number that is not negative. "
-            f"Give {name} as a number, one for each place, or a function that returns one."
-        )
-    if above and not number:
-        raise ScheduleError(f"{name} is 0, but nothing would ever end. Give {name} as a number above 0.")
+    if not is_number or not 0 <= number < sys.float_info.max or above and not number:  # times are shown as floats
+        range_words = "above 0" if above else "that is not negative"
+        raise error(f"{name} is {number!r}, but must be a finite number {range_words}.")
 
 
 def refuse_unless_filled(name: str, parts: str, lanes: int, chunks: int, other: str) -> None:

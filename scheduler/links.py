@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from scheduler.errors import ScheduleError, refuse_unless_cost
+from scheduler.errors import ScheduleError, refuse_unless_finite
 
 __all__ = ["Link", "Links", "between"]
 
@@ -35,9 +35,9 @@ class Link:
     bandwidth: float = inf
 
     def __post_init__(self) -> None:
-        refuse_unless_cost("latency", self.latency)
+        refuse_unless_finite("latency", self.latency)
         if self.bandwidth != inf:
-            refuse_unless_cost("bandwidth", self.bandwidth, above=True)
+            refuse_unless_finite("bandwidth", self.bandwidth, above=True)
 
     def time(self, size: float) -> float:
         """The time of a message of this size."""
@@ -72,7 +72,7 @@ def between(links: Links, sender: int, receiver: int, lanes: tuple[int, int] | N
         link = links[min(sender, receiver)]
     elif callable(links):
         link = links(sender, receiver)
-        refuse_unless_cost("link", link)
+        refuse_unless_finite("link", link)
     else:
         link = links
     return link.time(size) if isinstance(link, Link) else link

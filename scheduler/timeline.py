@@ -27,7 +27,7 @@ from operator import attrgetter
 from typing import Literal
 
 from scheduler.action import Action, Kind
-from scheduler.errors import ScheduleError, refuse_unless_cost, whole_number
+from scheduler.errors import ScheduleError, refuse_unless_finite, whole_number
 from scheduler.event import Event
 from scheduler.explanation import critical_path, why_idle
 from scheduler.memory_model import ChunkMemory, steps
@@ -65,7 +65,7 @@ class Timeline:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lanes", whole_number("lanes", self.lanes, least=1))
-        refuse_unless_cost("outside", self.outside)
+        refuse_unless_finite("outside", self.outside)
         latest: float = 0
         free: list[float] = [0] * self.lanes
         for action, lane, start, end in self.events:

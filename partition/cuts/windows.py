@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from partition.cuts.layers import Amounts, Layers
 from partition.errors import PartitionError
+from scheduler.errors import refuse_unless_finite
 
 __all__ = ["DeviceStages", "HeldChunks", "Line", "Indices", "StageSpec", "Floats", "WindowBlock", "Windows", "placed",
            "slid"]  # fmt: skip
@@ -56,16 +57,11 @@ class StageSpec:
     recompute: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.memory, Real) or isnan(self.memory):
+            raise PartitionError(f"memory is {self.memory!r}, but must be a number of bytes, or math.inf.")
         for name, number in vars(self).items():
-            if not isinstance(number, Real):
-                raise PartitionError(f"{name} is {number!r}, but must be a number.")
-        if not 0 < self.speed < inf:
-            raise PartitionError(f"speed is {self.speed!r}, but must be finite and above 0. 2 takes half the time.")
-        if isnan(self.memory):
-            raise PartitionError("memory is nan, but must be a number of bytes, or math.inf.")
-        for name in ("kept", "inputs", "work", "state", "recompute"):
-            if not 0 <= getattr(self, name) < inf:
-                raise PartitionError(f"{name} is {getattr(self, name)!r}, but must be finite and not negative.")
+            if name != "memory":
+                refuse_unless_finite(name, number, above=name == "speed", error=PartitionError)
 
 
 class HeldChunks(NamedTuple):

@@ -36,7 +36,7 @@ from partition.profiles.profiling import profile, rows_of, with_rows
 from partition.profiles.sandbox import DeviceLike
 from partition.splitting import check_module
 from scheduler import Costs, Schedule, ScheduleError, by_name, names, search
-from scheduler.errors import whole, whole_number
+from scheduler.errors import refuse_unless_finite, whole, whole_number
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.formulation import pose
 
@@ -103,8 +103,8 @@ def plan(
         ((4, 4, 4), '1f1b', 16, 'never')
     """
     check_module(module)
-    if flops is not None and not 0 < flops < math.inf:
-        raise PartitionError(f"flops is {flops!r}, but must be a number above 0: what a device does in a second.")
+    if flops is not None:
+        refuse_unless_finite("flops", flops, above=True, error=PartitionError)
     labels, machine = _machine(devices, memory, speed, link)
     count = rows_of(sample) if rows is None else whole_number("rows", rows, least=1, error=PartitionError)
     chunk_counts = _chunks(chunks, count, len(machine.speeds))
@@ -179,8 +179,8 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
         count = len(labels)
     if count < 1:
         raise PartitionError(f"devices is {devices!r}, but there must be one or more. Give a number, or their names.")
-    if isinstance(link, int | float) and not 0 <= link < math.inf:
-        raise PartitionError(f"link is {link!r}, but a message takes a number of seconds that is not negative.")
+    if isinstance(link, int | float):
+        refuse_unless_finite("link", link, error=PartitionError)
     caps = _each("memory", math.inf if memory is None else memory, count)
     return labels, Machine(_each("speed", speed, count), caps, link or 0.0, 1.0, 0.0, "s")
 

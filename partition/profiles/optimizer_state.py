@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partition.contents import tensors_in
 from partition.errors import PartitionError
+from scheduler.errors import refuse_unless_finite
 
 __all__ = ["OptimizerLike", "state_bytes"]
 
@@ -41,11 +42,7 @@ def state_bytes(optimizer: OptimizerLike, parameters: Sequence[Tensor]) -> list[
         [100]
     """
     if isinstance(optimizer, Real) and not isinstance(optimizer, bool):
-        if not 0 <= optimizer < math.inf:
-            raise PartitionError(
-                f"optimizer is {optimizer!r}, but as a factor it must be finite, 0 or more: bytes of state for a byte "
-                "of parameter. Use 0 for SGD, 1 with momentum, 2 for Adam, or give the optimizer's class."
-            )
+        refuse_unless_finite("optimizer", optimizer, error=PartitionError)
         return [math.ceil(parameter.nbytes * optimizer) for parameter in parameters]
     kinds = [(parameter.shape, parameter.dtype) for parameter in parameters]
     sizes = dict(zip(dict.fromkeys(kinds), _stepped(optimizer, list(dict.fromkeys(kinds)))))

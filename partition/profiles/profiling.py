@@ -24,7 +24,7 @@ from partition.profiles.sandbox import DeviceLike, Sandbox, device_of
 from partition.profiles.storages import SavedBytes, Storages
 from partition.profiles.working import Pass, counted, timed
 from partition.splitting import check_module
-from scheduler.errors import whole_number
+from scheduler.errors import refuse_unless_finite, whole_number
 
 __all__ = ["layer_bytes", "layer_work", "profile", "rows_of", "with_rows"]
 
@@ -81,7 +81,7 @@ def profile(
         all            256 FLOP  128 FLOP  256 FLOP  384 FLOP       304 B      304 B      624 B   64 B
     """
     check_module(module)
-    check_timeout(timeout)
+    refuse_unless_finite("timeout", timeout, error=PartitionError)
     rows = rows_of(sample)
     count = math.ceil(rows / whole_number("chunks", chunks, least=1, error=PartitionError))
     chunk = with_rows(sample, count)
@@ -128,15 +128,6 @@ def layer_work(
 
 def _work(passes: Sequence[Pass]) -> Work:
     return Work(*map(MedianSpread.of, zip(*passes)))
-
-
-def check_timeout(timeout: float) -> None:
-    """
-    Raises:
-        PartitionError: it is negative, nan or infinite.
-    """
-    if not 0 <= timeout < math.inf:
-        raise PartitionError(f"timeout must be seconds, 0 or more and finite; got {timeout!r}.")
 
 
 def rows_of(sample: Any) -> int:

@@ -1,6 +1,6 @@
 """Checks of arguments that several entry points share. Each error names the argument, its value, and what to give.
 
-    check_flag("trace", "no")           TypeError: trace is 'no'. Use True or False.
+    check_flags(trace="no")             TypeError: trace is 'no'. Use True or False.
     check_limit("max_norm", -1)         ValueError: max_norm is -1. Give a number above 0.
 """
 
@@ -45,16 +45,11 @@ def few(names: Collection[str]) -> str:
     return f"{first} and {len(names) - 5} more" if len(names) > 5 else first
 
 
-def check_flag(name: str, value: object) -> None:
-    """Raise TypeError unless a value is True or False: `"no"` would count as true."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {shown(value)}. Use True or False.")
-
-
 def check_flags(**flags: object) -> None:
-    """Raise TypeError unless all of these are True or False."""
+    """Raise TypeError unless all of these are True or False: `"no"` would count as true."""
     for name, value in flags.items():
-        check_flag(name, value)
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {shown(value)}. Use True or False.")
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from torch import nn
 
-from pipeline.common.arguments import check_flag, shown
+from pipeline.common.arguments import check_flags, shown
 from pipeline.distributed.data_parallel.replicas import Replicas
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.ties import Ties
@@ -125,7 +125,7 @@ def check_deferred(deferred: bool, module: nn.Module) -> bool:
     Raises:
         TypeError: no flag; or a batch norm whose statistics are not those of its own input.
     """
-    check_flag("deferred_batch_norm", deferred)
+    check_flags(deferred_batch_norm=deferred)
     if deferred:
         check_deferrable(module)
     return deferred

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipeline.common.arguments import check_flag, check_limit, shown
+from pipeline.common.arguments import check_flags, check_limit, shown
 from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import firm
 from pipeline.gradients.clip import clip_factor, norm_of
@@ -79,7 +79,7 @@ class EagerUpdate:
     ) -> None:
         if not isinstance(update, torch.optim.Optimizer):
             _check_rule(update)
-        check_flag("separable", separable)
+        check_flags(separable=separable)
         _check_clip(clip, clip_value, max_norm)
         self.clip, self.clip_value, self.max_norm = clip, clip_value, max_norm
         self.optimizer: torch.optim.Optimizer | None = None

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from pipeline.common.arguments import check_count, check_flag, shown
+from pipeline.common.arguments import check_count, check_flags, shown
 from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import DeferredSignals
 from pipeline.common.module_tables import modules_of
@@ -68,7 +68,7 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {shown(model)}. Give an nn.Module.")
-    check_flag("nested", nested)
+    check_flags(nested=nested)
     every = check_count("every", every)
     _refuse_own_checkpointing(model, modules_of([model]))
     modules = list(_walk(model))

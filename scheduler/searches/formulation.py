@@ -12,7 +12,7 @@ from math import inf
 from scheduler.action import Action, Kind
 from scheduler.costs import Costs
 from scheduler.dependencies import requires
-from scheduler.errors import ScheduleError, one_each, refuse_unless_a, refuse_unless_cost, whole_number
+from scheduler.errors import ScheduleError, one_each, refuse_unless_a, refuse_unless_finite, whole_number
 from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 from scheduler.searches.problem import MessageWaits, Objective, Problem, Times
@@ -123,7 +123,7 @@ def _caps(memory: Memory, placement: Placement, held: Sequence[ChunkMemory]) -> 
         if cap is None or cap == inf:
             caps[lane] = inf
             continue
-        refuse_unless_cost("memory", cap)
+        refuse_unless_finite("memory", cap)
         if cap < least * _BELOW:
             raise ScheduleError(
                 f"memory of lane {lane} is {cap}, but one chunk alone holds {least} there, so that no schedule fits. "

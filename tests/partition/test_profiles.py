@@ -143,7 +143,7 @@ def test_of_a_model_that_is_frozen_an_optimizer_keeps_nothing() -> None:
 
 def test_optimizers_that_are_none_are_refused() -> None:
     model, x = models()["plain"]
-    with pytest.raises(PartitionError, match="optimizer is -1, but as a factor it must be finite, 0 or more"):
+    with pytest.raises(PartitionError, match="optimizer is -1, but must be a finite number"):
         profile(model, x, optimizer=-1)
     with pytest.raises(TypeError, match="optimizer must be a factor, a torch.optim.Optimizer.*makes str"):
         profile(model, x, optimizer="adam")  # type: ignore[arg-type]

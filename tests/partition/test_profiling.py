@@ -245,7 +245,7 @@ def test_a_module_that_is_no_plain_sequential_is_refused() -> None:
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
 def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
-    with pytest.raises(PartitionError, match=rf"timeout must be seconds, 0 or more and finite; got {timeout}"):
+    with pytest.raises(PartitionError, match=f"timeout is {timeout}, but must be a finite number"):
         profile(nn.Sequential(nn.ReLU()), torch.rand(1), timeout=timeout)
 
 

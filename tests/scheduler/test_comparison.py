@@ -181,7 +181,7 @@ def test_outputs_of_blocks_are_there_early_or_with_the_block():
         ({"costs": Costs(link=[1, 2])}, "link lists 2 costs but there are 1 boundaries"),
         ({"costs": Costs(kept=[1, 2])}, "kept is 2, but it is a part of the activations, which are 1"),
         ({"release": "late"}, "release is 'late'"),
-        ({"costs": Costs(forward=lambda lane, chunk: -1)}, "forward costs -"),
+        ({"costs": Costs(forward=lambda lane, chunk: -1)}, "forward is -"),
     ],
 )
 def test_what_is_wrong_for_every_schedule_is_refused(arguments, words):
@@ -192,5 +192,5 @@ def test_what_is_wrong_for_every_schedule_is_refused(arguments, words):
 def test_caps_that_are_none_are_refused():
     with pytest.raises(ScheduleError, match=r"memory lists 2 caps but there are 3 lanes \(memory: \(1, 2\)\)"):
         row_of("1f1b", 3, 3).fits((1, 2))
-    with pytest.raises(ScheduleError, match="memory costs -1"):
+    with pytest.raises(ScheduleError, match="memory is -1"):
         row_of("1f1b", 3, 3).fits(-1)

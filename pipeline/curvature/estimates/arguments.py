@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.linear import LinearMap
+from scheduler.errors import refuse_unless_finite
 
 KINDS = ("rademacher", "normal")
 
@@ -56,8 +56,8 @@ class SampleSize:
         check_count("samples", self.samples)
         check_count("min_samples", self.min_samples, least=2)  # draws, of which a standard error needs two
         for name, bound in {"rel": self.rel, "abs": self.abs}.items():
-            if bound is not None and not 0.0 <= bound < math.inf:
-                raise ValueError(f"{name} is {bound}: a bound on the standard error is finite and not negative")
+            if bound is not None:
+                refuse_unless_finite(name, bound, error=ValueError)
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}: random vectors are of kind {' or '.join(map(repr, KINDS))}")
 

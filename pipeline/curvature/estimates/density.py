@@ -28,6 +28,7 @@ from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table, with_error
 from pipeline.curvature.space import HOST
+from scheduler.errors import refuse_unless_finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +258,6 @@ def _check(A: LinearMap, steps: int, runs: int, points: int, sigma: float | None
         raise ValueError(f"{A.name} has no rows: no parameter takes part. Name some that require a gradient.")
     for name, value, least in ("steps", steps, 1), ("runs", runs, 1), ("points", points, 10):
         check_count(name, value, least)
-    if sigma is not None and not (sigma > 0.0 and math.isfinite(sigma)):
-        raise ValueError(f"sigma must be a finite number above 0 (sigma: {sigma}). Leave it out for a default.")
-    if not (margin >= 0.0 and math.isfinite(margin)):
-        raise ValueError(f"margin must be a finite number from 0 on (margin: {margin})")
+    if sigma is not None:
+        refuse_unless_finite("sigma", sigma, above=True, error=ValueError)
+    refuse_unless_finite("margin", margin, error=ValueError)

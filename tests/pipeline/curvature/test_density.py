@@ -418,9 +418,9 @@ def test_picture_is_logarithmic_with_the_band_filled_where_there_is_one(runs):
         ({"steps": 0}, "steps is 0. Give a whole number of at least 1"),
         ({"runs": 0}, "runs is 0. Give a whole number of at least 1"),
         ({"points": 9}, "points is 9. Give a whole number of at least 10"),
-        ({"sigma": 0.0}, r"sigma must be a finite number above 0 \(sigma: 0.0\). Leave it out"),
-        ({"sigma": math.nan}, r"sigma must be a finite number above 0"),
-        ({"margin": -0.1}, r"margin must be a finite number from 0 on \(margin: -0.1\)"),
+        ({"sigma": 0.0}, "sigma is 0.0, but must be a finite number above 0"),
+        ({"sigma": math.nan}, "sigma is nan, but must be a finite number above 0"),
+        ({"margin": -0.1}, "margin is -0.1, but must be a finite number"),
     ],
 )
 def test_numbers_out_of_range_are_refused(wrong, words):
