@@ -64,7 +64,7 @@ class Row:
         """
         if self.reason:
             return False
-        caps = one_each("memory", cap, len(self.memory), "caps")
+        caps = one_each("memory", cap, len(self.memory))
         for most in caps:
             refuse_unless_finite("memory", most)
         return all(peak <= most * _ROUNDED for peak, most in zip(self.memory, caps))

@@ -123,25 +123,25 @@ def plain(number: Any) -> Any:
     return number.item() if isinstance(number, Real) and hasattr(number, "item") else number
 
 
-def one_each(name: str, value: Any, lanes: int, kind: str = "numbers") -> list[Any]:
+def one_each(name: str, value: Any, lanes: int, error: type[ValueError] = ScheduleError) -> list[Any]:
     """The value of each lane, which is given once for all, or in a list.
 
     Args:
         name: that the caller knows it by
         value: what is given
         lanes: how many lanes there are
-        kind: what such a list is of
+        error: what is raised
 
     Raises:
-        ScheduleError: the list is for another number of lanes.
+        ValueError: the list is for another number of lanes.
 
     >>> one_each("cap", 4, lanes=2), one_each("cap", (4, 3), lanes=2)
     ([4, 4], [4, 3])
     """
     listed = list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Set)) else [value] * lanes
     if len(listed) != lanes:
-        raise ScheduleError(
-            f"{name} lists {len(listed)} {kind} but there are {lanes} lanes ({name}: {value}). List {lanes}."
+        raise error(
+            f"{name} lists {len(listed)} numbers but there are {lanes} lanes ({name}: {value}). List {lanes}."
         )
     return listed
 

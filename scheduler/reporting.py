@@ -22,7 +22,7 @@ from scheduler.aligning import aligned
 from scheduler.collecting import no_collecting
 from scheduler.costs import Costs
 from scheduler.drawing import duration, take_turns
-from scheduler.errors import ScheduleError, refuse_unless_a, whole_number
+from scheduler.errors import ScheduleError, one_each, refuse_unless_a, whole_number
 from scheduler.measurement import measure, steps_of
 from scheduler.memory_model import ChunkMemory
 from scheduler.notebook import NotebookResult
@@ -232,11 +232,8 @@ def _rows(
 ) -> tuple[StageReport, ...]:  # fmt: skip
     none: list[float | None] = [None] * placement.lanes
     peaks = [replace(step, held=held).peak_memory for step in (steps[0], planned)] if held else [none, none]
-    for name, numbers in devices.items():
-        if numbers is not None and len(numbers) != placement.lanes:
-            raise ScheduleError(
-                f"{name} lists {len(numbers)} numbers but there are {placement.lanes} lanes. Give one for each."
-            )
+    given = {name: numbers for name, numbers in devices.items() if numbers is not None}
+    listed = {name: one_each(name, numbers, placement.lanes) for name, numbers in given.items()}
     measured = [_times(step, placement.stages) for step in steps]
     planned_times = _times(planned, placement.stages)
     rows = []
@@ -244,7 +241,7 @@ def _rows(
         busy, waiting, idle = (median(column) for column in zip(*(times[stage] for times in measured)))
         rows.append(StageReport(
             stage, lane, busy, planned_times[stage][0], waiting, idle, peaks[0][lane], peaks[1][lane],
-            **{name: numbers[lane] for name, numbers in devices.items() if numbers is not None},
+            **{name: numbers[lane] for name, numbers in listed.items()},
         ))
     return tuple(rows)
 

@@ -36,7 +36,7 @@ from partition.profiles.profiling import profile, rows_of, with_rows
 from partition.profiles.sandbox import DeviceLike
 from partition.splitting import check_module
 from scheduler import Costs, Schedule, ScheduleError, by_name, names, search
-from scheduler.errors import refuse_unless_finite, whole, whole_number
+from scheduler.errors import one_each, refuse_unless_finite, whole, whole_number
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.formulation import pose
 
@@ -186,10 +186,7 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
 
 
 def _each(name: str, setting: Any, count: int) -> tuple[float, ...]:
-    is_list = isinstance(setting, Iterable) and not isinstance(setting, str)
-    values = tuple(setting) if is_list else (setting,) * count
-    if len(values) != count:
-        raise PartitionError(f"{name} lists {len(values)} numbers for {count} devices ({setting}). List one for each.")
+    values = tuple(one_each(name, setting, count, PartitionError))
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise PartitionError(f"{name} is {setting!r}, but must be a number above 0, or one for each device.")

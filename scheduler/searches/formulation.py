@@ -117,7 +117,7 @@ def _times(
 
 
 def _caps(memory: Memory, placement: Placement, held: Sequence[ChunkMemory]) -> tuple[float, ...]:
-    caps = one_each("memory", memory, placement.lanes, "caps")
+    caps = one_each("memory", memory, placement.lanes)
     for lane, cap in enumerate(caps):
         least = one_chunk_peak(placement.stages_of(lane), held)
         if cap is None or cap == inf:

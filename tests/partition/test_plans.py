@@ -443,7 +443,7 @@ def test_what_cannot_be_planned_is_said() -> None:
     whole = plan(model, x, devices=2, timeout=0.0)
     assert whole.chunks < 8 and "not tried: 8 chunks (ValueError: Expected more than 1 value per channel" in str(whole)
     for words, wrong in {
-        "memory lists 3 numbers for 2 devices": {"memory": [1, 2, 3]},
+        "memory lists 3 numbers but there are 2 lanes": {"memory": [1, 2, 3]},
         "speed is 0, but must be a number above 0": {"speed": 0},
         "devices is 0, but there must be one or more": {"devices": 0},
         "chunks is .9., but must list whole numbers from 1 to 8": {"chunks": [9]},

@@ -190,7 +190,7 @@ def test_what_is_wrong_for_every_schedule_is_refused(arguments, words):
 
 
 def test_caps_that_are_none_are_refused():
-    with pytest.raises(ScheduleError, match=r"memory lists 2 caps but there are 3 lanes \(memory: \(1, 2\)\)"):
+    with pytest.raises(ScheduleError, match=r"memory lists 2 numbers but there are 3 lanes \(memory: \(1, 2\)\)"):
         row_of("1f1b", 3, 3).fits((1, 2))
     with pytest.raises(ScheduleError, match="memory is -1"):
         row_of("1f1b", 3, 3).fits(-1)

@@ -175,7 +175,7 @@ def test_bytes_of_the_devices_stand_beside_their_lanes():
         report(simulate(by_name("1f1b", 2, 2)), watts=[100, 200])
     with pytest.raises(ScheduleError, match="utilisation lists 3 numbers but there are 2 lanes"):
         report(simulate(by_name("1f1b", 2, 2)), utilisation=[0, 0, 0])
-    with pytest.raises(ScheduleError, match="peak_bytes lists 1 numbers but there are 2 lanes. Give one for each."):
+    with pytest.raises(ScheduleError, match="peak_bytes lists 1 numbers but there are 2 lanes .*List 2."):
         report(simulate(by_name("1f1b", 2, 2)), peak_bytes=[1])
 
 

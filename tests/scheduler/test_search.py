@@ -218,7 +218,7 @@ def test_what_was_found_prints_in_three_lines():
     (dict(effort=inf), "effort is inf, but must be a number"),
     (dict(objective="best"), "objective is 'best', but what can be made short is the 'flush' or the 'span'"),
     (dict(memory=0.5), "memory of lane 0 is 0.5, but one chunk alone holds 1.0 there.* Allow 1.0 or more"),
-    (dict(memory=(3, 3)), r"memory lists 2 caps but there are 3 lanes \(memory: \(3, 3\)\)"),
+    (dict(memory=(3, 3)), r"memory lists 2 numbers but there are 3 lanes \(memory: \(3, 3\)\)"),
     (dict(memory=(3, -1, 3)), "memory is -1, but must be a finite number"),
     (dict(placement=Placement.vee(2)), "lanes is 3, but the placement has 2 .* Use lanes=2"),
     (dict(placement=Placement((0, 0, 1, 2)), objective="span"), "lane 0 runs stage 1 before the first chunk is on all"),

@@ -9,7 +9,6 @@ Over ranks every process computes; the eigenvectors are sharded, so each saves i
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +19,11 @@ from pipeline.curvature.checking import Report
 from pipeline.curvature.command_line.target import operator_of
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.operators import Operator
+from pipeline.curvature.results.plots import check_suffix
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import HOST
 from scheduler.command_line.running import CommandError
+from scheduler.plotting import matplotlib
 
 __all__ = ["answer"]
 
@@ -88,12 +89,8 @@ def _check_files(options: SimpleNamespace) -> None:
     """Raise now for files that could not be written after hours."""
     picture = options.density
     if picture:
-        if Path(picture).suffix.lower() not in (".png", ".svg", ".pdf"):
-            raise CommandError(f"a picture goes to a file named *.png, *.svg or *.pdf (--density {picture}).")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise CommandError(
-                'pictures need matplotlib, which is not installed: pip install "penstock-torch[curvature]"'
-            )
+        check_suffix(picture)
+        matplotlib("figure")
         if not Path(picture).resolve().parent.is_dir():
             raise CommandError(f"cannot write {picture}: its folder is not there. Make it first.")
     if options.save is not None:

@@ -20,8 +20,6 @@ from torch import Tensor
 from pipeline.curvature.results.encoding import ResultError
 from scheduler.plotting import matplotlib
 
-_SUFFIXES = ".png", ".svg", ".pdf"
-
 
 def drawn(
     draw: Callable[[Any], None], path: str | PathLike[str] | None, ax: Any, inches: tuple[float, float]
@@ -38,14 +36,20 @@ def drawn(
         ResultError: the path's suffix is none of png, svg and pdf.
         ImportError: matplotlib is not installed.
     """
-    if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
-        raise ResultError(f"a picture goes to a file named *.png, *.svg or *.pdf (path: {path})")
+    if path is not None:
+        check_suffix(path)
     if ax is None:
         ax = _new_axes(inches, on_screen=path is None)
     draw(ax)
     if path is not None:
         ax.get_figure(root=True).savefig(path)
     return ax
+
+
+def check_suffix(path: str | PathLike[str]) -> None:
+    """Raise ResultError for a file that no picture can go to."""
+    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ResultError(f"a picture goes to a file named *.png, *.svg or *.pdf (path: {path})")
 
 
 def svg(draw: Callable[[Any], None], inches: tuple[float, float]) -> str | None:

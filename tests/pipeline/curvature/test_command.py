@@ -316,7 +316,7 @@ def test_several_processes_do_not_each_analyse_a_whole_model(
 def test_matplotlib_is_missed_before_anything_is_computed(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install" in refusal(capsys, f"{script}:fails", "--density", "out.png")
 
 
