@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Bytes", "MedianSpread", "joined", "spelt_bytes", "spelt_count", "spelt_seconds", "spelt_work"]
+__all__ = ["Bytes", "MedianSpread", "joined", "spelt_bytes", "spelt_work"]
 
 
 class Bytes(NamedTuple):
@@ -66,46 +66,27 @@ class MedianSpread(NamedTuple):
 
 
 def spelt_bytes(size: float) -> str:
+    """Bytes in words."""
+    return spelt_work(size, "B")
+
+
+def spelt_work(amount: float, unit: str) -> str:
+    """Seconds ("s"), bytes ("B") or FLOPs in words.
+
+    >>> spelt_work(0.00123, "s"), spelt_work(1536, "B"), spelt_work(1.5e9, "FLOP"), spelt_work(12, "FLOP")
+    ('1.23 ms', '1.50 KiB', '1.50 GFLOP', '12 FLOP')
     """
-    >>> spelt_bytes(1536), spelt_bytes(0), spelt_bytes(3 * 2**30)
-    ('1.50 KiB', '0 B', '3.00 GiB')
-    """
-    unit = 0
-    while size >= 1024 and unit < len(_BINARY) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.0f} B" if unit == 0 else f"{size:.2f} {_BINARY[unit]}"
+    if not amount:
+        return f"0 {unit}"
+    prefixes = _PREFIXES.get(unit, _DECIMAL)
+    scale, prefix = next((pair for pair in prefixes if amount >= pair[0]), prefixes[-1])
+    number = amount / scale
+    digits = 2 if number < 10 or unit == "B" else 1 if number < 100 else 0
+    return f"{number:.{0 if scale == 1 and unit != 's' else digits}f} {prefix}{unit}"
 
 
-def spelt_seconds(seconds: float) -> str:
-    """
-    >>> spelt_seconds(0.00123), spelt_seconds(2), spelt_seconds(0)
-    ('1.23 ms', '2.00 s', '0 s')
-    """
-    if not seconds:
-        return "0 s"
-    unit = 0 if seconds >= 1 else 1 if seconds >= 1e-3 else 2
-    return f"{seconds * 1000**unit:.{_digits(seconds * 1000**unit)}f} {('s', 'ms', 'us')[unit]}"
-
-
-def spelt_count(count: float, unit_name: str) -> str:
-    """
-    >>> spelt_count(1.5e9, "FLOP"), spelt_count(12, "FLOP")
-    ('1.50 GFLOP', '12 FLOP')
-    """
-    unit = 0
-    while count >= 1000 and unit < len(_DECIMAL) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.0f} {unit_name}" if unit == 0 else f"{count:.{_digits(count)}f} {_DECIMAL[unit]}{unit_name}"
-
-
-def spelt_work(work: float, unit: str) -> str:
-    """Seconds ("s") or FLOPs in words."""
-    return spelt_seconds(work) if unit == "s" else spelt_count(work, unit)
-
-
-def _digits(number: float) -> int:
-    return 2 if number < 10 else 1 if number < 100 else 0
-
-
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
-_DECIMAL = ("", "k", "M", "G", "T", "P", "E")
+_DECIMAL = tuple((1000**power, "kMGTPE"[power - 1 : power]) for power in range(6, -1, -1))
+_PREFIXES = {
+    "s": ((1, ""), (1e-3, "m"), (1e-6, "u")),
+    "B": ((2**40, "Ti"), (2**30, "Gi"), (2**20, "Mi"), (2**10, "Ki"), (1, "")),
+}
