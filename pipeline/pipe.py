@@ -180,7 +180,7 @@ class Pipe(FixedModule, StateDictMixin):
         if ranks is None:
             settle(stages, range(len(stages)), self.devices, materialize, draw_seed)
         else:
-            processes = replace(processes, ties=join_ranks(self.runtime, stages, materialize))
+            processes = replace(processes, copies=join_ranks(self.runtime, stages, materialize))
             self._settings = replace(self._settings, processes=processes)
             is_part(self)
         if replica_ranks is not None:

@@ -66,13 +66,13 @@ class StageAssignment(NamedTuple):
         pairs = [(tied.owner, rank) for tied in self.tied_parameters for rank in tied.holders[1:]]
         return [pair for owner, holder in pairs for pair in ((owner, holder), (holder, owner))]
 
-    def copies_in(self, module: nn.Module) -> list[Tensor | None]:
-        """This rank's copy of each tied parameter; None where it has none."""
-        return [self._copy(tied, module) for tied in self.tied_parameters]
-
-    def _copy(self, tied: TiedParameter, module: nn.Module) -> Tensor | None:
-        names = [name for stage, name in tied.readers if self.rank_of[stage] == self.rank]
-        return module.get_parameter(names[0]) if names else None
+    def copies_in(self, module: nn.Module) -> dict[TiedParameter, Tensor]:
+        """This rank's copies of tied parameters."""
+        own_names = {
+            tied: [name for stage, name in tied.readers if self.rank_of[stage] == self.rank]
+            for tied in self.tied_parameters
+        }
+        return {tied: module.get_parameter(names[0]) for tied, names in own_names.items() if names}
 
 
 def assign(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) -> StageAssignment:

@@ -10,7 +10,7 @@ failure of an optimizer cannot be voted on beforehand: a barrier after its step 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.common.interrupts import Deferral
 from pipeline.data.pytrees import flatten
 from pipeline.distributed.agreement import ExchangeTag
+from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.comparison import Comparison
 from pipeline.distributed.exchange import CallMessages, RankExchange
 from pipeline.distributed.group import RankGroup
@@ -44,7 +45,7 @@ class DistributedCommunicator(Communicator):
 
     Args:
         topology: the topology.
-        tied: this rank's copies of tied parameters, None where it has none.
+        tied: this rank's copies of tied parameters.
         entry: the entry point that is called: "step".
         forward_call: the call whose backward this is, described equally on all ranks.
         series: of that call; the key of its cached message specs.
@@ -55,7 +56,7 @@ class DistributedCommunicator(Communicator):
     def __init__(
         self,
         topology: PipeTopology,
-        tied: Sequence[Tensor | None],
+        tied: Mapping[TiedParameter, Tensor],
         entry: str,
         forward_call: str | None = None,
         series: str = "",

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ class TiedGradients(Gradients):
 
     Args:
         assignment: says which parameters are tied, and where.
-        copies: this rank's copy of each, None where it has none. Empty: none is built yet.
+        copies: this rank's copies of them. Empty: none is built yet.
         messages: those of the call.
     """
 
-    def __init__(self, assignment: StageAssignment, copies: Sequence[Tensor | None], messages: CallMessages) -> None:
+    def __init__(
+        self, assignment: StageAssignment, copies: Mapping[TiedParameter, Tensor], messages: CallMessages
+    ) -> None:
         self.copies = copies
         self._assignment = assignment
         self._messages = messages
@@ -41,27 +43,24 @@ class TiedGradients(Gradients):
         Raises:
             MismatchError: it names the parameter.
         """
-        if not self.copies:
-            return
-        descriptions = [
-            "" if copy is None else f"{values_in_words([copy])} {copy.requires_grad}" for copy in self.copies
-        ]
-        digests = self._ranks.exchange([digest(text) for text in descriptions])
-        for index, tied in enumerate(self._assignment.tied_parameters):
-            if len({digests[rank][index] for rank in tied.holders}) > 1:
-                names = " = ".join(dict.fromkeys(f"'{name}'" for _, name in tied.readers))
-                raise MismatchError(
-                    f"the tied parameter {names} has other values, or another requires_grad, on rank {tied.owner} than "
-                    f"on another of ranks {list(tied.holders)}. Change it on all of them alike: give it to the "
-                    "optimizer of each, with the same settings."
-                )
+        self.check_alike(
+            lambda copy: f"{values_in_words([copy])} {copy.requires_grad}",
+            "the tied parameter {0} has other values, or another requires_grad, on rank {1[0]} than on another of "
+            "ranks {1}. Change it on all of them alike: give it to the optimizer of each, with the same settings."
+        )
 
-    def share_values(self, copies: Sequence[Tensor | None]) -> None:
+    def check_alike(self, words: Callable[[Tensor], str], error: str) -> None:
+        own_digests = {tied.name: digest(words(copy)) for tied, copy in self.copies.items()}
+        digests = self._ranks.exchange(own_digests) if self._assignment.tied_parameters else []
+        for tied in self._assignment.tied_parameters:
+            if len({digests[rank].get(tied.name) for rank in tied.holders}) > 1:
+                names = " = ".join(dict.fromkeys(f"'{name}'" for _, name in tied.readers))
+                raise MismatchError(error.format(names, list(tied.holders)))
+
+    def share_values(self, copies: Mapping[TiedParameter, Tensor]) -> None:
         """Write the owner's values into all copies of tied parameters."""
-        for tied, copy in zip(self._assignment.tied_parameters, copies, strict=True):
+        for tied, copy in copies.items():
             name = f"the values of '{tied.name}'"
-            if copy is None:
-                continue
             if self._ranks.rank == tied.owner:
                 self._messages.send(tied.holders[1:], name, Message((copy.detach(),)))
             else:
@@ -72,13 +71,12 @@ class TiedGradients(Gradients):
 
     def join(self, parts: Sequence[StageGrad]) -> dict[int, Pair]:
         self._ranks.carry(self._assignment.tied_pairs)
-        copies = {id(copy) for copy in self.copies if copy is not None}
+        copies = set(map(id, self.copies.values()))
         pairs = joined([part for part in parts if id(part[1]) not in copies])
-        for tied, copy in zip(self._assignment.tied_parameters, self.copies):  # not strict: none may be built yet
-            if copy is not None:
-                whole = self._whole(tied, {stage: grad for stage, owner, grad in parts if owner is copy})
-                if whole is not None:
-                    pairs[id(copy)] = (copy, whole)
+        for tied, copy in self.copies.items():
+            whole = self._whole(tied, {stage: grad for stage, owner, grad in parts if owner is copy})
+            if whole is not None:
+                pairs[id(copy)] = (copy, whole)
         return pairs
 
     def shared(self, pairs: dict[int, Pair]) -> dict[int, Pair]:
@@ -87,16 +85,15 @@ class TiedGradients(Gradients):
             return pairs
         own_rank, rank_of = self._assignment.rank, self._assignment.rank_of
         nonzero = {key: tensor for key, (_, tensor) in pairs.items() if bool(tensor.any())}
-        rows = self._ranks.exchange([id(copy) in nonzero for copy in self.copies])
+        rows = self._ranks.exchange([tied.name for tied, copy in self.copies.items() if id(copy) in nonzero])
         parts = []
-        for index, (tied, copy) in enumerate(zip(self._assignment.tied_parameters, self.copies, strict=True)):
-            givers = [rank for rank in tied.holders if rows[rank][index]]
-            if copy is not None and givers[:1] == [own_rank]:
+        for tied, copy in self.copies.items():
+            if [rank for rank in tied.holders if tied.name in rows[rank]][:1] == [own_rank]:
                 stage = next(stage for stage, _ in tied.readers if rank_of[stage] == own_rank)
                 parts.append((stage, copy, nonzero[id(copy)]))
         whole = self.join(parts)
-        for tied, copy in zip(self._assignment.tied_parameters, self.copies, strict=True):
-            if copy is not None and id(copy) in nonzero:
+        for tied, copy in self.copies.items():
+            if id(copy) in nonzero:
                 own, theirs = Sketches([nonzero[id(copy)], whole[id(copy)][1]]).values
                 if not own.is_like(theirs):
                     raise MismatchError(

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -20,7 +21,7 @@ from pipeline.common.cadence import Cadence
 from pipeline.common.module_tables import tables_of
 from pipeline.data.values import Values
 from pipeline.distributed.agreement import shapes_in_words
-from pipeline.distributed.assignment import StageAssignment, assign
+from pipeline.distributed.assignment import StageAssignment, TiedParameter, assign
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.execution.communicator import Topology
@@ -37,10 +38,10 @@ class PipeTopology(Topology):
         pairs: the ordered pairs of ranks that exchange.
         parameters: in words, those of the whole module: a line each.
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
-        own_names: of the parameters that this rank alone has.
+        holders: the ranks that have each parameter, by its first name.
         nothing: an empty one, for a rank without any.
         opened: the calls of the Pipe, by entry point and failures before.
-        named_references: the names of the whole module's parameters, by id, and what gives them, while there are such.
+        named_references: the first names of the whole module's parameters, by id, and what gives these, if they exist.
     """
 
     ranks: RankGroup
@@ -50,7 +51,7 @@ class PipeTopology(Topology):
     parameters: str
     first_names: Mapping[str, str]
     named_references: Mapping[int, tuple[str, Callable[[], Tensor | None]]]
-    own_names: frozenset[str]
+    holders: Mapping[str, Collection[int]]
     nothing: nn.Parameter
     opened: Cadence = field(default_factory=Cadence)
 
@@ -62,14 +63,14 @@ class PipeTopology(Topology):
         return self.assignment.rank_of[stage] == self.assignment.rank
 
     def name_of(self, leaf: Tensor) -> str | None:
-        """The name of a parameter of the module. None: it is none."""
+        """The first name of a parameter of the module. None: it is none."""
         name, reference = self.named_references.get(id(leaf), (None, None))
         return name if reference is not None and reference() is leaf else None
 
     def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         for leaf in leaves:
             name = self.name_of(leaf)
-            if name is not None and stage is not None and self.first_names.get(name, name) in self.own_names:
+            if name is not None and stage is not None and self.holders[name] == {self.assignment.rank}:
                 continue  # only this rank needs its gradient
             if name is not None:
                 raise RuntimeError(
@@ -85,6 +86,35 @@ class PipeTopology(Topology):
                     "loss_fn(pipe(x), target).backward(), where every rank computes it, or make it a layer of "
                     "the model."
                 )
+
+    def check_ties(
+        self,
+        originals: Mapping[TiedParameter, Tensor],
+        copies: Mapping[TiedParameter, Tensor],
+        stages: Sequence[Sequence[nn.Module]],
+    ) -> None:
+        """Raise if ties between ranks were made or cut: the others, who see their own layers alone, would not know.
+
+        Args:
+            originals: this rank's copies of tied parameters, as the Pipe was built; held, so that none gets their ids.
+            copies: as they are now.
+            stages: the layers of all stages, as they are now.
+
+        Raises:
+            RuntimeError: one was made or cut.
+        """
+        by_stage = {
+            stage: {id(parameter): parameter for layer in stages[stage] for parameter in layer.parameters()}
+            for stage in self.assignment.own_stages
+        }
+        for tied, copy in originals.items():
+            readers = {stage for stage, parameters in by_stage.items() if id(copy) in parameters}
+            if copies[tied] is not copy or readers != {stage for stage, _ in tied.readers if stage in by_stage}:
+                _refuse_tie(tied.name, "in this rank's layers was replaced, or tied to one more,")
+        for parameter in [parameter for parameters in by_stage.values() for parameter in parameters.values()]:
+            name = self.name_of(parameter)
+            if name is not None and self.assignment.rank not in self.holders[name]:
+                _refuse_tie(name, "of another rank's layer was put into one of this rank's")
 
     def named(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], remove_duplicate: bool
@@ -146,11 +176,19 @@ def topology_of(
         key: (name, own_references.get(key) or ref(parameter)) for key, (name, parameter) in named.items()
     }
     pairs = frozenset(_pairs(assignment, values))
-    tied = {first_names[parameter.name] for parameter in assignment.tied_parameters}
-    stage_names = {first_names[name] for stage in assignment.own_stages for name, _ in stages[stage].named_parameters()}
-    own_names = frozenset(stage_names - tied)
+    holders: dict[str, set[int]] = defaultdict(set)
+    for stage, rank in zip(stages, rank_of, strict=True):
+        for name, _ in stage.named_parameters():
+            holders[first_names[name]].add(rank)
     nothing = nn.Parameter(torch.empty(0, device="cpu"))
-    return PipeTopology(ranks, number, assignment, pairs, parameters, first_names, named_references, own_names, nothing)
+    return PipeTopology(ranks, number, assignment, pairs, parameters, first_names, named_references, holders, nothing)
+
+
+def _refuse_tie(name: str, change: str) -> NoReturn:
+    raise RuntimeError(
+        f"parameter '{name}' {change} after the Pipe was built. Over ranks ties are those that it was built with, and "
+        "load_state_dict(assign=True) cuts them: change the model first, and build the Pipe anew."
+    )
 
 
 def _pairs(assignment: StageAssignment, values: Values) -> Iterator[tuple[int, int]]:

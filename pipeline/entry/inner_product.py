@@ -23,7 +23,7 @@ def dot(runtime: Runtime, one: PartialGrads, other: PartialGrads) -> Tensor:
     with turn(), runtime.communicator("dot") as communicator:
         owners = _owners(runtime, one, other)
         communicator.open(lambda values: {"the arguments": "tensors of parameters"}, draws=False)
-        remote_ids = {id(copy) for tied, copy in runtime.tied() if tied.owner != runtime.rank}
+        remote_ids = {id(copy) for tied, copy in runtime.tied().items() if tied.owner != runtime.rank}
         terms, counts = [], []
         for owner, left, right in zip(owners, one, other, strict=True):
             if left is not None and right is not None:

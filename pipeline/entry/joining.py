@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.distributed.agreement import SETTINGS
+from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.stale import trained_elsewhere
-from pipeline.distributed.ties import Ties
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.meta_init import ValueSource
 from pipeline.entry.validation import settle
 from pipeline.execution.communicator import Verdict
 
 
-def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: ValueSource) -> Ties:
+def join_ranks(
+    runtime: Runtime, stages: Sequence[nn.Sequential], materialize: ValueSource
+) -> dict[TiedParameter, Tensor]:
     """Join the Pipes that the other ranks build now into one. Their layers become placeholders here.
 
     Args:
@@ -26,7 +28,7 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: V
         materialize: where the values of layers on the meta device come from.
 
     Returns:
-        The ties between the ranks.
+        This rank's copies of tied parameters.
 
     Raises:
         MismatchError: the ranks build different Pipes.
@@ -35,7 +37,7 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: V
     assert topology is not None  # one process joins nobody
     placeholders = dict(topology.elsewhere(stages))
     count = sum(runtime.settings.balance)
-    with DistributedCommunicator(topology, (), f"Pipe({count} layers)") as communicator:
+    with DistributedCommunicator(topology, {}, f"Pipe({count} layers)") as communicator:
         descriptions = {SETTINGS: runtime.settings.words}
         seed = communicator.open(lambda values: descriptions, draws=materialize is not None)
         topology.ranks.refuse_shared_devices()
@@ -48,8 +50,8 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: V
         for name, placeholder in placeholders.items():
             modes.add(modes.model or modules[name], placeholder)
         modules.update(placeholders)
-        copies = topology.assignment.copies_in(runtime.module)
+        copies = runtime.tied()
         communicator.gradients.share_values(copies)
         communicator.agree(Verdict(None, None, True))
     runtime.history.stale = stale_modules
-    return Ties(topology, copies)
+    return copies

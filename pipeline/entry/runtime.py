@@ -127,12 +127,9 @@ class Runtime:
         """Over ranks, for every name of a parameter of the whole model its first one; else empty."""
         return {} if self.topology is None else self.topology.first_names
 
-    def tied(self) -> list[tuple[TiedParameter, Tensor | None]]:
-        """The parameters that several ranks have, each with this rank's copy; None where it has none."""
-        if self.topology is None:
-            return []
-        assignment = self.topology.assignment
-        return list(zip(assignment.tied_parameters, assignment.copies_in(self.module), strict=True))
+    def tied(self) -> dict[TiedParameter, Tensor]:
+        """This rank's copies of the parameters that several ranks have."""
+        return {} if self.topology is None else self.topology.assignment.copies_in(self.module)
 
     def stages(self) -> list[list[nn.Module]]:
         """The layers of each stage, as they are now.
@@ -164,12 +161,12 @@ class Runtime:
         """
         topology, replicas = self.topology, self.settings.processes.replicas
         refuse_around(self.module, self.world_ranks)
-        tied = [] if topology is None else topology.assignment.copies_in(self.module)
+        tied = self.tied()
         inner = Communicator() if topology is None else DistributedCommunicator(topology, tied, entry)
         if replicas is None or not averages:
             return inner
         stages = {stage: layers for stage, layers in enumerate(self.stages()) if inner.topology.has(stage)}
-        return DataParallelCommunicator(inner, replicas, layout_of(stages, {id(copy) for copy in tied}), entry)
+        return DataParallelCommunicator(inner, replicas, layout_of(stages, set(map(id, tied.values()))), entry)
 
     def setup(
         self, batch: Batch, target: Batch, communicator: Communicator, options: Mapping[str, object]
@@ -197,8 +194,8 @@ class Runtime:
         settings, history = self.settings, self.history
         self.follow_model()
         settings.origin.check()
-        if self.topology is not None and settings.processes.ties is not None:
-            settings.processes.ties.check(self.topology.assignment.copies_in(self.module), self.stages())
+        if self.topology is not None:
+            self.topology.check_ties(settings.processes.copies, self.tied(), self.stages())
         refuse_transforms(lambda: [*batch.tensors, *self.module.parameters(), *self.module.buffers()])
         if is_capturing(settings.layout.devices):
             raise RuntimeError(

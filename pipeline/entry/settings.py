@@ -6,16 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.common.arguments import check_flags, shown
+from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.data_parallel.replicas import Replicas
 from pipeline.distributed.group import RankGroup
-from pipeline.distributed.ties import Ties
 from pipeline.distributed.topology import PipeTopology
 from pipeline.entry.origin import Origin
 from pipeline.entry.plans import Plans
@@ -33,13 +33,13 @@ class Processes:
     Attributes:
         ranks: run it together. None: this one runs every stage.
         topology: the assignment of stages to these ranks, once they have agreed on it.
-        ties: between them, once they have joined.
+        copies: this rank's, of tied parameters, as the Pipe was built.
         replicas: the pipelines that train the same stages on other mini-batches.
     """
 
     ranks: RankGroup | None
     topology: PipeTopology | None = None
-    ties: Ties | None = None
+    copies: Mapping[TiedParameter, Tensor] = field(default_factory=dict)
     replicas: Replicas | None = None
 
     @property

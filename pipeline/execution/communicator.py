@@ -176,6 +176,17 @@ class Gradients:
         """Whole gradients by the id of their owner: (owner, its stages' sums, added in the order of the stages)."""
         return joined(parts)
 
+    def check_alike(self, words: Callable[[Tensor], str], error: str) -> None:
+        """Raise if something of a parameter that has copies is not the same of all.
+
+        Args:
+            words: from a copy to what it has, in words.
+            error: formatted with the names of the parameter, and the ranks that have it.
+
+        Raises:
+            MismatchError: it is not.
+        """
+
     def shared(self, pairs: dict[int, Pair]) -> dict[int, Pair]:
         """One tensor for each parameter, wherever it has copies.
 

@@ -107,7 +107,7 @@ def mixed(net: nn.Module, case: Case, names: Names, how: str, count: int, live: 
     labels += [f"extra{number}" for number in range(len(case.extras))]
     kept = {label: grad for label, grad in zip(labels, firsts, strict=True) if grad is not None}
     if how == "once" and isinstance(net, Pipe):
-        copies = {id(copy) for tied, copy in net.runtime.tied() if tied.owner != dist.get_rank()}
+        copies = {id(copy) for tied, copy in net.runtime.tied().items() if tied.owner != dist.get_rank()}
         kept = {label: grad for label, grad in kept.items() if id(dict(pairs).get(label)) not in copies}
     number = 0 * loss if how == "curved" else 0 * sum((grad.sum() for grad in firsts if grad is not None), loss * 0)
     for label, grad in kept.items():

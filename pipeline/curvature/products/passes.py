@@ -127,7 +127,8 @@ class Passes:
                     "the loss does not depend on any of the parameters: the output is detached, or params= leaves out "
                     "all that are used."
                 )
-            if self.pipe.runtime.tied():
+            topology = self.pipe.runtime.topology
+            if topology is not None and topology.assignment.tied_parameters:
                 with self.pipe.runtime.communicator("curvature") as communicator:
                     communicator.open(lambda values: {"the part of the product": "tied parameters"}, draws=False)
                     sums.join(communicator)
@@ -199,7 +200,7 @@ class Passes:
             for key in {id(parameter) for layer in layers for parameter in layer.parameters()}
         )
         shared = {key for key, count in counts.items() if count > 1}
-        return shared | {id(copy) for _, copy in runtime.tied() if copy is not None}
+        return shared | set(map(id, runtime.tied().values()))
 
     # ------------------------------------------------------------------------------------------------- surroundings
 

@@ -21,7 +21,7 @@ from pipeline.common.arguments import few
 from pipeline.common.call_lock import turn
 from pipeline.curvature.selection import ParamSelection, chosen
 from pipeline.curvature.space import HOST, Space, Vec
-from pipeline.distributed.agreement import MismatchError, digest, values_in_words
+from pipeline.distributed.agreement import values_in_words
 from pipeline.execution.communicator import Communicator
 from pipeline.pipe import Pipe
 
@@ -60,7 +60,7 @@ class ParameterSpace(Space):
         if params is not None and not isinstance(params, str) and not callable(params):
             params = list(params)
         words = getattr(params, "__qualname__", "a function") if callable(params) else repr(params)
-        elsewhere = {id(copy) for tie, copy in runtime.tied() if tie.owner != self.rank}
+        elsewhere = {id(copy) for tie, copy in runtime.tied().items() if tie.owner != self.rank}
         sizes: dict[tuple[torch.device, bool], int] = {}
         dtypes: set[torch.dtype] = set()
         self.slots: dict[str, VectorSlice] = {}
@@ -152,7 +152,13 @@ class ParameterSpace(Space):
         with self._together() as communicator:
             vec = self._checked_vec(named)
             communicator.open(lambda values: {"the curvature": "a vector"}, draws=False)  # all have come so far
-        self._check_ties(self.named(vec))
+            entries = self.named(vec)
+            parts = {id(parameter): entries.get(name) for name, parameter in self._pipe.named_parameters()}
+            communicator.gradients.check_alike(
+                lambda copy: values_in_words([] if (part := parts[id(copy)]) is None else [part]),
+                "the entries for the tied parameter {0} differ between ranks {1}: it is one parameter. Give the same "
+                "entries on each, for example drawn from a generator seeded alike."
+            )
         return vec
 
     def _checked_vec(self, named: Mapping[str, Tensor]) -> Vec:
@@ -173,22 +179,6 @@ class ParameterSpace(Space):
                 )
             slot.view(vec).copy_(entries.detach())
         return vec
-
-    def _check_ties(self, entries: Mapping[str, Tensor]) -> None:
-        """Raise if the entries for a tied parameter are not the same on all ranks that have it."""
-        tied = self._pipe.runtime.tied()
-        if not tied:
-            return
-        names = {id(parameter): name for name, parameter in self._pipe.named_parameters()}
-        parts = [entries.get(names.get(id(copy), "")) for _, copy in tied]
-        digests = [0 if part is None else digest(values_in_words([part])) % (1 << 48) for part in parts]
-        for (tie, _), row in zip(tied, self.gathered(digests).T, strict=True):
-            if len({float(row[rank]) for rank in tie.holders}) > 1:
-                words = " = ".join(dict.fromkeys(f"'{name}'" for _, name in tie.readers))
-                raise MismatchError(
-                    f"the entries for the tied parameter {words} differ between ranks {list(tie.holders)}: it is one "
-                    "parameter. Give the same entries on each, for example drawn from a generator seeded alike."
-                )
 
 
 def _drawn(kind: str, seed: int, index: int, name: str, shape: torch.Size) -> Tensor:
