@@ -78,7 +78,7 @@ class GradientProduct(Product):
 
     def _rule(self, stage: StageRun, device: torch.device) -> StageRule:
         along, add = partial(self._along, device), partial(self._add, stage.layers.index)
-        parameters = StageParameters(stage.aliases, {}, 1, along, add)
+        parameters = StageParameters(stage.aliases, (), 1, along, add)
         parameters.captured.update(stage.external.leaves)
         return StageRule(stage.layers, parameters, EarlierForwards(stage))
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -26,7 +26,7 @@ class StageParameters:
 
     Args:
         aliases: of the parameters of its modules.
-        wanted: the parameters of the space, by id. A layer may capture one that is not registered in this stage.
+        wanted: the ids of the parameters of the space. A layer may capture one that is not registered in this stage.
         count: the number of directions.
         along: from a parameter to its part of each direction.
         add: adds to the sums of a parameter.
@@ -36,7 +36,7 @@ class StageParameters:
     """
 
     def __init__(
-        self, aliases: Aliases, wanted: Mapping[int, Tensor], count: int, along: DirectionParts, add: AddToSums
+        self, aliases: Aliases, wanted: Container[int], count: int, along: DirectionParts, add: AddToSums
     ) -> None:
         self.aliases = aliases
         self.count = count

@@ -116,24 +116,16 @@ class Passes:
             RuntimeError: the loss depends on none of the parameters.
         """
         with turn(), torch.inference_mode(False):  # one pass at a time: each finds the parameters in their places
-            named, shared = self.space.parameters(), self._shared()
-            parameters = {id(parameter): parameter for parameter in named.values()}
+            named = self.space.parameters()  # held: no other gets the id of one
             slots = {id(parameter): self.space.slots[name] for name, parameter in named.items()}
-            sums = Sums(self.space, slots, len(vectors), gradient, shared)
-            task = ProductTask(vectors, slots, gradient, parameters, self.checks, on_result, shift)
+            task = ProductTask(vectors, slots, gradient, self.checks, on_result, shift)
+            sums = Sums(self.space, task, self._shared())
             total, loss, reached = self._sum_minibatches(task, sums, first)
             if not reached:
                 raise RuntimeError(
                     "the loss does not depend on any of the parameters: the output is detached, or params= leaves out "
                     "all that are used."
                 )
-            topology = self.pipe.runtime.topology
-            if topology is not None and topology.assignment.tied_parameters:
-                with self.pipe.runtime.communicator("curvature") as communicator:
-                    communicator.open(lambda values: {"the part of the product": "tied parameters"}, draws=False)
-                    sums.join(communicator)
-            elif shared:  # by stages of this process
-                sums.join(Communicator())
             if total:
                 sums.divide_(total)
             mean_loss = torch.tensor(loss / (total or 1.0), **HOST)
@@ -149,6 +141,7 @@ class Passes:
                 item = _next(batches)
                 if item is None:
                     communicator.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
+                    sums.join(communicator)
                     self.compares = not is_proven
                     return total, loss, reached
                 options = {

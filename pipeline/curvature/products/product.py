@@ -62,13 +62,13 @@ class ProductCall(Product):
             bring = partial(_shifted_values, bring, task, device)
         aliases = Aliases(
             layers.modules, layers.numbered, layers.name, StrayGradientGuard(layers.name), setup.compares, bring, True,
-            task.parameters,
+            task.slots,
         )
         snapshot = ForwardSnapshot(
             layers.modules, execution.ambient, layers.name, index, setup.traits, setup.compares
         )
         of_vectors, add = partial(task.along, device), partial(sums.add, index)
-        parameters = StageParameters(aliases, task.parameters, task.number, of_vectors, add)
+        parameters = StageParameters(aliases, task.slots, task.number, of_vectors, add)
         seeder = Seeder(setup.seed, [device], execution.generators)
         is_cut = execution.batch.chunks > 1
         forwards = NewForwards(layers, parameters, snapshot, seeder, self._rule_check.inspect, is_cut)

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
+from pipeline.curvature.products.sharded import ParameterSpace
+from pipeline.curvature.products.task import ProductTask
 from pipeline.execution.communicator import Communicator, StageGrad
 
 
@@ -20,22 +21,13 @@ class Sums:
 
     Args:
         space: of the vectors.
-        slots: the place of each parameter in a vector, by id.
-        count: the number of products.
-        gradient: whether the gradient is wanted too.
+        task: of the product.
         shared: the ids of parameters that several stages read.
     """
 
-    def __init__(
-        self,
-        space: ParameterSpace,
-        slots: Mapping[int, VectorSlice],
-        count: int,
-        gradient: bool,
-        shared: Collection[int],
-    ) -> None:
-        self.vectors = [space.zeros() for _ in range(count + gradient)]
-        self._slots, self._shared = slots, shared
+    def __init__(self, space: ParameterSpace, task: ProductTask, shared: Collection[int]) -> None:
+        self.vectors = [space.zeros() for _ in range(task.number + task.gradient)]
+        self._slots, self._shared = task.slots, shared
         self._parts: list[dict[tuple[int, int], StageGrad]] = [{} for _ in self.vectors]
         self._views: dict[tuple[int, int], Tensor] = {}  # by parameter and vector
         self._lock = threading.Lock()  # a parameter may be captured by a stage that it is not registered in

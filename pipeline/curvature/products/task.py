@@ -36,7 +36,6 @@ class ProductTask(NamedTuple):
         vectors: the directions.
         slots: of the parameters of the space in this process, by id.
         gradient: whether the gradient is wanted too.
-        parameters: the parameters of the space in this process, by id.
         checks: of the stages, with what earlier products have found out.
         on_result: called for chunk 0 of each stage with the error of its rule against finite differences. None: only
             stages that must be checked are, and one that is wrong is an error.
@@ -46,7 +45,6 @@ class ProductTask(NamedTuple):
     vectors: Sequence[Vec]
     slots: Mapping[int, VectorSlice]
     gradient: bool
-    parameters: Mapping[int, Tensor]
     checks: StageChecks
     on_result: OnResult | None = None
     shift: Vec | None = None
