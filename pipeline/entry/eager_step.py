@@ -214,7 +214,7 @@ class EagerRun:
         pairs = list(call.sums().values())
         averager = call.communicator.averager
         if averager is not None:
-            return averager.average(pairs, own_divisor, waits=True), divisor
+            return averager.average(pairs, divisor, waits=True), divisor
         return [(owner, divide_(grad, divisor)) for owner, grad in pairs], divisor
 
 

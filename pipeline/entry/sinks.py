@@ -28,6 +28,7 @@ from pipeline.gradients.clip import clip_factor
 from pipeline.gradients.partial import shared_overflows
 from pipeline.gradients.store import GradStore
 from pipeline.stage.hooks import accumulate, grads_kept, has_hooks, hooked
+from pipeline.transports.message import Message
 
 NamedGrads: TypeAlias = Sequence[tuple[str, Tensor]]
 StoreAndNorm: TypeAlias = tuple[GradStore | None, Tensor | None]
@@ -235,7 +236,8 @@ def collect(call: Call, loss: Loss, completes: bool) -> tuple[list[Pair], Tensor
     refuse_behind_x(call.batch.tensors, takers if completes else [*takers, *[owner for owner, _ in pairs]])
     averager = call.communicator.averager
     if averager is not None:
-        pairs = averager.average(pairs, own_divisor)
+        message = Message((own_divisor,)) if has_loss else None
+        pairs = averager.average(pairs, call.communicator.exchange.broadcast("the divisor", -1, message).tensors[0])
     hooks = any([has_hooks(owner) for owner, _ in [*inputs, *pairs]])
     verdict = Verdict(loss.value if has_loss else None, own_divisor, reached, hooks, loss.metrics.values)
     value, divisor, reached, hooks, metrics = call.communicator.agree(verdict)

@@ -212,7 +212,7 @@ class Averager(ABC):
 
         Args:
             pairs: (owner, whole gradient) of this process; they may be written.
-            divisor: of this replica, where this process knows one.
+            divisor: of this replica.
             waits: return when all ranks have the means. Else `agree` waits for that.
         """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from pipeline.data.loss import divide_
@@ -44,7 +43,6 @@ class ReplicaAverager(Averager):
         self.is_agreed = False
         self.descriptions = {**(descriptions or {}), "the calls": calls}
         self._replicas = replicas
-        self._is_backward = descriptions is not None
         self._reducer: GradientReducer | None = None
         self._final_pairs: dict[int, Sequence[Pair]] = {}  # by stage
 
@@ -66,7 +64,6 @@ class ReplicaAverager(Averager):
             MismatchError: the replicas do not make the same call.
         """
         reducer, self._reducer = self._begun(), None
-        divisor = self._shared(divisor)
         last, grads = with_external(self.layout, pairs), _by_id(pairs)
         note = self._note(last)
         while reducer.early is not None:
@@ -83,15 +80,6 @@ class ReplicaAverager(Averager):
             self.is_agreed = True
         others = [(owner, divide_(grad, divisor)) for owner, grad in _without(pairs, means)]  # no parameters
         return [*self._in_order(means), *others]
-
-    def _shared(self, divisor: Tensor | None) -> Tensor | None:
-        """The divisor, which only the rank of the last stage knows."""
-        pipeline = self._replicas.pipeline
-        if pipeline is None or self._is_backward:
-            return divisor
-        values = pipeline.exchange(None if divisor is None else divisor.item())
-        known = [value for value in values if value is not None]
-        return torch.tensor(known[0], dtype=torch.float64, device="cpu") if known else None
 
     def _in_order(self, pairs: Sequence[Pair]) -> list[Pair]:
         """In the order of the modules, as without replicas, whatever travelled first."""
