@@ -381,6 +381,18 @@ def places_of(model: nn.Module) -> dict[str, int]:
     return order
 
 
+def first_names_of(module: nn.Module) -> dict[str, str]:
+    """For every name of a parameter of a module its first one, in order.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> first_names_of(nn.Sequential(layer, nn.Tanh(), layer))
+        {'0.weight': '0.weight', '0.bias': '0.bias', '2.weight': '0.weight', '2.bias': '0.bias'}
+    """
+    firsts = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {name: firsts[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
 def starts(name: str) -> Iterator[str]:
     """A name, and those of the modules around it.
 

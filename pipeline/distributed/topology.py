@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from partition.names import sequential
+from partition.names import first_names_of, sequential
 from pipeline.common.cadence import Cadence
 from pipeline.common.module_tables import tables_of
 from pipeline.data.values import Values
@@ -161,8 +161,7 @@ def topology_of(
     number, ranks.pipes = ranks.pipes, ranks.pipes + 1
     whole = sequential({name: layer for stage in stages for name, layer in stage._modules.items()})
     named = {id(parameter): (name, parameter) for name, parameter in whole.named_parameters()}
-    all_names = whole.named_parameters(remove_duplicate=False)
-    first_names = {name: named[id(parameter)][0] for name, parameter in all_names}
+    first_names = first_names_of(whole)
     parameters = shapes_in_words(named.values())
     # Of this rank's own no weak reference: torch cannot move a parameter in place that has one (moved_in_place).
     own_references = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partition.names import begin_call
+from partition.names import begin_call, first_names_of
 from pipeline.common.accelerators import is_capturing
 from pipeline.common.cadence import Cadence
 from pipeline.common.module_tables import modules_of
@@ -124,8 +124,9 @@ class Runtime:
 
     @property
     def first_names(self) -> Mapping[str, str]:
-        """Over ranks, for every name of a parameter of the whole model its first one; else empty."""
-        return {} if self.topology is None else self.topology.first_names
+        """For every name of a parameter of the whole model its first one, in order."""
+        whole = {} if self.topology is None else self.topology.first_names
+        return {**whole, **first_names_of(self.module)}
 
     def tied(self) -> dict[TiedParameter, Tensor]:
         """This rank's copies of the parameters that several ranks have."""

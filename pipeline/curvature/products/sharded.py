@@ -67,7 +67,9 @@ class ParameterSpace(Space):
         with self._together() as communicator:  # what is refused on one rank is refused on all
             communicator.open(lambda values: {"params": words}, draws=False)
             parameters = {name.removeprefix(prefix): parameter for name, parameter in pipe.named_parameters()}
-            for name in chosen(parameters, params, self._first_names()):
+            pairs = runtime.first_names.items()
+            names = {name.removeprefix(prefix): first.removeprefix(prefix) for name, first in pairs}
+            for name in chosen(parameters, params, names):
                 parameter = parameters[name]
                 if not parameter.is_floating_point():
                     raise ValueError(
@@ -97,14 +99,6 @@ class ParameterSpace(Space):
         """Within: what fails on one rank fails on all."""
         with turn(), self._pipe.runtime.communicator("curvature") as communicator:
             yield communicator
-
-    def _first_names(self) -> dict[str, str]:
-        """For each name of a parameter its first one, in the order of the model; those of other ranks too."""
-        pipe, prefix = self._pipe, self._prefix
-        first_name_of = {id(parameter): name.removeprefix(prefix) for name, parameter in pipe.named_parameters()}
-        every_name = pipe.named_parameters(remove_duplicate=False)
-        local_names = {name.removeprefix(prefix): first_name_of[id(parameter)] for name, parameter in every_name}
-        return {**local_names, **pipe.runtime.first_names}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This process's parameters, as they are now, by name.

@@ -28,7 +28,6 @@ from pipeline.entry.state.saved import Saved, StateWithTiedNames
 from pipeline.entry.state.whole_optimizer_state import (
     by_name,
     copied_to_host,
-    first_names_of,
     is_packed,
     names_of_groups,
     own_entries,
@@ -68,7 +67,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
             communicator.agree(Verdict(None, None, True))
         if gathered is None:
             return None
-        first_names = self._first_names()
+        first_names = self.runtime.first_names
         whole: OrderedDict[str, Any] = OrderedDict()
         for name in Names(self._modules).in_order(gathered):
             first = whole.get(first_names.get(name, ""))
@@ -119,7 +118,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
             own_state = own_entries(self._each_once(), optimizer, 0 if topology is None else topology.ranks.rank)
             entries = communicator.exchange.gather(own_state)
             communicator.agree(Verdict(None, None, True))
-            whole = None if entries is None else whole_state(entries, dict.fromkeys(self._first_names().values()))
+            whole = None if entries is None else whole_state(entries, dict.fromkeys(self.runtime.first_names.values()))
             communicator.close()
         return whole
 
@@ -127,10 +126,6 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         """This rank's parameters in the order of the model, and what stands for none in an optimizer."""
         topology = self.runtime.topology
         return [*self.named_parameters(), *([] if topology is None else [("", topology.nothing)])]
-
-    def _first_names(self) -> Mapping[str, str]:
-        """For every name of a parameter of the whole model its first one, in order."""
-        return self.runtime.first_names or first_names_of(self)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load an optimizer's state, from any number of ranks.
@@ -147,7 +142,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         if is_packed(state_dict):
             if not all("param_names" in group for group in state_dict["param_groups"]):
                 names_of_groups(self._each_once(), optimizer)  # in another order numbers do not tell
-            state_dict = by_name(state_dict, self._first_names())
+            state_dict = by_name(state_dict, self.runtime.first_names)
         load_optimizer_state(self._all_places(), optimizer, state_dict, self.runtime.first_names)
 
     def named_parameters(
@@ -183,7 +178,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         _check_state(state_dict, "full_state_dict")
         remote = {number for number, layer in self._modules.items() if isinstance(layer, RemoteLayer)}
         if remote or isinstance(state_dict, Saved):
-            state_dict = StateWithTiedNames(state_dict, self._first_names())
+            state_dict = StateWithTiedNames(state_dict, self.runtime.first_names)
         if remote:
             remote_names = {name for name, holders in Names(self._modules).units.items() if remote.issuperset(holders)}
             state_dict = own_part(state_dict, remote_names)

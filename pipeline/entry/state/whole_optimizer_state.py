@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -150,10 +149,3 @@ def by_name(packed: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[s
             state = dict(flattened(first, packed["state"].get(number, {})))
             flat.update(entries_of(aliases.get(first_names.get(first, first), [first]), group, state, state))
     return flat
-
-
-def first_names_of(module: torch.nn.Module) -> dict[str, str]:
-    """For every name of a parameter of a module its first one, in order."""
-    firsts: dict[int, str] = {}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: firsts.setdefault(id(param), name) for name, param in named}

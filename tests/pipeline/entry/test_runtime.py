@@ -21,7 +21,7 @@ def test_in_one_process_the_runtime_has_all_stages_and_no_ties() -> None:
     runtime = pipe.runtime
     assert runtime.stages() == [[pipe[0], pipe[1]], [pipe[2]]]
     assert (runtime.rank, runtime.ranks, runtime.topology, runtime.has_replicas) == (0, 1, None, False)
-    assert runtime.tied() == {} and runtime.first_names == {}
+    assert runtime.tied() == {} and runtime.first_names == {name: name for name, _ in pipe.named_parameters()}
 
 
 def test_a_setup_is_that_of_a_step_and_draws_nothing() -> None:
