@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         Raises:
             ValueError: the optimizer has parameters that this rank's stages do not.
         """
-        return optimizer_state(self._all_places(), optimizer)
+        return optimizer_state(self._with_none(super().named_parameters(remove_duplicate=False)), optimizer)
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """A copy of an optimizer's state of all parameters, on the CPU, on rank 0; None on others. All ranks call it.
@@ -112,20 +112,19 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
             >>> state["param_groups"][0]["param_names"], state["param_groups"][0]["params"]
             (['0.weight', '0.bias'], [0, 1])
         """
-        topology = self.runtime.topology
         with turn(), self.runtime.communicator("full_optimizer_state_dict") as communicator:
             communicator.open(lambda values: {}, draws=False)
-            own_state = own_entries(self._each_once(), optimizer, 0 if topology is None else topology.ranks.rank)
+            own_state = own_entries(self._with_none(self.named_parameters()), optimizer, self.runtime.rank)
             entries = communicator.exchange.gather(own_state)
             communicator.agree(Verdict(None, None, True))
             whole = None if entries is None else whole_state(entries, dict.fromkeys(self.runtime.first_names.values()))
             communicator.close()
         return whole
 
-    def _each_once(self) -> list[tuple[str, Tensor]]:
-        """This rank's parameters in the order of the model, and what stands for none in an optimizer."""
+    def _with_none(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Parameters of this rank, and what stands for none in an optimizer."""
         topology = self.runtime.topology
-        return [*self.named_parameters(), *([] if topology is None else [("", topology.nothing)])]
+        return [*named, *([] if topology is None else [("", topology.nothing)])]
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load an optimizer's state, from any number of ranks.
@@ -141,9 +140,10 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         _check_state(state_dict, "full_optimizer_state_dict")
         if is_packed(state_dict):
             if not all("param_names" in group for group in state_dict["param_groups"]):
-                names_of_groups(self._each_once(), optimizer)  # in another order numbers do not tell
+                names_of_groups(self._with_none(self.named_parameters()), optimizer)  # numbers tell in one order alone
             state_dict = by_name(state_dict, self.runtime.first_names)
-        load_optimizer_state(self._all_places(), optimizer, state_dict, self.runtime.first_names)
+        named = self._with_none(super().named_parameters(remove_duplicate=False))  # no two ranks save under one key
+        load_optimizer_state(named, optimizer, state_dict, self.runtime.first_names)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -157,11 +157,6 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
             return super().named_parameters(prefix, recurse, remove_duplicate)
         dot = f"{prefix}." if prefix else ""
         return ((dot + name, param) for name, param in topology.named(super().named_parameters(), remove_duplicate))
-
-    def _all_places(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters by the names of its own layers: no two ranks save under one key."""
-        named = list(super().named_parameters(remove_duplicate=False))
-        return iter([*named, *[("", nothing) for nothing in self._for_its_optimizer()]])
 
     def _for_its_optimizer(self) -> list[nn.Parameter]:
         """Over ranks, an empty parameter where this one has none that is trained."""
