@@ -61,17 +61,15 @@ def _from_flat(space: Space, vectors: Tensor) -> tuple[list[Vec], ToUserForm]:
             f"a flat vector has shape {list(vectors.shape)}; the parameters have {space.size} entries. Give shape "
             f"[{space.size}], or [{space.size}, k] for k vectors."
         )
-    device = vectors.device
-    if vectors.dim() == 1:
-        return [_cut(space, vectors)], lambda vecs: flat(space, vecs[0], device)
-    columns = [_cut(space, column) for column in vectors.unbind(1)]
-    return columns, lambda vecs: _columns(space, vecs, device)
+    columns = vectors.reshape(space.size, -1).unbind(1)
+    return [_cut(space, column) for column in columns], lambda vecs: _columns(space, vecs, vectors)
 
 
-def _columns(space: Space, vecs: list[Vec], device: torch.device) -> Tensor:
+def _columns(space: Space, vecs: list[Vec], like: Tensor) -> Tensor:
+    """Vectors as columns, in the shape and on the device of those that were given."""
     if not vecs:
-        return torch.empty(space.size, 0, dtype=space.dtype, device=device)
-    return torch.stack([flat(space, vec, device) for vec in vecs], 1)
+        return torch.empty_like(like, dtype=space.dtype)
+    return torch.stack([flat(space, vec, like.device) for vec in vecs], 1).view(like.shape)
 
 
 def _cut(space: Space, entries: Tensor) -> Vec:

@@ -89,10 +89,9 @@ def _finish(update: EagerUpdate, step: EagerStep, external: list[Pair]) -> None:
 
 def _norm(step: EagerStep, call: Call, named: Mapping[str, Tensor]) -> Tensor:
     """The norm of all gradients, as torch.nn.utils.clip_grad_norm_ computes it."""
-    names = {id(param): name for name, param in reversed(list(named.items()))}
-    order = {key: index for index, key in enumerate(dict.fromkeys(map(id, named.values())))}
-    ordered = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
-    norms = [(names.get(key, ""), norm) for key, (_, norm) in ordered]
+    names = {id(param): name for name, param in named.items()}
+    others = dict.fromkeys([key for key in step.norms if key not in names], "")
+    norms = [(name, step.norms[key][1]) for key, name in {**names, **others}.items() if key in step.norms]
     return call.communicator.exchange.joined_norm(norms, 2.0)
 
 

@@ -125,19 +125,19 @@ class StoreSink(GradSink):
 
     def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> StoreAndNorm:
         norm: Tensor | None = None
-        named: dict[int, tuple[str, Tensor]] = {id(param): (name, param) for name, param in module.named_parameters()}
-        only_inputs = {id(tensor) for tensor in call.batch.tree.tensors} - named.keys()
+        names = {id(param): name for name, param in module.named_parameters()}
+        only_inputs = {id(tensor) for tensor in call.batch.tree.tensors} - names.keys()
         of_inputs = [pair for pair in pairs if id(pair[0]) in only_inputs]
         others = [pair for pair in pairs if id(pair[0]) not in only_inputs]
         pairs.clear()
-        named.update({id(owner): ("", owner) for owner, _ in others if id(owner) not in named})
+        unnamed = [owner for owner, _ in others if id(owner) not in names]
         with _grads_undone(of_inputs):
             accumulate(of_inputs)
-            store = GradStore([param if not name else (name, param) for name, param in named.values()])
+            store = GradStore([*module.named_parameters(), *unnamed])
             for owner, grad in others:
                 store.add_(owner, grad)
             if self._max_norm is not None:
-                grads = [(named[id(param)][0], grad) for param, grad in store.items()]
+                grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
                 norm = call.communicator.exchange.total_norm(grads, 2.0)
                 store.scale_(clip_factor(self._max_norm, norm))
         return store, norm
@@ -167,10 +167,8 @@ class OptimizerSink(GradSink):
             if scaler is not None and (self._max_norm is not None or not communicator.is_alone):
                 _unscale(scaler, self.optimizer, communicator)
             if self._max_norm is not None:  # of all that is stepped: a loss may have parameters of its own
-                named = list(module.named_parameters())
-                module_ids = {id(param) for _, param in named}
-                others = [("", param) for param in self._stepped() if id(param) not in module_ids]
-                norm = clip_grads([*named, *others], self._max_norm, 2.0, communicator)
+                stepped = [("", param) for param in self._stepped()]  # those of the module under its names
+                norm = clip_grads([*module.named_parameters(), *stepped], self._max_norm, 2.0, communicator)
             if scaler is None:
                 self.optimizer.step()
             else:
@@ -295,17 +293,21 @@ def clip_grads(
 ) -> Tensor:
     """Scale `.grad` of some parameters down to a norm of at most `max_norm`, over all processes; the norm before.
 
+    Args:
+        named: those parameters; of one that is there twice, the first name counts.
+
     Raises:
         RuntimeError: with `finite`, where the norm is not.
     """
-    params = dict.fromkeys(param for _, param in named)
-    names = {param: name for name, param in reversed(named)}
-    grads = [(names[param], param.grad) for param in params if param.grad is not None]
+    names: dict[Tensor, str] = {}
+    for name, param in named:
+        names.setdefault(param, name)
+    grads = [(name, param.grad) for param, name in names.items() if param.grad is not None]
     total = communicator.exchange.total_norm(grads, norm_type)
     if finite and not torch.isfinite(total):
         raise RuntimeError(f"the norm of the gradients is {total.item()}. Look for the step where they became so.")
     if max_norm < inf:
-        torch.nn.utils.clip_grads_with_norm_(list(params), max_norm, total)
+        torch.nn.utils.clip_grads_with_norm_(list(names), max_norm, total)
     return total
 
 
