@@ -92,17 +92,12 @@ class Operator(Analysis):
         )
         self.name, self.block = self.product.name, check_count("block", block)
         self.space = ParameterSpace(self.pipe, prefix, params)
-        self.seed = self._shared_seed(seed)
+        own_seed = draw_seed() if seed is None else int(seed)  # all draw, so that their generators stay alike
+        self.seed = int(self.space.rows(own_seed)[0])
         self._passes = Passes(
             self.product, self.pipe, MiniBatches(data), loss_fn, loss_reduction, training, self.seed, self.space,
             StageChecks(verify, set(), {})
         )
-
-    def _shared_seed(self, seed: int | None) -> int:
-        """Rank 0's, on all ranks; all draw, so that their generators stay alike. In halves, which float64 can hold."""
-        own_seed = draw_seed() if seed is None else seed
-        high, low = self.space.gathered(divmod(own_seed, 1 << 32))[0].tolist()
-        return (int(high) << 32) + int(low)
 
     # ---------------------------------------------------------------------------------------------------- what it is
 
@@ -189,7 +184,7 @@ class Operator(Analysis):
     @property
     def captures(self) -> bool:
         """Whether a layer of any rank has captured a parameter of another module, as products so far have shown."""
-        return bool(self.space.gathered([self._passes.captures]).any())
+        return any(self.space.rows(self._passes.captures))
 
     @property
     def stages(self) -> int:
@@ -231,8 +226,8 @@ class Operator(Analysis):
         flags = "" if self._passes.training is not None else str([m.training for m in self.pipe.modules()])
         model = f"{architecture(self.pipe)} {values_in_words(tensors)} by {list(self.space.parameters())}"
         text = f"{self.name} {model} {self._passes.settings} {flags}"
-        digests = self.space.gathered([digest(text) % (1 << 48)])
-        return f"{self.name} {self.shape[0]} " + " ".join(f"{int(number):x}" for number in digests[:, 0])
+        digests = self.space.rows(digest(text) % (1 << 48))
+        return f"{self.name} {self.shape[0]} " + " ".join(f"{number:x}" for number in digests)
 
 
 class Hessian(Operator):

@@ -63,6 +63,14 @@ class Space(ABC):
         """
 
     @abstractmethod
+    def rows(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank, the same on each. All processes call it.
+
+        Args:
+            value: what JSON can hold.
+        """
+
+    @abstractmethod
     def named(self, vec: Vec) -> dict[str, Tensor]:
         """This process's entries by the parameters' names, in their shapes; views of `vec`."""
 
@@ -94,12 +102,6 @@ class Space(ABC):
             if counts and pairs:
                 total += torch.stack([_dot(one[shard], other[shard]) for one, other in pairs]).to("cpu")
         return total
-
-    def gathered(self, numbers: Sequence[float]) -> Tensor:
-        """Some numbers of each process, as many of each: [ranks, numbers], the same on every process."""
-        table = torch.zeros(self.ranks, len(numbers), **HOST)
-        table[self.rank] = torch.tensor(numbers, **HOST)
-        return self.sum_over(table)
 
     def norm(self, vec: Vec) -> float:
         """The Euclidean norm."""

@@ -27,7 +27,6 @@ class ExchangeTag(IntEnum):
     OPEN = 0x70656E73746F636B  # "penstock"
     AGREE = OPEN + 1
     CLOSE = OPEN + 2
-    SUM = OPEN + 3
 
 
 class MismatchError(RuntimeError):

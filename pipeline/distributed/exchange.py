@@ -2,7 +2,7 @@
 
     CallMessages    messages by themselves: from one rank to another; over the tree from one to all, from all to rank 0
     RankExchange    broadcast, gather: by CallMessages
-                    any, sum_over, norms, events: a few values from all to all, by RankGroup.exchange
+                    rows, sum_over, norms, events: a few values from all to all, by RankGroup.exchange
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.common.interrupts import Deferral
 from pipeline.common.places import Place
 from pipeline.data.pytrees import flatten
 from pipeline.data.values import Values
-from pipeline.distributed.agreement import ExchangeTag, MismatchError
+from pipeline.distributed.agreement import MismatchError
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.mailbox import RankMailbox
 from pipeline.distributed.topology import PipeTopology
@@ -131,21 +131,25 @@ class RankExchange(Exchange):
             whole.update(message.tree.build(message.tree.tensors))
         return whole
 
-    def any(self, condition: bool) -> bool:
-        return any(flag for (flag,) in self._ranks.exchange([condition]))
+    def rows(self, value: Any) -> list[Any]:
+        return self._alike("tells the others a value", value)
 
     def sum_over(self, numbers: Tensor) -> Tensor:
         values = numbers.reshape(-1).tolist()
-        rows = self._ranks.exchange([len(values), *values, ExchangeTag.SUM])
-        if any([len(row), row[0], row[-1]] != [len(values) + 2, len(values), ExchangeTag.SUM] for row in rows):
-            raise MismatchError(
-                f"rank {self._ranks.rank} adds {len(values)} numbers up over the ranks while others do something else. "
-                "All ranks make the same calls in the same order: take none of them into an `if rank == 0:`."
-            )
         total = torch.zeros(len(values), dtype=torch.float64, device="cpu")
-        for row in rows:
-            total += torch.tensor(row[1:-1], dtype=torch.float64, device="cpu")
+        for row in self._alike(f"adds {len(values)} numbers up over the ranks", values):
+            total += torch.tensor(row, dtype=torch.float64, device="cpu")
         return total.view(numbers.shape)
+
+    def _alike(self, action: str, value: Any) -> list[Any]:
+        """The values of all ranks, each of which does the same."""
+        rows = self._ranks.exchange([action, value])
+        if any(not isinstance(row, list) or row[:1] != [action] for row in rows):
+            raise MismatchError(
+                f"rank {self._ranks.rank} {action} while others do something else. All ranks make the same calls in "
+                "the same order: take none of them into an `if rank == 0:`."
+            )
+        return [row_value for _, row_value in rows]
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         norms = [(name, norm_of(grad, norm_type)) for name, grad in named]

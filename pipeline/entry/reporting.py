@@ -59,18 +59,16 @@ def _measured(device: torch.device, usage: Usage | None) -> list[float | None]:
 def _of_lanes(runtime: Runtime, usage: Mapping[str, Usage]) -> list[list[float | None]]:
     """Three numbers of the device of each lane, a list for each. Over ranks each tells of its own."""
     settings = runtime.settings
-    measured = torch.zeros(settings.schedule.lanes, 3, 2, dtype=torch.float64, device="cpu")
-    for stage, lane in enumerate(settings.schedule.placement.lane_of):
-        if runtime.topology is None or runtime.topology.has(stage):
-            device = settings.layout.devices[stage]
-            numbers = _measured(device, usage.get(str(device)))
-            pairs = [(number or 0, number is not None) for number in numbers]
-            measured[lane] = torch.tensor(pairs, dtype=torch.float64, device="cpu")
+    stages = enumerate(zip(settings.schedule.placement.lane_of, settings.layout.devices, strict=True))
+    own_numbers = [
+        (lane, _measured(device, usage.get(str(device))))
+        for stage, (lane, device) in stages if runtime.topology is None or runtime.topology.has(stage)
+    ]  # fmt: skip
     with runtime.communicator("report") as communicator:
         communicator.open(lambda values: {}, draws=False)
-        measured = communicator.exchange.sum_over(measured)
-    columns = measured.transpose(0, 1).tolist()
-    return [[number if is_known else None for number, is_known in column] for column in columns]
+        rows = communicator.exchange.rows(own_numbers)
+    by_lane: dict[int, list[float | None]] = dict(pair for row in rows for pair in row)
+    return [list(column) for column in zip(*[by_lane[lane] for lane in sorted(by_lane)], strict=True)]
 
 
 _LAUNCHES = (

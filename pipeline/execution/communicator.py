@@ -136,9 +136,20 @@ class Exchange:
         """The named values of all ranks, on rank 0; None on the others. `agree` must follow."""
         return dict(named)
 
+    def rows(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank.
+
+        Args:
+            value: what JSON can hold.
+
+        Raises:
+            MismatchError: the ranks exchange different things.
+        """
+        return [value]
+
     def any(self, condition: bool) -> bool:
         """Whether a condition holds in any process."""
-        return condition
+        return any(self.rows(condition))
 
     def sum_over(self, numbers: Tensor) -> Tensor:
         """The sum over all processes, added in the order of the ranks.

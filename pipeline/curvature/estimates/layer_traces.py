@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -154,16 +153,8 @@ def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[
     Raises:
         ValueError: a group is empty or has a name that no process has, or the processes were given different groups.
     """
-    names = _agreed_names(space, list(_counted_entries(space)))
+    names = list(dict.fromkeys(name for row in space.rows(list(_counted_entries(space))) for name in row))
     return by_module(names) if groups is None else _checked_groups(space, groups, names)
-
-
-def _agreed_names(space: Space, names: Sequence[str]) -> list[str]:
-    """The names of all processes, in the processes' order."""
-    own_bytes = "".join(f"{name}\n" for name in names).encode()
-    longest = int(space.gathered([len(own_bytes)]).max())
-    rows = space.gathered(list(own_bytes.ljust(longest))).long().tolist()
-    return list(dict.fromkeys(name for row in rows for name in bytes(row).rstrip(b" ").decode().split("\n")[:-1]))
 
 
 def by_module(names: Sequence[str]) -> dict[str, list[str]]:
@@ -180,8 +171,7 @@ def by_module(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _checked_groups(space: Space, groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
-    digest = crc32(repr([(layer, list(group)) for layer, group in groups.items()]).encode())
-    if len(space.gathered([digest]).unique()) > 1:
+    if len(set(space.rows(repr([(layer, list(group)) for layer, group in groups.items()])))) > 1:
         raise ValueError(f"the processes were given different groups, here {list(groups)}: give each the same")
     if not groups:
         raise ValueError("groups is empty: give layer -> names of its parameters, or None for a group for each module")

@@ -3,7 +3,7 @@
     every few minutes, and on any exception:   state --> path.part --os.replace--> path        one file a process
     over several processes                      path --> path.before first, so that two steps are on the disk
 
-    at the start:  files --> steps of each process --one all-reduce--> the latest step that all have --> state
+    at the start:  files --> steps of each process --all to all--> the latest step that all have --> state
 
 A state is recorded by reference after each product. What writes to it raises the version of a tensor, as autograd
 counts them: then it is no state any more, and the file keeps an earlier one.
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.space import HOST, Space, Vec
+from pipeline.curvature.space import Space, Vec
 from pipeline.data.pytrees import versions
 
 SavedValue: TypeAlias = Any  # tensors, numbers, text, None, and lists, tuples and dicts of them
@@ -87,10 +87,7 @@ class RunFiles:
 
     def due(self) -> bool:
         """Whether it is time to save: rank 0's clock decides for all. All call it."""
-        is_due = float(time.monotonic() - self._written >= self._every and self._space.rank == 0)
-        if self._space.ranks > 1:
-            is_due = float(self._space.sum_over(torch.tensor([is_due], **HOST)))
-        return is_due > 0
+        return bool(self._space.rows(time.monotonic() - self._written >= self._every)[0])
 
     def write(self, step: int, state: SavedValue) -> None:
         """Save the state after a step. A process that dies meanwhile leaves the last file whole."""
@@ -144,14 +141,13 @@ class RunFiles:
 
     def _common_steps(self, own_steps: list[int], refusal: ResumeError | None) -> set[int]:
         """The steps that all processes have; all raise if one has to."""
-        table = self._space.gathered([refusal is not None, *(step + 1 for step in own_steps), 0, 0][:3])
+        rows = self._space.rows([refusal is not None, own_steps])
         if refusal is not None:
             raise refusal
-        if bool(table[:, 0].any()):
-            raise ResumeError(
-                f"rank {int(table[:, 0].argmax())} cannot go on from its file, so that no rank can: see its error."
-            )
-        steps = [{int(step) - 1 for step in row if step} for row in table[:, 1:]]
+        refusing = [rank for rank, (refuses, _) in enumerate(rows) if refuses]
+        if refusing:
+            raise ResumeError(f"rank {refusing[0]} cannot go on from its file, so that no rank can: see its error.")
+        steps = [set(rank_steps) for _, rank_steps in rows]
         common = set.intersection(*steps)
         if any(steps) and not common:
             listing = "; ".join(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +138,10 @@ class ParameterSpace(Space):
     def sum_over(self, numbers: Tensor) -> Tensor:
         with self._together() as communicator:
             return communicator.exchange.sum_over(numbers)
+
+    def rows(self, value: Any) -> list[Any]:
+        with self._together() as communicator:
+            return communicator.exchange.rows(value)
 
     def named(self, vec: Vec) -> dict[str, Tensor]:
         return {name: slot.view(vec) for name, slot in self.slots.items()}

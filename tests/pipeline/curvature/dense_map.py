@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,9 @@ class DenseSpace(Space):
 
     def sum_over(self, numbers: Tensor) -> Tensor:
         return numbers
+
+    def rows(self, value: Any) -> list[Any]:
+        return [value]
 
     def named(self, vec: Vec) -> dict[str, Tensor]:
         return dict(zip("ab", vec, strict=True))

@@ -83,6 +83,9 @@ class RankSpace(Space):
     def sum_over(self, numbers: Tensor) -> Tensor:
         return torch.stack(self.exchange(self.rank, numbers.clone())).sum(0)
 
+    def rows(self, value: Any) -> list[Any]:
+        return self.exchange(self.rank, value)
+
     def named(self, vec: Vec) -> dict[str, Tensor]:
         return {f"rank {self.rank}": vec[0], "tied": vec[1]}
 

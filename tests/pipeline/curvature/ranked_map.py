@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from dense_map import DenseSpace
@@ -64,6 +64,9 @@ class RankedSpace(DenseSpace):
     def sum_over(self, numbers: Tensor) -> Tensor:
         self.reduces += 1
         return torch.stack(self._meeting.all_of(self._rank, numbers.clone())).sum(0)
+
+    def rows(self, value: Any) -> list[Any]:
+        return self._meeting.all_of(self._rank, value)
 
     def named(self, vec: Vec) -> dict[str, Tensor]:
         return {str(self.owner): vec[0]}
