@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+HALF = (torch.float16, torch.bfloat16)  # sums in it would round at each term: they are made in float32
+
 
 class PrecisionSwitch(NamedTuple):
     """The switch `torch.backends.<backend>.<operation>.fp32_precision`."""

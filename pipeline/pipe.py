@@ -29,6 +29,7 @@ from pipeline.common.torch_modes import eagerly
 from pipeline.data.loss import LossFn
 from pipeline.data.microbatch import bare
 from pipeline.data.values import chain
+from pipeline.distributed.agreement import shapes_in_words
 from pipeline.distributed.data_parallel.replicas import Replicas, check_where, find_replicas
 from pipeline.distributed.topology import topology_of
 from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
@@ -154,15 +155,17 @@ class Pipe(FixedModule, StateDictMixin):
         check_where(replicas, group, given_places)
         ranks = find_ranks(group, given_places, workers, heartbeat, timeout)
         replica_ranks = find_replicas(replicas, ranks, heartbeat, timeout)
+        parameters = ""
         if ranks is not None or replica_ranks is not None:
             check_over_ranks(module)
+            parameters = shapes_in_words(module.named_parameters())
         layers_per_stage = tuple(choose_balance(module, balance, given_places, ranks))
         places = choose_places(given_places, len(layers_per_stage), ranks)
         verify_skippables(module)
         stages = split(module, layers_per_stage)
         check_shared(stages, [place.device for place in places])
         layout = Layout(places, chain(len(stages), routes(stages)), Local(), workers)
-        processes = Processes(ranks)
+        processes = Processes(ranks, parameters)
         count = check_count("chunks", chunks)
         plans = plans_of(schedule, layers_per_stage, count, layout, processes)
         if ranks is not None:
@@ -184,7 +187,7 @@ class Pipe(FixedModule, StateDictMixin):
             self._settings = replace(self._settings, processes=processes)
             is_part(self)
         if replica_ranks is not None:
-            pipe_replicas = Replicas(replica_ranks, ranks, self)
+            pipe_replicas = Replicas(replica_ranks, ranks)
             self._settings = replace(self._settings, processes=replace(processes, replicas=pipe_replicas))
             pipe_replicas.join(self, self._settings.words)
 

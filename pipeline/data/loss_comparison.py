@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from partition.precision import HALF
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_means import detached_number
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _LOOSE = 2e-2  # half precision
-_HALF = (torch.float16, torch.bfloat16)
 _ROUNDING = 2.0  # times as far apart as they move
 
 
@@ -57,7 +57,7 @@ class LossComparison(NamedTuple):
             grads: (that of the chunk's own loss, that of the whole).
             may_overflow: gradients of the chunks that are not finite are the scaler's affair.
         """
-        tolerance = _LOOSE if whole.dtype in _HALF else max(_TOLERANCE.get(dtype, _LOOSE) for dtype in dtypes)
+        tolerance = _LOOSE if whole.dtype in HALF else max(_TOLERANCE.get(dtype, _LOOSE) for dtype in dtypes)
         near = tolerance * (size.nan_to_num(0.0, 0.0) + 1e-3)
         whole_loss = detached_number(whole)
         same = _is_near(ours.double(), whole_loss.to(ours).double(), tolerance, near)

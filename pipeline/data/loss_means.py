@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from partition.precision import HALF
 from pipeline.common.torch_modes import within_checkpoint, without_function_modes
 
 
@@ -41,7 +42,6 @@ class Divisor:
         self.is_count = is_count
 
 
-_HALF = (torch.float16, torch.bfloat16)
 _REDUCING = frozenset(
     getattr(functional, name)
     for name in dir(functional)
@@ -398,7 +398,7 @@ def _is_left_behind() -> bool:
 def _mean_and_total(
     func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if any(isinstance(value, Tensor) and value.dtype in _HALF for value in args):  # a sum of float16 would overflow
+    if any(isinstance(value, Tensor) and value.dtype in HALF for value in args):  # a sum of float16 would overflow
         losses = func(*args, **{**kwargs, "reduction": "none"})
         with without_function_modes():
             total = losses.sum(dtype=torch.float32)

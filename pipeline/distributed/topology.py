@@ -20,7 +20,6 @@ from partition.names import first_names_of, sequential
 from pipeline.common.cadence import Cadence
 from pipeline.common.module_tables import tables_of
 from pipeline.data.values import Values
-from pipeline.distributed.agreement import shapes_in_words
 from pipeline.distributed.assignment import StageAssignment, TiedParameter, assign
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.remote_layer import RemoteLayer
@@ -36,7 +35,6 @@ class PipeTopology(Topology):
         number: of the Pipe, among those that run on these ranks.
         assignment: the assignment of stages.
         pairs: the ordered pairs of ranks that exchange.
-        parameters: in words, those of the whole module: a line each.
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
         holders: the ranks that have each parameter, by its first name.
         nothing: an empty one, for a rank without any.
@@ -48,7 +46,6 @@ class PipeTopology(Topology):
     number: int
     assignment: StageAssignment
     pairs: frozenset[tuple[int, int]]
-    parameters: str
     first_names: Mapping[str, str]
     named_references: Mapping[int, tuple[str, Callable[[], Tensor | None]]]
     holders: Mapping[str, Collection[int]]
@@ -162,7 +159,6 @@ def topology_of(
     whole = sequential({name: layer for stage in stages for name, layer in stage._modules.items()})
     named = {id(parameter): (name, parameter) for name, parameter in whole.named_parameters()}
     first_names = first_names_of(whole)
-    parameters = shapes_in_words(named.values())
     # Of this rank's own no weak reference: torch cannot move a parameter in place that has one (moved_in_place).
     own_references = {
         id(parameter): partial(table.get, name)
@@ -180,7 +176,7 @@ def topology_of(
         for name, _ in stage.named_parameters():
             holders[first_names[name]].add(rank)
     nothing = nn.Parameter(torch.empty(0, device="cpu"))
-    return PipeTopology(ranks, number, assignment, pairs, parameters, first_names, named_references, holders, nothing)
+    return PipeTopology(ranks, number, assignment, pairs, first_names, named_references, holders, nothing)
 
 
 def _refuse_tie(name: str, change: str) -> NoReturn:

@@ -32,22 +32,17 @@ class Processes:
 
     Attributes:
         ranks: run it together. None: this one runs every stage.
+        parameters: those of the whole model, on which all processes agree, in words: a line each.
         topology: the assignment of stages to these ranks, once they have agreed on it.
         copies: this rank's, of tied parameters, as the Pipe was built.
         replicas: the pipelines that train the same stages on other mini-batches.
     """
 
     ranks: RankGroup | None
+    parameters: str
     topology: PipeTopology | None = None
     copies: Mapping[TiedParameter, Tensor] = field(default_factory=dict)
     replicas: Replicas | None = None
-
-    @property
-    def parameters(self) -> str:
-        """The parameters on which all processes agree, in words."""
-        joint = self.topology or self.replicas
-        assert joint is not None  # only asked over ranks
-        return joint.parameters
 
 
 @dataclass(frozen=True, eq=False)

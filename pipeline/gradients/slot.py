@@ -13,9 +13,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from partition.precision import HALF
 from pipeline.common.arguments import shown
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class GradientSum:
@@ -69,7 +68,7 @@ def sum_dtype(*tensors: Tensor) -> torch.dtype:
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    return torch.float32 if dtype in _HALF else dtype
+    return torch.float32 if dtype in HALF else dtype
 
 
 def plus(one: Tensor, other: Tensor) -> Tensor:

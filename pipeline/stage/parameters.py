@@ -28,13 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from partition.names import sequential
+from partition.precision import HALF
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import StrayGradientGuard, leaf_nodes, leaves_at, mark, owned
 from pipeline.common.module_tables import ModuleTable, tables_of
 from pipeline.data.pytrees import checksums, same_checksums, share_memory, versions
 from pipeline.stage.swap import ParameterTables, Swap
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class _Parameters(NamedTuple):

@@ -27,6 +27,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
+from partition.precision import HALF
 from pipeline.data.loss import divide_
 from pipeline.distributed.data_parallel.shards import GradientBucket, Piece, shards_of
 from pipeline.distributed.group import RankGroup
@@ -35,7 +36,6 @@ from pipeline.transports.message import Message
 
 GradientParts = list[Tensor | None]
 _AT_ONCE = 8  # messages that are sent before what came in place of the first is taken
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class ReplicaLostError(ChannelError):
@@ -238,7 +238,7 @@ def _mean(
     total: Tensor | None = None
     for part, divisor in present:
         summand = divide_(part.to(parameter.device), divisor)
-        summand = summand.to(torch.float32) if summand.dtype in _HALF else summand
+        summand = summand.to(torch.float32) if summand.dtype in HALF else summand
         summand = summand.coalesce() if summand.is_sparse else summand
         total = summand if total is None else total.add_(summand)  # in place: messages are ours, our part is replaced
     assert total is not None  # some part is present

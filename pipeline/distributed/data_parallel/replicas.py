@@ -36,15 +36,13 @@ class Replicas:
         number: of the Pipe among those on these ranks.
         index: which replica this process belongs to.
         count: how many there are.
-        parameters: in words, those of the modules: a line each.
     """
 
-    def __init__(self, ranks: RankGroup, pipeline: RankGroup | None, module: nn.Module) -> None:
+    def __init__(self, ranks: RankGroup, pipeline: RankGroup | None) -> None:
         self.ranks = ranks
         self.pipeline = pipeline
         self.number, ranks.pipes = ranks.pipes, ranks.pipes + 1
         self.index, self.count = ranks.rank, ranks.size
-        self.parameters = shapes_in_words(module.named_parameters())
 
     def __deepcopy__(self, memo: Any) -> Replicas:
         """A copy of a Pipe has the same replicas."""
@@ -55,7 +53,7 @@ class Replicas:
 
         Args:
             module: what this process has of the model.
-            settings: how the Pipe is set up, in words.
+            settings: how the Pipe is set up, in words; its parameters, too.
 
         Raises:
             MismatchError: they are not set up alike.
@@ -68,7 +66,6 @@ class Replicas:
                 "the Pipes": f"number {self.number} among the replicas",
                 "the places in the pipeline": _place(self.pipeline),
                 "the settings": settings,
-                "the parameters": self.parameters,
                 "the buffers": shapes_in_words(module.named_buffers()),
             }
             digests = [digest(text) for text in descriptions.values()]
