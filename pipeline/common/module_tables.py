@@ -8,6 +8,7 @@ A table is a dict, or, in a ScriptModule, an object of C++.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -100,3 +101,18 @@ def training_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Itera
     finally:
         for module, flag in zip(modules, previous, strict=True):
             module.training = flag
+
+
+def read_by_several(stages: Iterable[Iterable[nn.Module]]) -> set[int]:
+    """The ids of the parameters that several stages read.
+
+    Args:
+        stages: the layers of each.
+
+    Example:
+        >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> len(read_by_several([[one, one], [other, one]])) == len(list(one.parameters()))
+        True
+    """
+    readers = Counter(key for layers in stages for key in {id(leaf) for layer in layers for leaf in layer.parameters()})
+    return {key for key, count in readers.items() if count > 1}

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from partition.modes import modes_kept
 from pipeline.common.call_lock import turn
 from pipeline.common.interrupts import calls_users_code
+from pipeline.common.module_tables import read_by_several
 from pipeline.curvature.identity import identity
 from pipeline.curvature.known_bad import refuse_modules, twice_differentiable
 from pipeline.curvature.minibatches import MiniBatch, MiniBatches
@@ -119,7 +119,9 @@ class Passes:
             named = self.space.parameters()  # held: no other gets the id of one
             slots = {id(parameter): self.space.slots[name] for name, parameter in named.items()}
             task = ProductTask(vectors, slots, gradient, self.checks, on_result, shift)
-            sums = Sums(self.space, task, self._shared())
+            runtime = self.pipe.runtime
+            shared = read_by_several(runtime.stages()) | set(map(id, runtime.tied().values()))
+            sums = Sums(self.space, task, shared)
             total, loss, reached = self._sum_minibatches(task, sums, first)
             if not reached:
                 raise RuntimeError(
@@ -183,17 +185,6 @@ class Passes:
         verdict = call.run()
         self.captures = self.captures or call.captures
         return verdict, loss_end.loss
-
-    def _shared(self) -> set[int]:
-        """The ids of parameters that several stages read, here or on other ranks."""
-        runtime = self.pipe.runtime
-        counts = Counter(
-            key
-            for layers in runtime.stages()
-            for key in {id(parameter) for layer in layers for parameter in layer.parameters()}
-        )
-        shared = {key for key, count in counts.items() if count > 1}
-        return shared | set(map(id, runtime.tied().values()))
 
     # ------------------------------------------------------------------------------------------------- surroundings
 

@@ -10,12 +10,12 @@ parameters alone, so all replicas cut alike.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from pipeline.common.module_tables import read_by_several
 from pipeline.execution.communicator import Pair
 
 SMALL = 2**20  # bytes: less does not travel alone
@@ -80,9 +80,9 @@ def layout_of(stages: Mapping[int, Sequence[nn.Module]], tied_ids: Collection[in
         stage: {id(parameter): parameter for layer in layers for parameter in layer.parameters()}
         for stage, layers in sorted(stages.items())
     }
-    readers = Counter(key for parameters in by_stage.values() for key in parameters)
+    shared_ids = read_by_several(stages.values()).union(tied_ids)
     all_parameters = {key: parameter for parameters in by_stage.values() for key, parameter in parameters.items()}
-    shared = {key: all_parameters[key] for key, count in readers.items() if count > 1 or key in tied_ids}
+    shared = {key: parameter for key, parameter in all_parameters.items() if key in shared_ids}
     buckets, last = [], GradientBucket((), ())
     for stage in reversed(by_stage):
         stage_parameters = [parameter for key, parameter in by_stage[stage].items() if key not in shared]
