@@ -19,6 +19,7 @@ from test_profiles import Table, models
 from torch import Tensor, nn
 
 from partition import LayerProfile, PartitionError, Plan, Profile, plan, profile
+from partition.halves import as_it_was
 from partition.plans import device_orders
 from partition.plans.device_orders import fitting, reordered, tried_in_orders
 from partition.plans.memory import StageValue, moments_of, peaks
@@ -75,7 +76,7 @@ class SavedByStage:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SplitBackward, "first_half", counting)
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (None, self._pack(tensor)), as_it_was):
                 yield
 
     def _pack(self, tensor: Tensor) -> Tensor:
