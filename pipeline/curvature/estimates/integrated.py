@@ -29,7 +29,7 @@ class IntegratedDensity(Result):
     """The share of eigenvalues below each of some points.
 
     At a point where the steps leave something open the band holds the truth in 95 of 100 cases if there are ten runs or
-    more. Where they do not, the luck of ten starts is held in 92, and in 82 beside a single eigenvalue, whose weight
+    more. Where they do not, the luck of ten starts is held in 92, and in fewer beside a single eigenvalue, whose weight
     spreads unevenly. Of one run the band tells what the steps leave open, and nothing of that luck.
 
     Attributes:

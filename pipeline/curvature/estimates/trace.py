@@ -68,10 +68,10 @@ def trace(
     other methods have no room for a sketch, and Hutchinson's takes their place.
 
     The standard error says how far off the value is, typically: within twice of it in about 19 of 20 runs, if draws
-    are many; less often from fewer than ten, or where one eigenvalue makes nearly all of the matrix: from ten draws in
-    16 of 20, from 100 in 19. One draw says nothing of its error: it is then inf. With `rel` or `abs` the error is
-    looked at after every block of products, and the run ends where it is small enough. That favours errors that are
-    small by chance, and badly so among few draws: `min_samples` of them come before the first look.
+    are many; less often from fewer than ten, or, where one eigenvalue makes nearly all of the matrix, from fewer than a
+    hundred. One draw says nothing of its error: it is then inf. With `rel` or `abs` the error is looked at after every
+    block of products, and the run ends where it is small enough. That favours errors that are small by chance, and
+    badly so among few draws: `min_samples` of them come before the first look.
     XTrace draws half as often as it multiplies, and its error is rather too large than too small; Hutch++ draws only
     after its sketch, two thirds of the samples.
 

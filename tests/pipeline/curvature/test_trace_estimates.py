@@ -66,6 +66,13 @@ def test_standard_errors_are_as_large_as_the_errors(method: str, samples: int, d
     assert inside >= 0.91 - 5 * math.sqrt(0.91 * 0.09 / seeds)  # 0.919 of a t-distribution of 8 degrees of freedom
 
 
+def test_beside_one_eigenvalue_ten_draws_are_too_few_to_know_their_error_and_a_hundred_are_enough() -> None:
+    matrix, seeds = symmetric(torch.eye(120)[0]), 150
+    for samples, least, most in (10, 0.7, 0.88), (100, 0.88, 1.0):
+        errors, stderrs = runs(matrix, seeds, samples)
+        assert least <= (errors.abs() <= 2 * stderrs).double().mean() <= most
+
+
 @pytest.mark.parametrize("values", [EIGENVALUES, 0.8 ** torch.arange(40.0), 1 / torch.arange(1.0, 41.0) ** 2])
 def test_xtraces_standard_error_is_rather_too_large_than_too_small(values: Tensor) -> None:
     """Efron and Stein: the mean of its square is at least the variance with one vector fewer."""
