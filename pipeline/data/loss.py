@@ -16,10 +16,11 @@ in float64: in their own type a few hundred tokens are too many for bfloat16 or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial, reduce
 from math import ceil, log2
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,13 +28,33 @@ from torch import Tensor
 from partition.contents import tensors_in
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
-from pipeline.data.loss_comparison import LossComparison, differences
+from pipeline.data.loss_comparison import is_same_loss
 from pipeline.data.loss_means import Divisor, DivisorTrace, LossForm, detached_number
-from pipeline.data.loss_proof import ChunkTrace, Proof, Shown, is_alike, proof
+from pipeline.data.loss_proof import LossCount, Proof, is_alike, proof
 from pipeline.data.metrics import Metrics, without_metrics
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
+Divisors: TypeAlias = tuple[Divisor, ...]
 REDUCTIONS = ("mean", "sum")
+_PAIR, _TOKENS, _SINGLE = "(sum, count)", "a mean over tokens", "a single loss"  # kinds of what loss_fn returned
+
+
+class ChunkLoss(NamedTuple):
+    """The loss of one chunk.
+
+    Attributes:
+        amount: its loss, or its sum: a number.
+        counted: how much that counts. None: loss_fn returned a single loss, which is no mean over tokens.
+        divisors: within it. None: unknown.
+        form: the form of the loss.
+        dtypes: in which rows were summed.
+    """
+
+    amount: Tensor
+    counted: Tensor | None
+    divisors: Divisors | None
+    form: LossForm
+    dtypes: set[torch.dtype]
 
 
 def divide_(grad: Tensor, divisor: Tensor | None) -> Tensor:
@@ -54,7 +75,7 @@ class Loss:
         reduction: "mean" or "sum"; None: `loss_fn.reduction` if it has one, else "mean".
         rows: the rows of each chunk.
         is_part: whether the mini-batch is one of several, whose parts are added up by their `weight`.
-        shown: by comparisons of this loss over as uneven chunks.
+        known: what earlier mini-batches have shown of this loss.
 
     Raises:
         TypeError: loss_fn is not callable.
@@ -67,7 +88,7 @@ class Loss:
         reduction: str | None,
         rows: Sequence[int],
         is_part: bool = False,
-        shown: Shown = Shown(),
+        known: LossCount = LossCount(),
     ) -> None:
         if isinstance(loss_fn, type):
             raise TypeError(f"loss_fn is the class {loss_fn.__name__}. Give an object of it: {loss_fn.__name__}().")
@@ -77,12 +98,10 @@ class Loss:
         self._reduction = _reduction(loss_fn, reduction)
         self.loss_fn = loss_fn
         self._rows = rows
-        self._shown = shown
-        self._losses: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
-        self._counts: dict[int, Tensor] = {}
-        self._traces: dict[int, ChunkTrace] = {}
+        self._known = known
+        self._chunks: dict[int, ChunkLoss] = {}
+        self._kind = ""  # of the losses of the chunks
         self._is_single = len(rows) == 1 and not is_part
-        self.is_counted = False  # not by loss_fn, which returned single losses
         self._has_fractions = False  # loss_fn returned counts that may not be whole
         self.metrics = Metrics(self._name)
 
@@ -96,9 +115,22 @@ class Loss:
         return sum(self._rows)
 
     @property
-    def _scale(self) -> float:
-        """The factor of sums until the count is known."""
-        return scale_of(self.all_rows)
+    def is_counted(self) -> bool:
+        """Whether the chunks' losses are means over tokens, which loss_fn returned as single losses."""
+        return self._kind == _TOKENS
+
+    @property
+    def rule(self) -> str:
+        """The rule by which losses are combined: "mean" and "sum" are over rows, "count" is by what counts."""
+        return "count" if self._kind in (_PAIR, _TOKENS) else self._reduction
+
+    def factor(self, rows: int, whole: int | None = None) -> float:
+        """The factor of the loss of so many rows in that of `whole` rows (None: of all). Of sums until their count is
+        known: a power of two near 1 / rows."""
+        whole = self.all_rows if whole is None else whole
+        if self.rule == "count":
+            return float(0.5 ** ceil(log2(whole)))
+        return 1.0 if self.rule == "sum" else rows / whole
 
     def chunk(self, chunk: int, output: Any, target: Any, batch_dim: int = 0) -> tuple[Tensor, float]:
         """Compute the loss of a chunk.
@@ -113,96 +145,90 @@ class Loss:
         """
         value, trace = self._computed(output, target, self._rows[chunk], self._is_single, batch_dim)
         value = self.metrics.record(chunk, value)
-        if isinstance(value, tuple):
-            pair = self._checked_pair(value)
-            if len(self._losses) != len(self._counts) or self.is_counted:
-                raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
-            self._losses[chunk], self._counts[chunk] = map(detached_number, pair)
-            if trace is not None:
-                self._note(chunk, trace, None if trace.branches or _is_bent(value, trace) else ())
-            return pair[0], self._scale
-        return self._single(chunk, value, trace)
+        read = self._pair if isinstance(value, tuple) else self._single
+        kind, amount, count, divisors = read(value, trace)
+        if self._kind not in ("", kind):
+            kinds = " for one chunk and ".join(sorted([self._kind, kind]))
+            raise ValueError(f"{self._name} returned {kinds} for another.")
+        self._kind = kind
+        counted = None if count is None else detached_number(count)
+        self._chunks[chunk] = ChunkLoss(detached_number(amount), counted, divisors, trace.form, trace.dtypes)
+        return amount, self.factor(self._rows[chunk])
+
+    def _pair(self, value: tuple[Any, ...], trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
+        """The kind of a chunk's loss, its amount, how much that counts, and its divisors, see `ChunkLoss`."""
+        origins = [trace.origin(part) for part in value]
+        is_bent = any([origin is not None and origin.is_bent for origin in origins])
+        return _PAIR, *self._checked_pair(value), None if trace.branches or is_bent else ()
+
+    def _single(self, value: Any, trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
+        """The same where loss_fn returned one number: a mean over tokens, or something else."""
+        loss, origin = self._checked(value, "a loss"), trace.origin(value)
+        if origin is None:
+            return _SINGLE, loss, None, None
+        total = None if self._is_single else origin.total_of(loss)
+        is_hidden = origin.is_bent or trace.branches or total is None and trace.is_blind
+        divisors = None if is_hidden else origin.divisors
+        if total is None:
+            return _SINGLE, loss, None, divisors
+        count = next(divisor.amount for divisor in origin.divisors if divisor.is_count)
+        return _TOKENS, total.reshape(()), torch.as_tensor(count, dtype=torch.float64, device=total.device), divisors
 
     def _computed(
         self, output: Any, target: Any, rows: int, is_whole: bool, batch_dim: int = 0
-    ) -> tuple[Any, DivisorTrace | None]:
-        """The result of loss_fn, and the trace of its means. A whole mini-batch needs no trace."""
+    ) -> tuple[Any, DivisorTrace]:
+        """The result of loss_fn, and the trace of its means. A whole mini-batch needs none: it stays empty."""
         outputs = tensors_in(output)
-        if is_whole and not any([tensor.dtype is torch.float16 for tensor in outputs]):
-            return _call(self.loss_fn, output, target), None
         trace = DivisorTrace(rows, outputs, tensors_in(target), self._reduction == "mean", batch_dim)
-        with trace:  # on the CPU torch's own mean over tokens of float16 overflows
+        # On the CPU torch's own mean over tokens of float16 overflows.
+        is_traced = not is_whole or any([tensor.dtype is torch.float16 for tensor in outputs])
+        with trace if is_traced else nullcontext():
             return _call(self.loss_fn, output, target), trace
 
-    def _single(self, chunk: int, value: Any, trace: DivisorTrace | None) -> tuple[Tensor, float]:
-        """The same where loss_fn returned one number: a mean over tokens, or something else."""
-        loss = self._checked(value, "a loss")
-        origin = None if trace is None else trace.origin(value)
-        total = None if origin is None or self._is_single else origin.total_of(loss)
-        if self._losses and (total is not None) != bool(self._counts):
-            kind = "(sum, count)" if self._counts and not self.is_counted else "a mean over tokens"
-            raise ValueError(f"{self._name} returned {kind} for one chunk and a single loss for another.")
-        is_blind = trace is None or trace.branches or total is None and trace.is_blind
-        is_seen = origin is not None and not origin.is_bent and not is_blind
-        divisors = origin.divisors if origin is not None and is_seen else None
-        self._note(chunk, trace, divisors)
-        self.is_counted = total is not None
-        if origin is None or total is None:
-            self._losses[chunk] = detached_number(loss)
-            return loss, self._share(chunk)
-        counts = [divisor.amount for divisor in origin.divisors if divisor.is_count]
-        summed, self._counts[chunk] = self._checked_pair((total, counts[0]))
-        self._losses[chunk] = detached_number(summed)
-        return summed, self._scale
-
-    def _note(self, chunk: int, trace: DivisorTrace | None, divisors: tuple[Divisor, ...] | None) -> None:
-        form, dtypes = (LossForm(), frozenset()) if trace is None else (trace.form, frozenset(trace.dtypes))
-        self._traces[chunk] = ChunkTrace(divisors, form, dtypes)
-
-    def _share(self, chunk: int) -> float:
-        return 1.0 if self._reduction == "sum" else self._rows[chunk] / self.all_rows
+    @property
+    def _by_chunk(self) -> list[ChunkLoss]:
+        """The losses of the chunks so far, in their order."""
+        return [self._chunks[chunk] for chunk in sorted(self._chunks)]
 
     @property
-    def _parts(self) -> dict[int, Tensor]:
+    def _count(self) -> Tensor:
+        return _sum([chunk.counted for chunk in self._by_chunk if chunk.counted is not None])
+
+    @property
+    def _parts(self) -> list[Tensor]:
         """The summand of each chunk."""
-        if self._counts or self._reduction == "sum":
-            return self._losses
+        if self.rule != "mean":
+            return [chunk.amount for chunk in self._by_chunk]
         with without_function_modes():
-            return {chunk: loss * self._share(chunk) for chunk, loss in self._losses.items()}
+            return [self._chunks[chunk].amount * self.factor(self._rows[chunk]) for chunk in sorted(self._chunks)]
 
     @property
     def divisor(self) -> Tensor | None:
         """The divisor of the summed gradients, once all counts are known; None: they are not divided."""
-        if not self._counts:
+        if self.rule != "count":
             return None
-        count = self._count()
+        count = self._count
         if self.is_counted:  # as torch does: where no token counts the loss is nan, its gradient zero
             with without_function_modes():
                 count = torch.where(count == 0, 1.0, count)
-        return count * self._scale
+        return count * self.factor(1)
 
     @property
-    def row_share(self) -> float:
-        """The factor of one row's own gradient in the sum, before the division by `divisor`."""
-        return self._scale if self._counts else 1.0 if self._reduction == "sum" else 1 / self.all_rows
-
-    @property
-    def weight(self) -> tuple[str, Tensor]:
-        """The rule and the weight of this mini-batch among several: its rows, its count, or 1."""
-        if self._counts:
-            return "count", self._count()
-        unit = torch.ones((), dtype=torch.float64, device="cpu")
-        return ("sum", unit) if self._reduction == "sum" else ("mean", unit * self.all_rows)
+    def weight(self) -> Tensor:
+        """The weight of this mini-batch among several of its rule: its rows, its count, or 1."""
+        if self.rule == "count":
+            return self._count
+        return torch.tensor(1.0 if self.rule == "sum" else self.all_rows, dtype=torch.float64, device="cpu")
 
     @property
     def value(self) -> Tensor:
         """The loss of the mini-batch, a 0-d tensor."""
         total = _sum(self._parts)
-        return (total.double() / self._count()).to(total.dtype) if self._counts else total
+        return (total.double() / self._count).to(total.dtype) if self.rule == "count" else total
 
     def is_empty(self, chunk: int) -> bool:
         """Whether loss_fn returned (sum, count) for a chunk, and counted nothing."""
-        return bool(self._counts) and not self.is_counted and not self._counts[chunk]
+        return self._kind == _PAIR and not self._chunks[chunk].counted
 
     def of(self, chunks: Sequence[int]) -> tuple[Loss, Tensor | float]:
         """The loss of some chunks, which have been computed, as of a mini-batch of their own.
@@ -210,17 +236,13 @@ class Loss:
         Returns:
             It, and the weight with which its gradient at an output is that of the chunk's own part of the whole.
         """
-        rows = [self._rows[chunk] for chunk in chunks]
-        part = Loss(self.loss_fn, self._requested, rows, True)
-        part._losses = {index: self._losses[chunk] for index, chunk in enumerate(chunks)}
-        part._traces = {index: self._traces[chunk] for index, chunk in enumerate(chunks) if chunk in self._traces}
-        part.is_counted = self.is_counted
-        if not self._counts:
-            return part, 1.0 if self._reduction == "sum" else sum(rows) / self.all_rows
-        part._counts = {index: self._counts[chunk] for index, chunk in enumerate(chunks)}
+        part = Loss(self.loss_fn, self._requested, [self._rows[chunk] for chunk in chunks], True)
+        part._chunks = {index: self._chunks[chunk] for index, chunk in enumerate(chunks)}
+        part._kind = self._kind
         divisor = part.divisor
-        assert divisor is not None
-        return part, divisor / part._scale * self._scale
+        if divisor is None:
+            return part, self.factor(part.all_rows)
+        return part, divisor / part.factor(1) * self.factor(1)
 
     def whole(self, output: Any, target: Any) -> Tensor:
         """The value of loss_fn on the whole, joined output."""
@@ -231,25 +253,25 @@ class Loss:
             return (total.double() / count).to(total.dtype)
         return self._checked(value, "a loss")
 
-    def compared(
-        self, whole: Tensor, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool = False
-    ) -> LossComparison:
-        """The comparison of the combined losses of the chunks with `whole`, see `LossComparison.of`."""
+    def difference(self, whole: Tensor) -> str | None:
+        """The difference between the combined losses of the chunks and `whole`, in words. None: it is rounding."""
         # Parts that cancel (a policy gradient's) leave rounding errors relative to the parts, not to the small sum.
-        size = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
-        size = size / self._count().abs() if self._counts else size
-        dtypes = {loss.dtype for loss in self._losses.values()}
-        dtypes.update(*[trace.dtypes for trace in self._traces.values()])
-        return LossComparison.of(tuple(self._rows), self.value, size, dtypes, whole, grads, may_overflow)
+        size = _sum([part.double().abs() for part in self._parts])
+        size = size / self._count.abs() if self.rule == "count" else size
+        dtypes = {dtype for chunk in self._by_chunk for dtype in (chunk.amount.dtype, *chunk.dtypes)}
+        if is_same_loss(self.value, whole, size, dtypes):
+            return None
+        return f"{self.in_words} {self.value.item():.8g}, but on both outputs joined it is {whole.item():.8g}"
 
-    def check(self, comparisons: Sequence[LossComparison]) -> None:
-        """Raise ValueError if loss_fn is neither a mean nor a sum over rows in one of them. The host waits."""
-        for difference in differences(comparisons):
-            raise self._neither(difference)
+    @property
+    def in_words(self) -> str:
+        """The subject of a sentence about how the losses of two chunks combine."""
+        return f"the losses of two chunks ({list(self._rows)} rows) combine to"
 
     def check_counts(self) -> None:
         """Raise ValueError if a count that loss_fn returned is no whole number. All chunks have been seen."""
-        for count in torch.stack(list(self._counts.values())).tolist() if self._has_fractions else ():
+        counts = [chunk.counted for chunk in self._by_chunk if chunk.counted is not None]
+        for count in torch.stack(counts).tolist() if self._has_fractions else ():
             if count % 1 != 0:
                 raise ValueError(
                     f"{self._name} returned {count:.6g} as a count, which is no whole number: a pair is read as (sum, "
@@ -264,28 +286,30 @@ class Loss:
 
         What a comparison showed to vary with the rows is no constant that happens to be the same in all chunks.
         """
-        return self.proof is not None and is_alike(self.proof, self._shown.proof)
+        return self.proof is not None and is_alike(self.proof, self._known.proof)
 
     @property
     def is_new(self) -> bool:
         """Whether the first chunk's loss has a form that no comparison has seen."""
-        seen = self._shown.form
-        return seen is not None and len(self._traces) == 1 < len(self._rows) and not self._form.is_within(seen)
+        seen = self._known.form
+        return seen is not None and len(self._chunks) == 1 < len(self._rows) and not self._form <= seen
 
     @property
     def _form(self) -> LossForm:
         """The form of the loss in all chunks."""
-        return reduce(LossForm.joined, [trace.form for trace in self._traces.values()], LossForm())
+        return frozenset().union(*[chunk.form for chunk in self._by_chunk])
 
-    @property
-    def shown(self) -> Shown:
-        """The result of all comparisons, after one in this call."""
-        return Shown(self.proof or (), self._form.joined(self._shown.form or LossForm()))
+    def known(self, number: int, compared: bool) -> LossCount:
+        """The count of this loss after so many mini-batches, with what is known of it. `compared`: this one was."""
+        number = number if self.is_proven else 0
+        if not compared:
+            return self._known._replace(number=number)
+        return LossCount(number, self.proof or (), self._form | (self._known.form or frozenset()))
 
     @cached_property
     def proof(self) -> Proof | None:
         """The proof that the traced divisors give of the weights of the chunks. None: they prove nothing."""
-        divisors = [self._traces[chunk].divisors for chunk in sorted(self._traces)]
+        divisors = [chunk.divisors for chunk in self._by_chunk]
         return proof(divisors, self._rows, self.is_counted) if divisors else ()
 
     def is_proven_beside(self, other: Loss) -> bool:
@@ -293,34 +317,31 @@ class Loss:
 
         Of a sum there is nothing to prove: it has no weight.
         """
-        if self._reduction == "sum" or not self._traces or not other._traces:
+        if self._reduction == "sum":
             return True
-        chunks, first = sorted(self._traces), min(other._traces)
-        divisors = [other._traces[first].divisors, *[self._traces[chunk].divisors for chunk in chunks]]
-        rows = [other._rows[first], *[self._rows[chunk] for chunk in chunks]]
+        divisors = [chunk.divisors for chunk in (other._by_chunk[0], *self._by_chunk)]
+        rows = [other._rows[min(other._chunks)], *[self._rows[chunk] for chunk in sorted(self._chunks)]]
         varies = proof(divisors, rows, self.is_counted)
         # Of one chunk, which nothing was compared with, a mean over rows has one that varies with them.
-        is_alone = len(self._rows) == 1 and len(set(rows)) > 1 and not self._counts and not other._counts
+        is_alone = len(self._rows) == 1 and len(set(rows)) > 1 and self.rule == other.rule == "mean"
         return varies is not None and (not is_alone or any([flag is not False for flag in varies]))
 
     def unproven(self) -> ValueError:
         """The error for a loss whose weights are not proven."""
-        return self._neither(
+        return self.neither(
             f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
             "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen: something else "
             "than sums and factors came behind a mean, or Python has read it (.item(), an if)"
         )
 
-    def _neither(self, reason: str) -> ValueError:
+    def neither(self, reason: str) -> ValueError:
+        """The error for a loss that is neither a mean nor a sum over rows."""
         return ValueError(
             f"{self._name} is not a {self._reduction} over rows: {reason}. Return (sum, count) from loss_fn (the sum "
             "over what counts, and how much that is), or give loss_reduction='sum' if it adds. A loss that draws "
             "random numbers or compares rows with each other cannot be cut into chunks: use pipe(x), "
             "loss_fn(pipe(x), target).backward()."
         )
-
-    def _count(self) -> Tensor:
-        return _sum(self._counts)
 
     def _checked_pair(self, value: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         if len(value) != 2:
@@ -344,7 +365,7 @@ class Loss:
         if not isinstance(count, (Tensor, int, float)):
             raise TypeError(f"{self._name} returned {count!r} as a count. Return a number or a 0-d tensor.")
         if isinstance(count, Tensor):
-            self._has_fractions |= count.is_floating_point() and not self.is_counted
+            self._has_fractions |= count.is_floating_point()
             count = count.to(total.device, torch.float64)
         else:
             self._has_fractions |= isinstance(count, float)
@@ -367,11 +388,6 @@ class Loss:
         return value.reshape(())
 
 
-def scale_of(rows: int) -> float:
-    """The power of two by which sums over so many rows are scaled until their count is known."""
-    return float(0.5 ** ceil(log2(rows)))
-
-
 def _call(loss_fn: LossFn, output: Any, target: Any) -> Any:
     try:
         return _called(loss_fn, output, target)
@@ -391,18 +407,10 @@ def _called(loss_fn: LossFn, output: Any, target: Any) -> Any:
     return loss_fn(output, target)
 
 
-def _is_bent(pair: Iterable[Any], trace: DivisorTrace) -> bool:
-    return any([origin.is_bent for part in pair if (origin := trace.origin(part)) is not None])
-
-
-def _sum(by_chunk: dict[int, Tensor]) -> Tensor:
+def _sum(parts: Sequence[Tensor]) -> Tensor:
     """Added in the order of the chunks."""
-    first, *later_parts = (by_chunk[chunk] for chunk in sorted(by_chunk))
-    total: Tensor = first
     with without_function_modes():
-        for part in later_parts:
-            total = total + part
-    return total
+        return reduce(torch.add, parts)
 
 
 def _reduction(loss_fn: LossFn, requested: str | None) -> str:

@@ -15,12 +15,12 @@ import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from partition.containers import length, reader_of
-from pipeline.data.loss_proof import Shown
+from pipeline.data.loss_proof import LossCount
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
 _VALUES = frozenset([type(None), bool, int, float, str])
@@ -40,29 +40,11 @@ class LossCounts:
         """A copy begins anew."""
         return LossCounts, ()
 
-    def get(self, loss_fn: Callable[..., Any], kind: Hashable = None) -> LossCount:
-        """The count of mini-batches of a loss function."""
-        return self._kinds(loss_fn).get(kind, LossCount())
-
-    def set(self, loss_fn: Callable[..., Any], count: LossCount, kind: Hashable = None) -> None:
-        """Set the count of mini-batches of a loss function."""
-        self._kinds(loss_fn)[kind] = count
-
-    def forget(self, loss_fn: Callable[..., Any]) -> None:
-        """Count mini-batches of a loss function from zero, of all kinds."""
-        self._kinds(loss_fn).clear()
-
-    def _kinds(self, loss_fn: Callable[..., Any]) -> dict[Hashable, LossCount]:
+    def of(self, loss_fn: Callable[..., Any]) -> dict[Hashable, LossCount]:
+        """The counts of mini-batches of a loss function, by kind: those that are known. It may be written."""
         counts = self._counts.setdefault(_kind(loss_fn), {})
         key = key_of(loss_fn)
         return counts.setdefault(key if key in counts or len(counts) < _MOST else None, {})
-
-
-class LossCount(NamedTuple):
-    """The count of mini-batches of a loss function, and what comparisons have shown of it."""
-
-    number: int = 0
-    shown: Shown = Shown()
 
 
 def key_of(loss_fn: Callable[..., Any]) -> Hashable:

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -81,24 +81,7 @@ _ALONG = {  # the place of dim, which counts if it is that of the rows, and what
 }  # fmt: skip
 
 
-class LossForm(NamedTuple):
-    """The form of a loss, as far as it shows: another one may weigh rows in another way.
-
-    Attributes:
-        names: of the torch functions that it calls.
-        factors: how many divisors and factors it has that are not zero.
-    """
-
-    names: frozenset[str] = frozenset()
-    factors: int = 0
-
-    def joined(self, other: LossForm) -> LossForm:
-        """The form with all that either has."""
-        return LossForm(self.names | other.names, max(self.factors, other.factors))
-
-    def is_within(self, other: LossForm) -> bool:
-        """Whether another form has all that this one has."""
-        return self.names <= other.names and self.factors <= other.factors
+LossForm: TypeAlias = frozenset[str | int]  # the names of the torch functions that it calls, the numbers of its factors
 
 
 class LossOrigin(NamedTuple):
@@ -164,7 +147,7 @@ class DivisorTrace(TorchFunctionMode):
         self.dtypes: set[torch.dtype] = set()
         self.branches = False
         self._names: set[str] = set()
-        self._factors = 0
+        self._factors = 0  # and divisors, that are not zero
         self._origins: dict[int, tuple[Callable[[], Tensor | None], LossOrigin]] = {}
         for tensor in target:
             self._note(tensor, LossOrigin((), None, False))
@@ -186,8 +169,8 @@ class DivisorTrace(TorchFunctionMode):
 
     @property
     def form(self) -> LossForm:
-        """The form of the loss."""
-        return LossForm(frozenset(self._names), self._factors)
+        """The form of the loss, as far as it shows: another one may weigh rows in another way."""
+        return frozenset({*self._names, *range(self._factors)})
 
     def origin(self, tensor: Tensor) -> LossOrigin | None:
         """The origin of a tensor. None: it was not computed from output or target."""

@@ -25,30 +25,18 @@ from pipeline.data.loss_means import Divisor, LossForm
 Proof: TypeAlias = tuple[bool | None, ...]  # whether each divisor varies with the chunks; None: it is nan or zero
 
 
-class Shown(NamedTuple):
-    """The result of the comparisons of a loss so far.
+class LossCount(NamedTuple):
+    """The count of mini-batches of a loss function, and what comparisons have shown of it.
 
     Attributes:
-        proof: that of the last one.
-        form: of the loss, in all of them. None: there was none.
+        number: the count.
+        proof: that of the last comparison.
+        form: of the loss, in all comparisons. None: there was none.
     """
 
+    number: int = 0
     proof: Proof = ()
     form: LossForm | None = None
-
-
-class ChunkTrace(NamedTuple):
-    """The trace of one chunk's loss.
-
-    Attributes:
-        divisors: its divisors. None: unknown.
-        form: the form of the loss.
-        dtypes: in which rows were summed.
-    """
-
-    divisors: tuple[Divisor, ...] | None
-    form: LossForm = LossForm()
-    dtypes: frozenset[torch.dtype] = frozenset()
 
 
 def is_alike(one: Proof, earlier: Proof) -> bool:
@@ -73,36 +61,31 @@ def proof(
     Returns:
         It. None: they prove nothing.
     """
-    seen = [chunk_divisors for chunk_divisors in divisors if chunk_divisors is not None]
     if len(rows) == 1:
         return ()
-    if not seen or len(seen) < len(divisors):
+    traced = [chunk_divisors for chunk_divisors in divisors if chunk_divisors is not None]
+    kinds = {tuple([divisor.is_count for divisor in chunk_divisors]) for chunk_divisors in traced}
+    if len(traced) < len(divisors) or len(kinds) != 1:
         return None
-    if len({tuple([divisor.is_count for divisor in chunk_divisors]) for chunk_divisors in seen}) > 1:
-        return None
-    kinds = [divisor.is_count and is_counted for divisor in seen[0]]
-    columns = [[divisor.amount for divisor in column] for column in zip(*seen, strict=True)]
-    if sum(kinds) == 1:  # it is the weight itself, with nothing to compare: the host need not wait for it
-        columns.pop(kinds.index(True))
-        kinds.remove(True)
-    numbers = _as_numbers(columns)
-    same = [_is_as(column, [1.0] * len(column)) for column in numbers]
-    varies = tuple([
-        None if isnan(sum(column)) or not any(column) else not constant
-        for column, constant in zip(numbers, same, strict=True)
-    ])
-    if is_counted:  # other counts in proportion to the first, everything else the same for all chunks
-        first = numbers[kinds.index(True)] if True in kinds else []
-        proven = [
-            _is_as(column, first) if kind else constant
-            for kind, column, constant in zip(kinds, numbers, same, strict=True)
-        ]
-        return varies if all(proven) else None
+    columns = [[divisor.amount for divisor in column] for column in zip(*traced, strict=True)]
+    weighs = [is_counted and is_count for is_count in kinds.pop()]
+    if sum(weighs) == 1:  # it is the weight itself, with nothing to compare: the host need not wait for it
+        columns.pop(weighs.index(True))
+        weighs.remove(True)
+    numbers, ones = _as_numbers(columns), [1.0] * len(rows)
+    constant = [_is_as(column, ones) for column in numbers]
+    # By tokens: other counts in proportion to the first, everything else the same for all chunks.
+    first = numbers[weighs.index(True)] if True in weighs else []
+    wanted = {True: [first], False: [ones] if is_counted else [ones, rows, [1 / row for row in rows]]}
     proven = [
-        constant or _is_as(column, rows) or _is_as(_inverse(column), rows)
-        for column, constant in zip(numbers, same, strict=True)
+        any([_is_as(column, weights) for weights in wanted[is_weight]])
+        for is_weight, column in zip(weighs, numbers, strict=True)
     ]
-    return varies if all(proven) else None
+    varies = [
+        None if isnan(sum(column)) or not any(column) else not is_constant
+        for column, is_constant in zip(numbers, constant, strict=True)
+    ]
+    return tuple(varies) if all(proven) else None
 
 
 def _as_numbers(columns: Sequence[Sequence[Tensor | float]]) -> list[list[float]]:
@@ -112,10 +95,6 @@ def _as_numbers(columns: Sequence[Sequence[Tensor | float]]) -> list[list[float]
         gathered = [tensor.to(tensors[0].device, torch.float64) for tensor in tensors]
         numbers = iter(torch.stack(gathered).tolist() if gathered else ())
     return [[next(numbers) if isinstance(amount, Tensor) else amount for amount in column] for column in columns]
-
-
-def _inverse(numbers: Sequence[float]) -> list[float]:
-    return [1 / number if number else 0.0 for number in numbers]
 
 
 def _is_as(numbers: Sequence[float], weights: Sequence[float]) -> bool:

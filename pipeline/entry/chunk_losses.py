@@ -11,6 +11,7 @@ largest tensors. If the chunks' weights are right in each pair, they are right i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from pipeline.common.graph import explore, gradients
 from pipeline.common.torch_modes import without_autocast, without_function_modes
 from pipeline.data.loss import Loss
-from pipeline.data.loss_comparison import LossComparison, are_rounding
+from pipeline.data.loss_comparison import are_rounding, are_same_grads
 from pipeline.data.microbatch import Batch, are_joinable, gather
 from pipeline.data.pytrees import Activations, Grads, Tree, detached
 from pipeline.execution.execution import Execution
@@ -45,7 +46,7 @@ class ChunkLosses:
         self._execution = execution
         self._target = target
         self._previous: _ChunkEnd | None = None
-        self._comparisons: list[LossComparison] = []
+        self._differences: list[str] = []
         self._has_gaps = False  # two chunks, one after the other, could not be joined
 
     def computed(
@@ -93,7 +94,8 @@ class ChunkLosses:
         if previous is not None and not (previous.is_empty and chunk_end.is_empty):
             ends = sorted((previous, chunk_end), key=lambda end: end.chunk)
             if self._can_compare(ends):
-                self._comparisons.append(self._compared(ends, scale))
+                difference = self._difference(ends, scale)
+                self._differences += [] if difference is None else [difference]
             else:
                 self._has_gaps = True
         if previous is None or previous.is_empty or not chunk_end.is_empty:  # what counts nothing shows nothing
@@ -107,11 +109,13 @@ class ChunkLosses:
         joinable = all([are_joinable(column, self._target.batch_dim) for column in columns if column[0].dim()])
         return joinable and self._target.is_joinable([end.chunk for end in ends])
 
-    def _compared(self, ends: Sequence[_ChunkEnd], scale: float | None) -> LossComparison:
+    def _difference(self, ends: Sequence[_ChunkEnd], scale: float | None) -> str | None:
+        """The difference between the losses of two chunks, combined, and that of both, in words. The host waits."""
         loss, weight = self.loss.of([end.chunk for end in ends])
         whole, leaves, expected = self._whole(loss, weight, ends)
-        if expected is None:
-            return loss.compared(whole, ())
+        difference = loss.difference(whole)
+        if difference is not None or expected is None:
+            return difference
         chunk_grads = [
             _or_zeros(grad, leaf, scale)
             for end, end_leaves in zip(ends, leaves, strict=True)
@@ -119,11 +123,12 @@ class ChunkLosses:
             if leaf.requires_grad
         ]
         pairs = list(zip(chunk_grads, expected, strict=True))
-        comparison = loss.compared(whole, pairs, scale is not None)
-        if comparison.same_grads:  # the host waits, in validating calls
-            return comparison
+        if are_same_grads(pairs, scale is not None):
+            return None
         moved = [self._whole(loss, weight, ends, move)[2] or expected for move in _MOVES]
-        return comparison._replace(same_grads=are_rounding(pairs, moved).to(comparison.same_value.device))
+        if are_rounding(pairs, moved):
+            return None
+        return f"{loss.in_words} the loss of both outputs joined, but their gradients do not combine to its gradient"
 
     def _whole(
         self, loss: Loss, weight: Tensor | float, ends: Sequence[_ChunkEnd], move: float = 0.0
@@ -136,27 +141,20 @@ class ChunkLosses:
         Args:
             move: how far the outputs are moved, relative to them, in units of the last place.
         """
-        state = self.state_of_loss()
-        try:
-            return self._differentiated_whole(loss, weight, ends, move)
-        finally:
-            state.put_back()
-
-    def _differentiated_whole(
-        self, loss: Loss, weight: Tensor | float, ends: Sequence[_ChunkEnd], move: float
-    ) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor] | None]:
         chunks = [end.chunk for end in ends]
         leaves = [_leaves(end.output, move) for end in ends]
-        with torch.set_grad_enabled(self._execution.setup.grad):
-            trees = [Tree(end_leaves, end.output.tree.skeleton) for end_leaves, end in zip(leaves, ends, strict=True)]
-            joined, _ = gather(trees, [self._target.rows[chunk] for chunk in chunks], self._target.batch_dim)
-            whole = loss.whole(joined.build(joined.tensors), self.beside(self._target.joined(chunks), joined))
-        differentiable = [leaf for end_leaves in leaves for leaf in end_leaves if leaf.requires_grad]
-        if not differentiable or not whole.requires_grad:
-            return whole, leaves, None
-        with without_autocast():
-            grads = gradients([whole], differentiable, [torch.ones_like(whole).mul_(weight)], retain=True)
-        return whole.detach(), leaves, [_or_zeros(grad, leaf) for grad, leaf in zip(grads, differentiable, strict=True)]
+        with ExitStack() as undo:
+            undo.callback(self.state_of_loss().put_back)
+            with torch.set_grad_enabled(self._execution.setup.grad):
+                trees = [Tree(own, end.output.tree.skeleton) for own, end in zip(leaves, ends, strict=True)]
+                joined, _ = gather(trees, [self._target.rows[chunk] for chunk in chunks], self._target.batch_dim)
+                whole = loss.whole(joined.build(joined.tensors), self.beside(self._target.joined(chunks), joined))
+            live = [leaf for end_leaves in leaves for leaf in end_leaves if leaf.requires_grad]
+            if not live or not whole.requires_grad:
+                return whole, leaves, None
+            with without_autocast():
+                grads = gradients([whole], live, [torch.ones_like(whole).mul_(weight)], retain=True)
+        return whole.detach(), leaves, [_or_zeros(grad, leaf) for grad, leaf in zip(grads, live, strict=True)]
 
     def state_of_loss(self) -> ReachableState:
         """The state of loss_fn, as it is now: what it counts and keeps."""
@@ -166,7 +164,7 @@ class ChunkLosses:
         """Forget what was compared: the chunks are computed anew."""
         self._previous = None
         self._has_gaps = False
-        self._comparisons.clear()
+        self._differences.clear()
 
     def check_all(self) -> None:
         """Raise ValueError if the chunks' losses, which have been computed, do not combine to that of the mini-batch.
@@ -177,7 +175,8 @@ class ChunkLosses:
         if (self._has_gaps or not self.compares) and not self.loss.is_proven:
             raise self.loss.unproven()
         self._previous = None
-        self.loss.check(self._comparisons)
+        for difference in self._differences:
+            raise self.loss.neither(difference)
 
 
 class _ChunkEnd(NamedTuple):

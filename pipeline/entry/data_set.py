@@ -125,7 +125,7 @@ class WeightedLossSums:
         self._first_loss = self._first_loss or loss
         if loss is not self._first_loss and not loss.is_proven_beside(self._first_loss):
             raise loss.unproven()
-        (rule, weight), value = loss.weight, loss.value
+        rule, weight, value = loss.rule, loss.weight, loss.value
         with without_function_modes():
             weight = weight.to(value.device, torch.float64)
             share = value.double() * (1.0 if rule == "sum" else weight)

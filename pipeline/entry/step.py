@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.common.cadence import validates
 from pipeline.data.loss import Loss, LossFn
-from pipeline.data.loss_key import LossCount
+from pipeline.data.loss_proof import LossCount
 from pipeline.data.microbatch import Batch, describe, gather
 from pipeline.data.pytrees import flatten
 from pipeline.entry.loss_end import LossEnd
@@ -122,9 +122,9 @@ class RunWithLoss:
         rows = execution.batch.rows
         is_several, is_uneven = len(rows) > 1, len(set(rows)) > 1
         kind = is_uneven, arguments.loss_reduction
-        number, shown = counts.get(arguments.loss_fn, kind)
-        loss = Loss(arguments.loss_fn, arguments.loss_reduction, rows, arguments.is_part, shown)
-        number += is_several
+        known = counts.of(arguments.loss_fn).get(kind, LossCount())
+        loss = Loss(arguments.loss_fn, arguments.loss_reduction, rows, arguments.is_part, known)
+        number = known.number + is_several
         compare = is_several and validates(number)
         end = LossEnd(execution, loss, self._target, self._scaler, compare, arguments.outputs)
         if self._scaler is not None and not execution.has_last:
@@ -135,11 +135,10 @@ class RunWithLoss:
                 call.run_forward(None if make_listener is None else make_listener(call, end, loss))
                 end.check()
         except BaseException:  # the next call validates
-            counts.forget(loss.loss_fn)
+            counts.of(loss.loss_fn).clear()
             raise
         # Under its key after the call: a loss that counts its calls must not look new in each.
-        count = LossCount(number if loss.is_proven else 0, loss.shown if end.compares else shown)
-        counts.set(loss.loss_fn, count, kind)
+        counts.of(loss.loss_fn)[kind] = loss.known(number, end.compares)
         return call, loss
 
     def state_of_loss(self) -> ReachableState:

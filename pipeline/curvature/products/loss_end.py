@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.common.torch_modes import without_autocast
 from pipeline.curvature.space import HOST
-from pipeline.data.loss import Loss, LossFn, scale_of
+from pipeline.data.loss import Loss, LossFn
 from pipeline.data.microbatch import Batch, halved, row_dim
 from pipeline.data.pytrees import Grads, Tree
 from pipeline.entry.chunk_losses import ChunkLosses
@@ -91,18 +91,15 @@ class LossProduct(ChunkLosses):
     @property
     def _relative(self) -> float:
         """The factor of this mini-batch's gradients, with which those of several add up."""
-        kind, _ = self.loss.weight
-        if kind == "count":  # powers of two
-            return scale_of(self._first_rows) / scale_of(self._rows)
-        return 1.0 if kind == "sum" else self._rows / self._first_rows
+        return self.loss.factor(self._rows, self._first_rows) / self.loss.factor(self._rows)
 
     @property
     def divisor(self) -> Tensor | None:
         """The part of this mini-batch in the divisor of the sums, and its loss's weight. None: of a "sum", added as it
         is."""
-        kind, weight = self.loss.weight
-        factor = scale_of(self._first_rows) if kind == "count" else 1 / self._first_rows
-        return None if kind == "sum" else torch.tensor(float(weight) * factor, **HOST)
+        if self.loss.rule == "sum":
+            return None
+        return torch.tensor(float(self.loss.weight) * self.loss.factor(1, self._first_rows), **HOST)
 
     def note_output(self, chunk: int, tree: Tree, grads: Grads) -> None:
         """Compare a chunk's loss, and its gradients at those of the output's tensors that require one."""
@@ -111,7 +108,7 @@ class LossProduct(ChunkLosses):
             self.compare(
                 chunk, tree, tuple([next(live_grads) if tensor.requires_grad else None for tensor in tree.tensors])
             )
-        elif self._compares_halves and (self.loss.is_counted or self.loss.weight[0] == "mean"):
+        elif self._compares_halves and (self.loss.is_counted or self.loss.rule == "mean"):
             self._compare_halves(tree)
 
     def _compare_halves(self, tree: Tree) -> None:
@@ -145,7 +142,7 @@ class LossProduct(ChunkLosses):
         """Check the losses of all chunks, and their weights beside other mini-batches."""
         if self._first is not self.loss and not self.loss.is_proven_beside(self._first):
             raise self.loss.unproven()
-        if not self.compares or float(self.loss.weight[1]):
+        if not self.compares or float(self.loss.weight):
             self.check_all()
         else:  # the loss of nothing is 0 / 0, which no other can be compared with
             self.loss.check_counts()
@@ -185,7 +182,7 @@ class LossProduct(ChunkLosses):
 
     def share(self, per_row: int) -> float:
         """The factor of the gradient of one row's loss where those of the rows are added."""
-        return self.loss.row_share * self._relative / (per_row if self.loss.weight[0] == "mean" else 1)
+        return self.loss.factor(1) * self._relative / (per_row if self.loss.rule == "mean" else 1)
 
     def _row(self, chunk: int, tree: Tree, row: int) -> Any:
         pieces = zip(self._target.pieces, self._target.cut, strict=True)

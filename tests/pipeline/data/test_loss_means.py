@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline import EagerUpdate, Pipe
 from pipeline.curvature import GaussNewton, Hessian
-from pipeline.data.loss_key import LossCount, LossCounts, key_of
+from pipeline.data.loss_key import LossCounts, key_of
 from pipeline.data.loss_means import DivisorTrace
+from pipeline.data.loss_proof import LossCount
 
 CLASSES, LENGTH = 5, 3
 WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=torch.float64)
@@ -500,8 +501,12 @@ def made_of(*held):
 def test_a_loss_made_anew_from_the_same_in_every_step_is_the_same(name):
     held, counts = Crit("mse"), LossCounts()
     for number in range(5):
-        assert counts.get(ANEW[name](held)).number == number
-        counts.set(ANEW[name](held), LossCount(number + 1))
+        assert number_of(counts, ANEW[name](held)) == number
+        counts.of(ANEW[name](held))[None] = LossCount(number + 1)
+
+
+def number_of(counts, loss_fn):
+    return counts.of(loss_fn).get(None, LossCount()).number
 
 
 def test_a_loss_made_anew_from_other_things_in_every_step_leaves_nothing_behind():
@@ -509,11 +514,11 @@ def test_a_loss_made_anew_from_other_things_in_every_step_leaves_nothing_behind(
     for number in range(300):
         loss_fn = partial(raised, torch.tensor(float(number)))  # an id may come again
         if number < 60:
-            assert counts.get(loss_fn).number == 0
-        counts.set(loss_fn, LossCount(counts.get(loss_fn).number + 1))
+            assert number_of(counts, loss_fn) == 0
+        counts.of(loss_fn)[None] = LossCount(number_of(counts, loss_fn) + 1)
         size.append(sum(map(len, counts._counts.values())))
-    assert size[-1] == size[100] < 70 and counts.get(partial(raised, torch.tensor(0.0))).number > 200
-    assert copy.deepcopy(counts).get(loss_fn).number == 0
+    assert size[-1] == size[100] < 70 and number_of(counts, partial(raised, torch.tensor(0.0))) > 200
+    assert number_of(copy.deepcopy(counts), loss_fn) == 0
 
 
 def test_what_a_key_holds_does_not_live_longer_for_it():
