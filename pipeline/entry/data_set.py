@@ -10,7 +10,6 @@ Each mini-batch is a call, and so is the end: over ranks a loader that fails, or
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +25,7 @@ from pipeline.entry.minibatches import pairs
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.sinks import LossSink
 from pipeline.entry.step import LossArguments, Step
-
-RULES = ("mean", "sum", "count")
-_METRIC = "metric "  # before its name
+from pipeline.execution.communicator import Verdict
 
 
 def evaluate(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) -> Step:
@@ -43,18 +40,17 @@ def evaluate(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) 
         ValueError: the loader gives no mini-batch, or something else than pairs; mini-batches differ in the names of
             their metrics or in what their loss is; a target or trace=True is given.
     """
-    total: Step | None = None  # of sums
-    loss_sums, number = WeightedLossSums(), 0
+    sums, number = LossSums(), 0
     batches = _pairs(loader, arguments)
     while (pair := _next(batches, runtime)) is not None:
         part_arguments = arguments._replace(x=pair[0], target=pair[1], outputs=False, is_part=True)
-        part = entry_points.evaluate(runtime, part_arguments, LossSink(loss_sums))
-        total = part if total is None else _added(total, part)
+        entry_points.evaluate(runtime, part_arguments, LossSink(sums.add))
         number += 1
     with turn(), runtime.communicator("evaluate") as communicator:
         communicator.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
-    assert total is not None  # or `pairs` raised
-    return _divided(total)
+        verdict = communicator.agree(sums.verdict())
+    assert verdict.loss is not None  # the last stage's process has it
+    return Step(verdict.loss, metrics=verdict.metrics)
 
 
 def _pairs(loader: Iterable[Any], arguments: LossArguments) -> Iterator[tuple[Any, Any]]:
@@ -72,65 +68,54 @@ def _next(batches: Iterator[tuple[Any, Any]], runtime: Runtime) -> tuple[Any, An
             raise
 
 
-def _added(total: Step, part: Step) -> Step:
-    """The sums of some mini-batches, with another's added."""
-    rule, part_rule = _rule_of(total), _rule_of(part)
-    if part_rule != rule:
-        raise ValueError(
-            f"the loss of one mini-batch is combined by its {rule}, that of another by its {part_rule}. "
-            "Return (sum, count) from loss_fn for every one."
-        )
-    if part.metrics.keys() != total.metrics.keys():
-        raise ValueError(
-            f"loss_fn returned metrics {_names(total)} for one mini-batch and {_names(part)} for another. Return the "
-            "same for every one; a metric without entries is (0, 0)."
-        )
-    with without_function_modes():
-        sums = {name: value + part.metrics[name].to(value.device) for name, value in total.metrics.items()}
-    return replace(total, metrics=sums)
-
-
-def _divided(total: Step) -> Step:
-    """The result for all mini-batches."""
-    rule = _rule_of(total)
-    with without_function_modes():
-        loss, weight = total.metrics[rule]
-        loss = loss if rule == "sum" else loss / weight
-        metrics = {name: divided_sum(*total.metrics[_METRIC + name]) for name in _names(total)}
-        return Step(loss.to(total.loss.dtype), metrics=metrics)
-
-
-def _rule_of(sums: Step) -> str:
-    return next(rule for rule in RULES if rule in sums.metrics)
-
-
-def _names(sums: Step) -> list[str]:
-    return [name.removeprefix(_METRIC) for name in sums.metrics if name.startswith(_METRIC)]
-
-
-class WeightedLossSums:
-    """The report of a mini-batch's loss in the place of its metrics: sums that add up to those of all mini-batches.
-
-    Under the name of its rule stands (loss times weight, weight), under that of a metric (sum, count).
-    """
+class LossSums:
+    """The sums of the losses of mini-batches, and of their metrics, in the process that has them."""
 
     def __init__(self) -> None:
-        self._first_loss: Loss | None = None
+        self._first: Loss | None = None
+        self._sums: dict[str | None, Tensor] = {}  # by metric the sum, and the count; None: the loss, and its weight
 
-    def __call__(self, loss: Loss) -> dict[str, Tensor]:
-        """
+    def add(self, loss: Loss) -> dict[str, Tensor]:
+        """Add that of a mini-batch. Returns what is reported beside it: nothing.
+
         Raises:
-            ValueError: its weight beside others cannot be seen. Comparisons are within a mini-batch.
+            ValueError: mini-batches differ in the names of their metrics or in what their loss is; or its weight beside
+                others cannot be seen. Comparisons are within a mini-batch.
         """
-        self._first_loss = self._first_loss or loss
-        if loss is not self._first_loss and not loss.is_proven_beside(self._first_loss):
+        first = self._first = self._first or loss
+        names, metrics = first.metrics.sums.keys(), loss.metrics.sums
+        if loss is not first and not loss.is_proven_beside(first):
             raise loss.unproven()
-        rule, weight, value = loss.rule, loss.weight, loss.value
+        if loss.rule != first.rule:
+            raise ValueError(
+                f"the loss of one mini-batch is combined by its {first.rule}, that of another by its {loss.rule}. "
+                "Return (sum, count) from loss_fn for every one."
+            )
+        if metrics.keys() != names:
+            raise ValueError(
+                f"loss_fn returned metrics {list(names)} for one mini-batch and {list(metrics)} for another. "
+                "Return the same for every one; a metric without entries is (0, 0)."
+            )
         with without_function_modes():
-            weight = weight.to(value.device, torch.float64)
-            share = value.double() * (1.0 if rule == "sum" else weight)
+            value = loss.value.double()
+            weight = loss.weight.to(value.device, torch.float64)
+            share = value if loss.rule == "sum" else value * weight
             # Where nothing counts the loss is nan, and counts as nothing.
-            sums = {rule: torch.stack([torch.where(weight == 0, 0.0, share), weight])}
-            for name, (total, count) in loss.metrics.sums.items():
-                sums[_METRIC + name] = torch.stack([total, count.to(total.device)])
-            return sums
+            self._put(None, torch.where(weight == 0, 0.0, share), weight)
+            for name, (total, count) in metrics.items():
+                self._put(name, total, count.to(total.device))
+        return {}
+
+    def _put(self, name: str | None, total: Tensor, count: Tensor) -> None:
+        part, earlier = torch.stack([total, count]), self._sums.get(name)
+        self._sums[name] = part if earlier is None else earlier + part.to(earlier.device)
+
+    def verdict(self) -> Verdict:
+        """The loss and the metrics of all mini-batches, where they are."""
+        if self._first is None:
+            return Verdict(None, None, True)
+        with without_function_modes():
+            loss, weight = self._sums.pop(None)
+            loss = loss if self._first.rule == "sum" else loss / weight
+            metrics = {str(name): divided_sum(*pair) for name, pair in self._sums.items()}
+            return Verdict(loss.to(self._first.value.dtype), None, True, metrics=metrics)
