@@ -190,7 +190,7 @@ class Probe:
         if not self._communicator.exchange.any(is_certain):
             return
         culprit = _first_to_differ(ours, theirs, partial(differs, least=0.0))  # what later layers have enlarged, too
-        is_excused = culprit is not None and (repeated.gathers(culprit.layer) or bool(when) and culprit.draws)
+        is_excused = culprit is not None and (culprit.gathers or bool(when) and culprit.draws)
         self._refuse(
             culprit, is_excused,
             f"mixes the rows of the mini-batch{when}: with other rows beside it, a row comes out otherwise"
@@ -209,7 +209,7 @@ class Probe:
         culprit = culprits[0] if len({run and run.number for run in culprits}) == 1 else None
         if not self._communicator.exchange.any(culprit is not None):
             return
-        is_excused = culprit is not None and (culprit.draws or first.gathers(culprit.layer))
+        is_excused = culprit is not None and (culprit.draws or culprit.gathers)
         self._refuse(
             culprit, is_excused or not same(first.output, reference.output),
             "reads the number or the places of the rows of the mini-batch: at another place, among another number of "

@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from partition.contents import tensors_in
 from pipeline.common.accelerators import entered
-from pipeline.common.module_tables import buffers_of
 from pipeline.common.torch_modes import weights_cast_anew
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Tree, flatten, same_values
@@ -31,13 +30,20 @@ _REPEATS = 3
 
 
 class LayerRun(NamedTuple):
-    """A layer that has run: its input tensors, its output tensors, whether it drew random numbers."""
+    """A layer that has run: its input tensors, its output tensors, whether it drew random numbers, or wrote buffers."""
 
     number: int
     layer: nn.Module
     inputs: list[Tensor]
     outputs: list[Tensor]
     draws: bool
+    writes: bool
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the layer gathers statistics of its rows: it writes its buffers, or is a BatchNorm in train mode."""
+        modules = self.layer.modules()
+        return self.writes or any([isinstance(module, _BatchNorm) and module.training for module in modules])
 
 
 class ProbeCall:
@@ -64,7 +70,6 @@ class ProbeCall:
         self.stage_outputs: dict[int, list[Activations] | None] = {}
         self._inboxes: dict[int, tuple[list[Activations], States]] = {}
         self._generators = generators
-        self._writer_ids: set[int] = set()  # the ids of modules whose buffers have changed
 
     @property
     def output(self) -> Tree | None:
@@ -89,47 +94,34 @@ class ProbeCall:
         """The same, with a record of each layer."""
         layers: list[LayerRun] = []
         numbers = {id(layer): number for run in reversed(self.stages) for number, layer in run.layers.numbered}
-        modules = [module for run in self.stages for module in run.layers.modules]
-        before = [_buffers_of(module) for module in modules]
-
         defaults = default_generators(self._execution.setup.layout.devices)
-        inputs_and_states: dict[int, tuple[list[Tensor], list[Any]]] = {}
+        before: dict[int, tuple[list[Tensor], list[Any], dict[str, Tensor]]] = {}
 
         def states() -> list[Any]:
             return [generator.get_state() for generator in (*defaults, *self._generators)]
 
         def begin(module: nn.Module, args: Any) -> None:
             if id(module) in numbers:
-                inputs_and_states[id(module)] = _tensors(args), states()
+                buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+                before[id(module)] = _tensors(args), states(), buffers
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
             if id(module) in numbers:
-                inputs, states_before = inputs_and_states.pop(id(module))
+                inputs, states_before, buffers = before.pop(id(module))
                 draws = not all(map(same_state, states_before, states()))
-                layers.append(LayerRun(numbers[id(module)], module, inputs, _tensors(output), draws))
-
-        def look() -> None:
-            pairs = zip(modules, before, strict=True)
-            self._writer_ids = {
-                id(module) for module, buffers in pairs if not _same_buffers(buffers, _buffers_of(module))
-            }
+                now = dict(module.named_buffers())
+                writes = list(now) != list(buffers) or not all(map(same_values, now.values(), buffers.values()))
+                layers.append(LayerRun(numbers[id(module)], module, inputs, _tensors(output), draws, writes))
 
         handles = [
             module_hooks.register_module_forward_pre_hook(begin), module_hooks.register_module_forward_hook(record)
         ]
         try:
-            self.run(look)
+            self.run()
         finally:
             for handle in handles:
                 handle.remove()
         return layers
-
-    def gathers(self, layer: nn.Module) -> bool:
-        """Whether a layer gathers statistics of its rows: it writes its buffers, or is a BatchNorm in train mode."""
-        return any([
-            id(module) in self._writer_ids or isinstance(module, _BatchNorm) and module.training
-            for module in layer.modules()
-        ])
 
     def first_astray(self, in_order: ProbeCall) -> int | None:
         """Run, then the stages of another call from the last to the first; the first stage that differs, every time."""
@@ -171,18 +163,6 @@ class ProbeCall:
             return run.forward(0, inbox, False, False)
         except Exception:  # the call itself raises it, or nothing is known
             return None
-
-
-def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers_of(module).items()}
-
-
-def _same_buffers(ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> bool:
-    if ones.keys() != others.keys():
-        return False
-    pairs = [(one, others[name]) for name, one in ones.items()]
-    return all([same_values(one, other) if one is not None and other is not None else one is other
-                for one, other in pairs])  # fmt: skip
 
 
 def _tensors(value: Any) -> list[Tensor]:
