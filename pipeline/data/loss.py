@@ -29,7 +29,7 @@ from partition.contents import tensors_in
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_comparison import is_same_loss
-from pipeline.data.loss_means import Divisor, DivisorTrace, LossForm, detached_number
+from pipeline.data.loss_means import BENT, Divisor, DivisorTrace, LossForm, detached_number
 from pipeline.data.loss_proof import LossCount, Proof, is_alike, proof
 from pipeline.data.metrics import Metrics, without_metrics
 
@@ -158,7 +158,7 @@ class Loss:
     def _pair(self, value: tuple[Any, ...], trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
         """The kind of a chunk's loss, its amount, how much that counts, and its divisors, see `ChunkLoss`."""
         origins = [trace.origin(part) for part in value]
-        is_bent = any([origin is not None and origin.is_bent for origin in origins])
+        is_bent = any([origin is not None and BENT in origin.marks for origin in origins])
         return _PAIR, *self._checked_pair(value), None if trace.branches or is_bent else ()
 
     def _single(self, value: Any, trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
@@ -167,7 +167,7 @@ class Loss:
         if origin is None:
             return _SINGLE, loss, None, None
         total = None if self._is_single else origin.total_of(loss)
-        is_hidden = origin.is_bent or trace.branches or total is None and trace.is_blind
+        is_hidden = BENT in origin.marks or trace.branches or total is None and trace.is_blind
         divisors = None if is_hidden else origin.divisors
         if total is None:
             return _SINGLE, loss, None, divisors

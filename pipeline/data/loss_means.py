@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from partition.contents import tensors_in
 from partition.precision import HALF
 from pipeline.common.torch_modes import within_checkpoint, without_function_modes
 
@@ -88,24 +89,22 @@ class LossOrigin(NamedTuple):
     """The origin of a tensor within a loss.
 
     Attributes:
+        marks: what of these was computed on the way to it.
+            OUTPUT: it was computed with the output.
+            REDUCED: a part of it was summed over rows.
+            SEVERAL: such sums are several numbers (one for each column), which are no divisors that are noted.
+            BENT: such a part of the output, or several numbers of the target with such a part in them, went through a
+                function that is not linear: its kink, if it has one (`(mean - 1).abs()`, `target > median`), shows in
+                no comparison as long as all chunks are on one side.
         divisors: its divisors and factors, in order.
         total: of a mean over tokens, or a combination of such: the same of their sums. None: it is neither.
-        of_output: whether it was computed with the output.
         pending: the count of a mean over tokens whose total is still to be computed.
-        is_reduced: whether a part of it was summed over rows.
-        is_several: whether such sums are several numbers (one for each column), which are no divisors that are noted.
-        is_bent: whether such a part of the output, or several numbers of the target with such a part in them, went
-            through a function that is not linear: its kink, if it has one (`(mean - 1).abs()`, `target > median`),
-            shows in no comparison as long as all chunks are on one side.
     """
 
-    divisors: tuple[Divisor, ...]
-    total: Tensor | None
-    of_output: bool
+    marks: frozenset[str]
+    divisors: tuple[Divisor, ...] = ()
+    total: Tensor | None = None
     pending: Tensor | None = None
-    is_reduced: bool = False
-    is_several: bool = False
-    is_bent: bool = False
 
     def total_of(self, mean: Tensor) -> Tensor | None:
         """The total that belongs to `mean`, the tensor itself."""
@@ -115,7 +114,7 @@ class LossOrigin(NamedTuple):
             return torch.where(self.pending == 0, 0.0, mean) * self.pending  # zero for no tokens
 
 
-_FLAGS = [LossOrigin._fields.index(name) for name in ("is_reduced", "is_several", "is_bent")]
+OUTPUT, REDUCED, SEVERAL, BENT = "output", "reduced", "several", "bent"
 
 
 class DivisorTrace(TorchFunctionMode):
@@ -150,10 +149,10 @@ class DivisorTrace(TorchFunctionMode):
         self._factors = 0  # and divisors, that are not zero
         self._origins: dict[int, tuple[Callable[[], Tensor | None], LossOrigin]] = {}
         for tensor in target:
-            self._note(tensor, LossOrigin((), None, False))
+            self._note(tensor, LossOrigin(frozenset()))
         for tensor in output:
             if tensor.dim():  # else a number that the model has computed: nobody saw what it divides by
-                self._note(tensor, LossOrigin((), None, True))
+                self._note(tensor, LossOrigin(frozenset([OUTPUT])))
 
     def __enter__(self) -> DivisorTrace:
         while _is_left_behind():
@@ -195,7 +194,7 @@ class DivisorTrace(TorchFunctionMode):
         self.is_blind = self.is_blind or _divides_within(func, args, kwargs) or self._weighs_by_sums(func, args)
         if func.__name__ in _TO_HOST:
             origin = self._joined(args, kwargs)
-            self.branches = self.branches or origin is not None and origin.is_reduced and origin.of_output
+            self.branches = self.branches or origin is not None and origin.marks >= {OUTPUT, REDUCED}
         value = args[0] if func.__name__ == "__setitem__" else result
         if isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor)):
             self._follow(func, args, kwargs, value)
@@ -213,39 +212,29 @@ class DivisorTrace(TorchFunctionMode):
             total = None if origin.total is None else self._total(func, args, kwargs)
             origin = origin._replace(divisors=(*origin.divisors, *new_divisors), total=total, pending=None)
         several = not (isinstance(result, Tensor) and result.numel() == 1)
-        is_seen = not origin.is_reduced or _plain(func) in _LINEAR or not (origin.of_output or several)
-        is_bent = origin.is_bent or not is_seen
-        sums = self._sums_rows(func, args, kwargs, result)
-        is_several = origin.is_several or sums and several
-        is_reduced = origin.is_reduced or sums
-        if is_reduced and origin.of_output and isinstance(result, Tensor):
+        marks = origin.marks
+        if REDUCED in marks and (OUTPUT in marks or several) and _plain(func) not in _LINEAR:
+            marks |= {BENT}
+        if self._sums_rows(func, args, kwargs, result):
+            marks |= {REDUCED, SEVERAL} if several else {REDUCED}
+        if marks >= {OUTPUT, REDUCED} and isinstance(result, Tensor):
             self.dtypes.add(result.dtype)
-        if is_bent is not origin.is_bent or sums:
-            origin = origin._replace(is_reduced=is_reduced, is_several=is_several, is_bent=is_bent)
-        if isinstance(result, Tensor):
-            self._note(result, origin)
-        else:
-            for tensor in _tensors(result):
-                self._note(tensor, origin)
+        origin = origin if marks is origin.marks else origin._replace(marks=marks)
+        for tensor in tensors_in(result):
+            self._note(tensor, origin)
 
     def _joined(self, args: Sequence[Any], kwargs: dict[str, Any]) -> LossOrigin | None:
         """The joined origin of a function's arguments; `total` is one of theirs."""
         origins: list[LossOrigin] = []
-        for value in [*args, *kwargs.values()] if kwargs else args:
-            if isinstance(value, Tensor):
-                entry = self._origins.get(id(value))
-                if entry is not None and entry[0]() is value:
-                    origins.append(entry[1])
-            elif isinstance(value, (tuple, list)):
-                origins.extend([origin for tensor in _tensors(value) if (origin := self.origin(tensor)) is not None])
+        for value in [*args, *kwargs.values()]:
+            if isinstance(value, (Tensor, tuple, list)):
+                origins += [origin for tensor in tensors_in(value) if (origin := self.origin(tensor)) is not None]
         if len(origins) < 2:
             return origins[0] if origins else None
         divisors = tuple(dict.fromkeys([divisor for origin in origins for divisor in origin.divisors]))
         totals = [origin.total for origin in origins if origin.total is not None]
-        return LossOrigin(
-            divisors, totals[0] if totals else None, any([origin.of_output for origin in origins]),
-            None, *[any([origin[place] for origin in origins]) for place in _FLAGS],
-        )  # fmt: skip
+        marks = frozenset().union(*[origin.marks for origin in origins])
+        return LossOrigin(marks, divisors, totals[0] if totals else None)
 
     def _weighs_by_sums(self, func: Any, args: Sequence[Any]) -> bool:
         """Whether a function scales by several sums over the target's rows (the rows that count of each column)."""
@@ -253,7 +242,7 @@ class DivisorTrace(TorchFunctionMode):
 
     def _is_several_sums(self, value: Any) -> bool:
         origin = self.origin(value) if isinstance(value, Tensor) else None
-        return origin is not None and origin.is_several and not origin.of_output
+        return origin is not None and SEVERAL in origin.marks and OUTPUT not in origin.marks
 
     def _sums_rows(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
         """Whether a function sums over rows, or makes one number."""
@@ -312,7 +301,7 @@ class DivisorTrace(TorchFunctionMode):
             return value.numel() == 1 and not value.requires_grad
         if value.dim() and self._rows == 1:
             return False
-        return len(factors) == 1 or not origin.of_output or not value.requires_grad and any([
+        return len(factors) == 1 or OUTPUT not in origin.marks or not value.requires_grad and any([
             isinstance(factor, Tensor) and factor.requires_grad for factor in factors
         ])
 
@@ -359,7 +348,7 @@ class DivisorTrace(TorchFunctionMode):
         divisors = (*origin.divisors, Divisor(count, True))
         pending = count if later else None
         self.dtypes.add(mean.dtype)
-        self._note(mean, origin._replace(divisors=divisors, total=total, pending=pending, is_reduced=True))
+        self._note(mean, LossOrigin(origin.marks | {REDUCED}, divisors, total, pending))
         return mean
 
 
@@ -458,16 +447,6 @@ def _divides_within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> b
     place, default = _ALONG[func.__name__]
     dim = kwargs.get("dim", args[place] if len(args) > place else default)
     return isinstance(values, Tensor) and isinstance(dim, int) and dim in (0, -values.dim())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def detached_number(number: Tensor) -> Tensor:
