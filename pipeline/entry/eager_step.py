@@ -14,7 +14,7 @@ A schedule's order (looped-bfs) makes the gradients of some stages whole early; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import pairwise
 from time import perf_counter
@@ -106,27 +106,30 @@ class EagerRun:
 
     def play(self, run: RunWithLoss) -> EagerRunResult:
         """Run forward and backward, and take the whole gradients of this process."""
-        finalizers: list[GradientFinalizer] = []
+        finalizer: GradientFinalizer | None = None
 
         def make_listener(call: Call, end: LossEnd, loss: Loss) -> Listener:
-            finalizers.append(self._finalizer(call, end, loss))
-            return finalizers[0].settled
+            nonlocal finalizer
+            finalizer = self._finalizer(call, end, loss)
+            return finalizer.settled
 
         call, loss = run.play(make_listener if run.execution.communicator.is_alone else None)
         with call, without_autocast():
-            return self._ended(call, loss, finalizers)
+            return self._ended(call, loss, finalizer)
 
-    def _ended(self, call: Call, loss: Loss, finalizers: Sequence[GradientFinalizer]) -> EagerRunResult:
-        """End the run: take the remaining gradients, and agree. `finalizers`: took gradients while it ran."""
-        inputs = input_pairs(call)
-        divisor = loss.divisor if call.execution.has_last else None
-        if finalizers:
-            pairs = self._rest(call, finalizers[0], divisor)
+    def _ended(self, call: Call, loss: Loss, finalizer: GradientFinalizer | None) -> EagerRunResult:
+        """End the run: take the remaining gradients, and agree. `finalizer`: took gradients while it ran."""
+        inputs, averager = input_pairs(call), call.communicator.averager
+        divisor = call.communicator.share_divisor(loss.divisor if call.execution.has_last else None)
+        sums = call.sums() if finalizer is None else joined([*call.parts_of_loss(), *finalizer.rest()])
+        pairs = list(sums.values())
+        if averager is not None:
+            pairs = averager.average(pairs, divisor, waits=True)
         else:
-            pairs, divisor = self._joined(call, divisor)
+            pairs = [(owner, divide_(grad, divisor)) for owner, grad in pairs]
         reached = bool(pairs or inputs or self.step.updated or self.step.norms)
         inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]
-        self._take_all(summed([*inputs, *pairs]), call, is_all=not finalizers)  # two inputs may share one gradient
+        self._take_all(summed([*inputs, *pairs]), call, is_all=finalizer is None)  # two inputs may share one gradient
         is_trial = self.step.only_norms
         verdict = Verdict(loss.value if call.execution.has_last else None, None, reached, is_trial, loss.metrics.values)
         value, _, reached, _, metrics = call.communicator.agree(verdict)
@@ -202,19 +205,6 @@ class EagerRun:
             self._take(*pairs.pop(0))
         if is_all and call.stages:
             call.execution.record_update(call.stages[-1].layers.index, start)
-
-    def _rest(self, call: Call, sums: GradientFinalizer, divisor: Tensor | None) -> list[Pair]:
-        parts = [*call.parts_of_loss(), *sums.rest()]
-        return [(owner, divide_(grad, divisor)) for owner, grad in joined(parts).values()]
-
-    def _joined(self, call: Call, own_divisor: Tensor | None) -> tuple[list[Pair], Tensor | None]:
-        """Whole gradients over all processes, divided; and the divisor."""
-        divisor = call.communicator.share_divisor(own_divisor)
-        pairs = list(call.sums().values())
-        averager = call.communicator.averager
-        if averager is not None:
-            return averager.average(pairs, divisor, waits=True), divisor
-        return [(owner, divide_(grad, divisor)) for owner, grad in pairs], divisor
 
 
 def refuse_shared_memory(placed: Iterable[tuple[int, Tensor]], where: str) -> None:
