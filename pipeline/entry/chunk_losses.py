@@ -85,16 +85,18 @@ class ChunkLosses:
         Args:
             chunk: which. Its loss has been computed.
             tree: its output.
-            grads: of its loss, at the output's tensors.
+            grads: of its loss, at those of the output's tensors that require one. Empty: it has none.
             scale: of a GradScaler: what these are multiplied by, and may have overflowed with. None: there is none.
         """
         needs_grad = tuple([tensor.requires_grad for tensor in tree.tensors])
         output = Activations(Tree(detached(tree.tensors), tree.skeleton), needs_grad)
-        chunk_end, previous = _ChunkEnd(chunk, output, grads, self.loss.is_empty(chunk)), self._previous
+        live = [tensor for tensor in tree.tensors if tensor.requires_grad]
+        filled = [_or_zeros(*pair, scale) for pair in zip(grads or (None,) * len(live), live, strict=True)]
+        chunk_end, previous = _ChunkEnd(chunk, output, filled, self.loss.is_empty(chunk)), self._previous
         if previous is not None and not (previous.is_empty and chunk_end.is_empty):
             ends = sorted((previous, chunk_end), key=lambda end: end.chunk)
             if self._can_compare(ends):
-                difference = self._difference(ends, scale)
+                difference = self._difference(ends, scale is not None)
                 self._differences += [] if difference is None else [difference]
             else:
                 self._has_gaps = True
@@ -109,31 +111,25 @@ class ChunkLosses:
         joinable = all([are_joinable(column, self._target.batch_dim) for column in columns if column[0].dim()])
         return joinable and self._target.is_joinable([end.chunk for end in ends])
 
-    def _difference(self, ends: Sequence[_ChunkEnd], scale: float | None) -> str | None:
+    def _difference(self, ends: Sequence[_ChunkEnd], is_scaled: bool) -> str | None:
         """The difference between the losses of two chunks, combined, and that of both, in words. The host waits."""
         loss, weight = self.loss.of([end.chunk for end in ends])
-        whole, leaves, expected = self._whole(loss, weight, ends)
+        whole, expected = self._whole(loss, weight, ends)
         difference = loss.difference(whole)
         if difference is not None or expected is None:
             return difference
-        chunk_grads = [
-            _or_zeros(grad, leaf, scale)
-            for end, end_leaves in zip(ends, leaves, strict=True)
-            for leaf, grad in zip(end_leaves, end.grads or (None,) * len(end_leaves), strict=True)
-            if leaf.requires_grad
-        ]
-        pairs = list(zip(chunk_grads, expected, strict=True))
-        if are_same_grads(pairs, scale is not None):
+        pairs = list(zip([grad for end in ends for grad in end.grads], expected, strict=True))
+        if are_same_grads(pairs, is_scaled):
             return None
-        moved = [self._whole(loss, weight, ends, move)[2] or expected for move in _MOVES]
+        moved = [self._whole(loss, weight, ends, move)[1] or expected for move in _MOVES]
         if are_rounding(pairs, moved):
             return None
         return f"{loss.in_words} the loss of both outputs joined, but their gradients do not combine to its gradient"
 
     def _whole(
         self, loss: Loss, weight: Tensor | float, ends: Sequence[_ChunkEnd], move: float = 0.0
-    ) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor] | None]:
-        """The loss of the joined outputs, leaves that are these, and the gradients there. None: there are none.
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """The loss of the joined outputs, and the gradients there. None: there are none.
 
         What loss_fn counts and keeps is put back: it is called beside the chunks. At the end, as its graph may have
         saved that.
@@ -151,10 +147,10 @@ class ChunkLosses:
                 whole = loss.whole(joined.build(joined.tensors), self.beside(self._target.joined(chunks), joined))
             live = [leaf for end_leaves in leaves for leaf in end_leaves if leaf.requires_grad]
             if not live or not whole.requires_grad:
-                return whole, leaves, None
+                return whole, None
             with without_autocast():
                 grads = gradients([whole], live, [torch.ones_like(whole).mul_(weight)], retain=True)
-        return whole.detach(), leaves, [_or_zeros(grad, leaf) for grad, leaf in zip(grads, live, strict=True)]
+        return whole.detach(), [_or_zeros(grad, leaf) for grad, leaf in zip(grads, live, strict=True)]
 
     def state_of_loss(self) -> ReachableState:
         """The state of loss_fn, as it is now: what it counts and keeps."""
@@ -180,11 +176,11 @@ class ChunkLosses:
 
 
 class _ChunkEnd(NamedTuple):
-    """A chunk's output, detached, and the gradients of its loss there."""
+    """A chunk's output, detached, and the gradients of its loss where that needs one, unscaled."""
 
     chunk: int
     output: Activations
-    grads: Grads
+    grads: Sequence[Tensor]
     is_empty: bool  # it counts nothing
 
 

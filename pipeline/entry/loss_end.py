@@ -99,11 +99,10 @@ class LossEnd(ChunkLosses):
             if grad is not None:
                 earlier = self.sums.get(id(leaf))
                 self.sums[id(leaf)] = (leaf, owned(grad, leaf) if earlier is None else earlier[1] + grad)
-        remaining = iter(grads)
-        of_outputs = tuple([next(remaining) if tensor.requires_grad else None for tensor in tree.tensors])
+        of_outputs = grads[: len(differentiable)]
         if self.compares:
             self.compare(chunk, tree, of_outputs, None if self._scaler is None else self._scaler.get_scale())
-        return roots_of(of_outputs, [tensor if tensor.requires_grad else None for tensor in tree.tensors])
+        return roots_of(of_outputs, [tensor for tensor in tree.tensors if tensor.requires_grad])
 
     def forget(self) -> None:
         super().forget()

@@ -104,10 +104,7 @@ class LossProduct(ChunkLosses):
     def note_output(self, chunk: int, tree: Tree, grads: Grads) -> None:
         """Compare a chunk's loss, and its gradients at those of the output's tensors that require one."""
         if self.compares:
-            live_grads = iter([None if grad is None else grad / self._relative for grad in grads])
-            self.compare(
-                chunk, tree, tuple([next(live_grads) if tensor.requires_grad else None for tensor in tree.tensors])
-            )
+            self.compare(chunk, tree, tuple([None if grad is None else grad / self._relative for grad in grads]))
         elif self._compares_halves and (self.loss.is_counted or self.loss.rule == "mean"):
             self._compare_halves(tree)
 
@@ -130,12 +127,8 @@ class LossProduct(ChunkLosses):
             leaves = [tensor.detach().requires_grad_(whole.requires_grad) for tensor, whole in pairs]
             loss, weight, _ = halves.computed(halves.loss, half, tree, leaves, leaves)
             wanted = [tensor for tensor in leaves if tensor.requires_grad]
-            grads = iter(gradients_of([loss], wanted, [torch.full_like(loss, weight)]))
-            halves.compare(
-                half,
-                Tree(tuple(leaves), tree.skeleton),
-                tuple([next(grads) if leaf.requires_grad else None for leaf in leaves]),
-            )
+            grads = gradients_of([loss], wanted, [torch.full_like(loss, weight)])
+            halves.compare(half, Tree(tuple(leaves), tree.skeleton), grads)
         halves.check_all()
 
     def check(self) -> None:
