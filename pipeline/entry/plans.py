@@ -50,17 +50,14 @@ class Plans:
         Raises:
             ScheduleError: it is made for fewer chunks.
         """
-        if isinstance(self.given, Schedule):
+        try:
             whole = self.resolved(chunks)
-            if whole.chunks == chunks:
-                return whole
-        else:
-            try:
-                return self.resolved(chunks)
-            except ScheduleError:  # it is defined for the Pipe's own number, or the Pipe would not be
-                if chunks >= pipe_chunks:
-                    raise
-                whole = self.resolved(pipe_chunks)
+        except ScheduleError:  # it is defined for the Pipe's own number, or the Pipe would not be
+            if chunks >= pipe_chunks:
+                raise
+            whole = self.resolved(pipe_chunks)
+        if whole.chunks == chunks:
+            return whole
         if whole.chunks < chunks:
             raise ScheduleError(
                 f"the schedule is made for {whole.chunks} chunks but this mini-batch gives {chunks} "
