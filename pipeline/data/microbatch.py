@@ -185,8 +185,7 @@ def scatter(value: Any, chunks: int, name: str = "the input", batch_dim: int = 0
     """
     tree, cut = _take_apart(value, name)
     rows = _rows(tree, cut, name, batch_dim)
-    count = min(chunks, rows)
-    return Batch(tree, cut, _even(rows, count), _all_pieces(tree, cut, count, batch_dim), batch_dim)
+    return _batch(tree, cut, _even(rows, min(chunks, rows)), batch_dim)
 
 
 def scatter_like(value: Any, batch: Batch, name: str) -> Batch:
@@ -200,14 +199,12 @@ def scatter_like(value: Any, batch: Batch, name: str) -> Batch:
                 "the input, or mark what belongs to the whole batch with NoChunk(...)."
                 + (_where(batch.batch_dim) if batch.batch_dim else "")
             )
-    pieces = _all_pieces(tree, cut, batch.chunks, batch.batch_dim)
-    return Batch(tree, cut, batch.rows, pieces, batch.batch_dim)
+    return _batch(tree, cut, batch.rows, batch.batch_dim)
 
 
 def halved(batch: Batch) -> Batch:
     """A mini-batch of one chunk as two chunks."""
-    pieces = _all_pieces(batch.tree, batch.cut, 2, batch.batch_dim)
-    return Batch(batch.tree, batch.cut, _even(sum(batch.rows), 2), pieces, batch.batch_dim)
+    return _batch(batch.tree, batch.cut, _even(sum(batch.rows), 2), batch.batch_dim)
 
 
 def consecutive(parts: Sequence[Batch], name: str) -> Batch:
@@ -383,8 +380,9 @@ def _where(batch_dim: int) -> str:
     )
 
 
-def _all_pieces(tree: Tree, cut: Sequence[bool], count: int, batch_dim: int) -> tuple[tuple[Tensor, ...], ...]:
-    return tuple(_pieces(tensor, count, is_cut, batch_dim) for tensor, is_cut in zip(tree.tensors, cut, strict=True))
+def _batch(tree: Tree, cut: tuple[bool, ...], rows: tuple[int, ...], batch_dim: int) -> Batch:
+    pieces = [_pieces(tensor, len(rows), is_cut, batch_dim) for tensor, is_cut in zip(tree.tensors, cut, strict=True)]
+    return Batch(tree, cut, rows, tuple(pieces), batch_dim)
 
 
 def _pieces(tensor: Tensor, count: int, cut: bool, batch_dim: int) -> tuple[Tensor, ...]:
