@@ -84,33 +84,23 @@ class LossArguments(NamedTuple):
         return {"loss_reduction": self.loss_reduction, "outputs": self.outputs, "trace": self.trace}
 
 
+@dataclass(eq=False)
 class RunWithLoss:
     """A call that ends in a loss, which runs once, or once more from its beginning.
 
-    Args:
+    Attributes:
         runtime: of the Pipe.
-        execution: of the call.
+        execution: of the run under way, or of the next one.
         arguments: those of the call.
         target: of the mini-batch, cut.
         scaler: scales the loss.
-
-    Attributes:
-        execution: of the run under way, or of the next one.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        execution: Execution,
-        arguments: LossArguments,
-        target: Batch,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        self.runtime = runtime
-        self.execution = execution
-        self._arguments = arguments
-        self._target = target
-        self._scaler = scaler
+    runtime: Runtime
+    execution: Execution
+    arguments: LossArguments
+    target: Batch
+    scaler: torch.amp.GradScaler | None
 
     def play(self, make_listener: ListenerFactory | None = None) -> tuple[Call, Loss]:
         """Run the call. Validating calls, and those of a new form of loss, compare it with the un-pipelined one.
@@ -118,7 +108,7 @@ class RunWithLoss:
         Args:
             make_listener: makes what takes gradients while it runs.
         """
-        execution, arguments, counts = self.execution, self._arguments, self.runtime.history.losses
+        execution, arguments, counts = self.execution, self.arguments, self.runtime.history.losses
         rows = execution.batch.rows
         is_several, is_uneven = len(rows) > 1, len(set(rows)) > 1
         kind = is_uneven, arguments.loss_reduction
@@ -126,10 +116,10 @@ class RunWithLoss:
         loss = Loss(arguments.loss_fn, arguments.loss_reduction, rows, arguments.is_part, known)
         number = known.number + is_several
         compare = is_several and validates(number)
-        end = LossEnd(execution, loss, self._target, self._scaler, compare, arguments.outputs)
-        if self._scaler is not None and not execution.has_last:
+        end = LossEnd(execution, loss, self.target, self.scaler, compare, arguments.outputs)
+        if self.scaler is not None and not execution.has_last:
             device = self.runtime.settings.layout.devices[0]
-            self._scaler.scale(torch.zeros((), device=device))  # its scale exists from its first use on
+            self.scaler.scale(torch.zeros((), device=device))  # its scale exists from its first use on
         try:
             with Call(execution, end, arguments.outputs) as call:
                 call.run_forward(None if make_listener is None else make_listener(call, end, loss))
@@ -143,7 +133,7 @@ class RunWithLoss:
 
     def state_of_loss(self) -> ReachableState:
         """The state of loss_fn, as it is now: what it counts and keeps."""
-        return ReachableState.of_loss(self._arguments.loss_fn, self.execution.setup.stages)
+        return ReachableState.of_loss(self.arguments.loss_fn, self.execution.setup.stages)
 
     def again(self, call: Call) -> None:
         """Abandon a call; the next run begins where it began, but for what loss_fn counts and keeps."""
@@ -151,7 +141,7 @@ class RunWithLoss:
 
     def joined(self, call: Call) -> Any:
         """The joined outputs, detached, on every rank. None: they are not wanted."""
-        if not self._arguments.outputs:
+        if not self.arguments.outputs:
             return None
         output = None
         if call.execution.has_last:
