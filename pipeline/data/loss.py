@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from math import ceil, log2
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,7 +31,7 @@ from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_comparison import is_same_loss
 from pipeline.data.loss_means import BENT, Divisor, DivisorTrace, LossForm, detached_number
 from pipeline.data.loss_proof import LossCount, Proof, is_alike, proof
-from pipeline.data.metrics import Metrics, without_metrics
+from pipeline.data.metrics import Metrics, added, without_metrics
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
 Divisors: TypeAlias = tuple[Divisor, ...]
@@ -192,7 +192,7 @@ class Loss:
 
     @property
     def _count(self) -> Tensor:
-        return _sum([chunk.counted for chunk in self._by_chunk if chunk.counted is not None])
+        return added([chunk.counted for chunk in self._by_chunk if chunk.counted is not None])
 
     @property
     def _parts(self) -> list[Tensor]:
@@ -223,12 +223,16 @@ class Loss:
     @property
     def value(self) -> Tensor:
         """The loss of the mini-batch, a 0-d tensor."""
-        total = _sum(self._parts)
+        total = added(self._parts)
         return (total.double() / self._count).to(total.dtype) if self.rule == "count" else total
 
     def is_empty(self, chunk: int) -> bool:
         """Whether loss_fn returned (sum, count) for a chunk, and counted nothing."""
         return self._kind == _PAIR and not self._chunks[chunk].counted
+
+    def anew(self, rows: Sequence[int]) -> Loss:
+        """A loss of the same loss_fn, of chunks of so many rows, that is one of several."""
+        return Loss(self.loss_fn, self._requested, rows, True)
 
     def of(self, chunks: Sequence[int]) -> tuple[Loss, Tensor | float]:
         """The loss of some chunks, which have been computed, as of a mini-batch of their own.
@@ -236,7 +240,7 @@ class Loss:
         Returns:
             It, and the weight with which its gradient at an output is that of the chunk's own part of the whole.
         """
-        part = Loss(self.loss_fn, self._requested, [self._rows[chunk] for chunk in chunks], True)
+        part = self.anew([self._rows[chunk] for chunk in chunks])
         part._chunks = {index: self._chunks[chunk] for index, chunk in enumerate(chunks)}
         part._kind = self._kind
         divisor = part.divisor
@@ -256,7 +260,7 @@ class Loss:
     def difference(self, whole: Tensor) -> str | None:
         """The difference between the combined losses of the chunks and `whole`, in words. None: it is rounding."""
         # Parts that cancel (a policy gradient's) leave rounding errors relative to the parts, not to the small sum.
-        size = _sum([part.double().abs() for part in self._parts])
+        size = added([part.double().abs() for part in self._parts])
         size = size / self._count.abs() if self.rule == "count" else size
         dtypes = {dtype for chunk in self._by_chunk for dtype in (chunk.amount.dtype, *chunk.dtypes)}
         if is_same_loss(self.value, whole, size, dtypes):
@@ -405,12 +409,6 @@ def _call(loss_fn: LossFn, output: Any, target: Any) -> Any:
 @calls_users_code
 def _called(loss_fn: LossFn, output: Any, target: Any) -> Any:
     return loss_fn(output, target)
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Added in the order of the chunks."""
-    with without_function_modes():
-        return reduce(torch.add, parts)
 
 
 def _reduction(loss_fn: LossFn, requested: str | None) -> str:

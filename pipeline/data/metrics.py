@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import KeysView
+from collections.abc import Iterable, KeysView
+from functools import reduce
 from typing import Any
 
 import torch
@@ -49,11 +50,10 @@ class Metrics:
     def sums(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The sums and the counts of the mini-batch, float64."""
         chunks = [self._by_chunk[chunk] for chunk in sorted(self._by_chunk)]
-        with without_function_modes():
-            return {
-                name: (_added([chunk[name][0] for chunk in chunks]), _added([chunk[name][1] for chunk in chunks]))
-                for name in (chunks[0] if chunks else ())
-            }
+        return {
+            name: (added([chunk[name][0] for chunk in chunks]), added([chunk[name][1] for chunk in chunks]))
+            for name in (chunks[0] if chunks else ())
+        }
 
     def _named(self, name: Any) -> str:
         if not isinstance(name, str):
@@ -96,8 +96,7 @@ def _has_metrics(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[-1], dict)
 
 
-def _added(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part.to(total.device)
-    return total
+def added(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of some numbers, in their order, on the device of the first."""
+    with without_function_modes():
+        return reduce(lambda total, part: total + part.to(total.device), parts)

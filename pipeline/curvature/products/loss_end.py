@@ -49,7 +49,6 @@ class LossProduct(ChunkLosses):
         super().__init__(
             execution, Loss(loss_fn, reduction, target.rows, True), target, compares and target.chunks > 1
         )
-        self._loss_fn, self._reduction = loss_fn, reduction
         self._first = first or self.loss
         self._first_rows, self._rows = self._first.all_rows, self.loss.all_rows
         self._compares_halves = compares and first is not None and target.chunks == 1 < self._rows
@@ -65,7 +64,7 @@ class LossProduct(ChunkLosses):
 
     def aside(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The same at another point, which does not count."""
-        return self._evaluate(Loss(self._loss_fn, self._reduction, self._target.rows, True), chunk, tree, tensors)
+        return self._evaluate(self.loss.anew(self._target.rows), chunk, tree, tensors)
 
     def gradient_at(self, chunk: int, tree: Tree, tensors: Sequence[Tensor], create_graph: bool) -> Grads:
         """The gradient of a chunk's loss at `tensors` that require one. It does not count."""
@@ -115,9 +114,7 @@ class LossProduct(ChunkLosses):
         sizes = [tensor.shape[dim] if tensor.dim() else 1 for tensor, dim in zip(tree.tensors, dims, strict=True)]
         if any([size % self._rows for size in sizes]):  # it has no rows to compare
             return
-        halves = ChunkLosses(
-            self._execution, Loss(self._loss_fn, self._reduction, target.rows, True), target, compares=True
-        )
+        halves = ChunkLosses(self._execution, self.loss.anew(target.rows), target, compares=True)
         split = [
             torch.split(tensor.detach(), [rows * size // self._rows for rows in target.rows], dim)
             for tensor, size, dim in zip(tree.tensors, sizes, dims, strict=True)
@@ -155,9 +152,9 @@ class LossProduct(ChunkLosses):
 
     def _check_row(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], row: int, part: slice) -> None:
         leaves = [tensor.detach()[part].requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
-        row_loss = Loss(self._loss_fn, self._reduction, [1], True)
         self._seed(chunk)
-        loss, _ = row_loss.chunk(0, tree.build(leaves), self._row(chunk, tree, row))  # of its part: their mean, or sum
+        own_loss = self.loss.anew([1])
+        loss, _ = own_loss.chunk(0, tree.build(leaves), self._row(chunk, tree, row))  # of its part: their mean, or sum
         wanted = [tensor for tensor in leaves if tensor.requires_grad]
         with without_autocast():
             row_grads = torch.autograd.grad(loss, wanted, allow_unused=True)
