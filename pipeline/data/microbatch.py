@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -137,17 +138,11 @@ class Batch:
 
     def join_grads(self, grads: Sequence[Grads]) -> Grads:
         """From gradients per chunk to gradients of the whole tensors, in the order of `tree.tensors`."""
-        return tuple(
-            self._join([chunk_grads[index] for chunk_grads in grads], index, cut) for index, cut in enumerate(self.cut)
-        )
-
-    def _join(self, grads: list[Tensor | None], index: int, cut: bool) -> Tensor | None:
-        if not cut:
-            total: Tensor | None = None
-            for grad in grads:
-                total = add_grads(total, grad)
-            return total
-        return joined_grads(grads, self.pieces[index], self.batch_dim)
+        columns = zip(zip(*grads, strict=True), self.pieces, self.cut, strict=True)
+        return tuple([
+            joined_grads(column, pieces, self.batch_dim) if cut else reduce(add_grads, column)
+            for column, pieces, cut in columns
+        ])
 
 
 def row_dim(tensor: Tensor, batch_dim: int) -> int:

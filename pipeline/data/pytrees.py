@@ -137,12 +137,10 @@ def same_structure(one: Tree, other: Tree) -> bool:
     """Whether two trees differ in their tensors only."""
     if one.skeleton is None or other.skeleton is None:
         return one.skeleton is other.skeleton
-    return one.skeleton.spec == other.skeleton.spec and _same_leaves(one.skeleton.leaves, other.skeleton.leaves)
-
-
-def _same_leaves(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    pairs = zip(ones, others, strict=True)
-    return all(type(one) is type(other) and (one == other or one != one) for one, other in pairs)
+    pairs = zip(one.skeleton.leaves, other.skeleton.leaves, strict=True)
+    return one.skeleton.spec == other.skeleton.spec and all(
+        type(mine) is type(theirs) and (mine == theirs or mine != mine) for mine, theirs in pairs
+    )
 
 
 def _foreign_leaf(leaf: Any, name: str) -> str:
