@@ -35,6 +35,7 @@ from pipeline.execution.call import Call, Listener
 from pipeline.execution.communicator import Pair, Verdict, joined
 from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
+from pipeline.recompute.reachable import ReachableState
 from pipeline.stage.hooks import accumulate, grads_kept, hooked
 
 # Of a run that succeeded: the call, which still has its outputs; the loss; (leaf, gradient) for `.grad`, of leaves
@@ -61,11 +62,12 @@ class EagerSink(Sink):
         check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
         norm: Tensor | None = None
         if update.needs_two_runs:
-            norms, state = EagerStep(update, only_norms=True), run.state_of_loss()
+            norms = EagerStep(update, only_norms=True)
+            state = ReachableState.of_loss(run.arguments.loss_fn, run.execution.setup.stages)
             trial = EagerRun(update, norms, named).play(run)[0]
             norm = _norm(norms, trial, named)
-            run.again(trial)
-            state.put_back()
+            run.execution = trial.once_more()
+            state.put_back()  # what loss_fn counts and keeps
         step = EagerStep(update, None if norm is None else factor_of(update, norm))
         with update.guarded(step, run.execution.communicator.is_alone):
             call, loss, external, metrics = EagerRun(update, step, named).play(run)

@@ -24,7 +24,6 @@ from pipeline.execution.call import Call, Listener
 from pipeline.execution.communicator import Output, share_output
 from pipeline.execution.execution import Execution
 from pipeline.gradients.store import GradStore
-from pipeline.recompute.reachable import ReachableState
 from scheduler import Timeline
 from scheduler.summary import size_of
 
@@ -130,14 +129,6 @@ class RunWithLoss:
         # Under its key after the call: a loss that counts its calls must not look new in each.
         counts.of(loss.loss_fn)[kind] = loss.known(number, end.compares)
         return call, loss
-
-    def state_of_loss(self) -> ReachableState:
-        """The state of loss_fn, as it is now: what it counts and keeps."""
-        return ReachableState.of_loss(self.arguments.loss_fn, self.execution.setup.stages)
-
-    def again(self, call: Call) -> None:
-        """Abandon a call; the next run begins where it began, but for what loss_fn counts and keeps."""
-        self.execution = call.once_more()
 
     def joined(self, call: Call) -> Any:
         """The joined outputs, detached, on every rank. None: they are not wanted."""
