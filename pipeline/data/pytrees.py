@@ -77,8 +77,17 @@ class Bundle(NamedTuple):
         """Split a sequence with one entry per tensor, tree by tree."""
         if len(self.trees) == 1:
             return [entries]
-        ends = accumulate(len(tree.tensors) for tree in self.trees)
-        return [entries[end - len(tree.tensors) : end] for tree, end in zip(self.trees, ends, strict=True)]
+        return parts_of(entries, [len(tree.tensors) for tree in self.trees])
+
+
+def parts_of(entries: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
+    """A sequence in parts of these sizes.
+
+    Example:
+        >>> parts_of("abcdef", [1, 3])
+        ['a', 'bcd']
+    """
+    return [entries[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 class MemoryId(NamedTuple):

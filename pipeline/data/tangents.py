@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pipeline.data.pytrees import Activations, Bundle, Grads, MemoryId, Tree
+from pipeline.data.pytrees import Activations, Bundle, Grads, MemoryId, T, Tree, parts_of
 
 
 class Inbox(NamedTuple):
@@ -35,11 +35,10 @@ class Inbox(NamedTuple):
         trees: list[Tree] = []
         tangents: list[list[Tensor]] = [[] for _ in range(count)]
         for tree, needs, _ in messages:
-            size, live = len(needs), sum(needs)
-            trees.append(Tree(tree.tensors[:size], tree.skeleton))
-            for direction in range(count):
-                start = size + direction * live
-                tangents[direction].extend(tree.tensors[start : start + live])
+            values, *others = parts_of(tree.tensors, [len(needs), *[sum(needs)] * count])
+            trees.append(Tree(tuple(values), tree.skeleton))
+            for direction, part in zip(tangents, others, strict=True):
+                direction.extend(part)
         needs = tuple([need for message in messages for need in message.needs_grad])
         memory = tuple([memory_id for message in messages for memory_id in message.memory])
         return cls(Bundle.of(tuple(trees)), needs, tangents, memory)
@@ -49,16 +48,14 @@ def outbox(
     outputs: Bundle, tensors: Sequence[Tensor], tangents: Sequence[Sequence[Tensor]], memory: Sequence[MemoryId]
 ) -> list[Activations]:
     """The messages of detached `tensors`, which are those of `outputs`, with the tangents of those that have some."""
-    needs = [tensor.requires_grad for tensor in outputs.tensors]
-    messages, first = [], 0
-    parts = zip(outputs.trees, outputs.split(tensors), outputs.split(needs), outputs.split(memory), strict=True)
-    for tree, values, needs_grad, memory_ids in parts:
-        live = sum(needs_grad)
-        tree_tangents = [tangent for direction in tangents for tangent in direction[first : first + live]]
-        message = Tree((*values, *tree_tangents), tree.skeleton)
-        messages.append(Activations(message, tuple(needs_grad), tuple(memory_ids)))
-        first += live
-    return messages
+    needs = outputs.split([tensor.requires_grad for tensor in outputs.tensors])
+    lives = [sum(tree_needs) for tree_needs in needs]
+    tree_tangents = _regrouped([parts_of(direction, lives) for direction in tangents], len(lives))
+    parts = zip(outputs.trees, outputs.split(tensors), tree_tangents, needs, outputs.split(memory), strict=True)
+    return [
+        Activations(Tree((*values, *along), tree.skeleton), tuple(needs_grad), tuple(memory_ids))
+        for tree, values, along, needs_grad, memory_ids in parts
+    ]
 
 
 class LeafGrads(NamedTuple):
@@ -77,12 +74,8 @@ class LeafGrads(NamedTuple):
     def messages(self, inbox: Inbox) -> list[Grads]:
         """From groups over all leaves to one message for each value that was read."""
         groups = self.products if self.gradient is None else [self.gradient, *self.products]
-        messages, first = [], 0
-        for needs in inbox.values.split(inbox.needs):
-            live = sum(needs)
-            messages.append(tuple([grad for group in groups for grad in group[first : first + live]]))
-            first += live
-        return messages
+        lives = [sum(needs) for needs in inbox.values.split(inbox.needs)]
+        return _regrouped([parts_of(group, lives) for group in groups], len(lives))
 
 
 def groups_of(messages: Sequence[Grads], lives: Sequence[int], count: int) -> list[Grads]:
@@ -94,11 +87,10 @@ def groups_of(messages: Sequence[Grads], lives: Sequence[int], count: int) -> li
         count: the number of groups.
     """
     filled = [grads or (None,) * (live * count) for grads, live in zip(messages, lives, strict=True)]
-    return [
-        tuple([
-            grad
-            for grads, live in zip(filled, lives, strict=True)
-            for grad in grads[group * live : (group + 1) * live]
-        ])
-        for group in range(count)
-    ]
+    columns = [parts_of(grads, [live] * count) for grads, live in zip(filled, lives, strict=True)]
+    return _regrouped(columns, count)
+
+
+def _regrouped(columns: Sequence[Sequence[Sequence[T]]], count: int) -> list[tuple[T, ...]]:
+    """For each of so many places the parts that stand there in all columns, as one."""
+    return [tuple([entry for column in columns for entry in column[place]]) for place in range(count)]

@@ -13,6 +13,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from pipeline.common.arguments import check_flags, shown
+from pipeline.data.pytrees import parts_of
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.data_parallel.replicas import Replicas
 from pipeline.distributed.group import RankGroup
@@ -138,5 +139,4 @@ def stages_of(layers: Iterable[nn.Module], balance: Sequence[int]) -> list[list[
             f"the Pipe has {len(all_layers)} layers but its balance is {list(balance)}: one was added or removed "
             "since. Change the nn.Sequential first and wrap it anew: Pipe(module, balance, chunks)."
         )
-    ends = [sum(balance[: stage + 1]) for stage in range(len(balance))]
-    return [all_layers[end - size : end] for size, end in zip(balance, ends, strict=True)]
+    return list(map(list, parts_of(all_layers, balance)))
