@@ -9,16 +9,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from pipeline.curvature.estimates.layer_traces import layers_of
-from pipeline.curvature.estimates.resume import Resumable
+from pipeline.curvature.estimates.resume import Resumable, RunOptions
 from pipeline.curvature.results.layer_densities import LayerDensities
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.measured import error_bounds, rows
@@ -37,9 +36,7 @@ def per_layer(
     which: str = "LM",
     tol: float = 1e-4,
     seed: int = 0,
-    show: bool | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    save_every: float = 300.0,
+    **options: Unpack[RunOptions],
 ) -> LayerSpectra:
     """The top eigenvalues of each layer's own block of the matrix, and the traces of the blocks.
 
@@ -50,24 +47,19 @@ def per_layer(
         samples: products for the traces, of all layers together; None: no traces.
         groups: layer -> names of its parameters, of all ranks, the same on each. None: one for each module.
         which, tol, seed: see `top_eigenpairs`.
-        show: a progress bar, on one process. None: where it goes to a terminal.
-        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
+        show, resume, save_every: see `RunOptions`.
     """
     layers = layers_of(A.space, groups)
 
-    def pairs(block: Operator, resume: Path | None) -> dict[str, Any]:
-        eigenpairs = block.top_eigenpairs(
-            min(k, block.space.size), which=which, tol=tol, seed=seed, show=False, resume=resume,
-            save_every=save_every
-        )
+    def pairs(block: Operator, options: RunOptions) -> dict[str, Any]:
+        eigenpairs = block.top_eigenpairs(min(k, block.space.size), which=which, tol=tol, seed=seed, **options)
         return {"size": block.space.size, "values": eigenpairs.values, "errors": error_bounds(eigenpairs)}
 
     settings = {"file": "eigenvalues by layers 2", "k": k, "which": which, "tol": tol, "seed": seed}
-    by_layer = _compute_by_layer(A, "layers", layers, pairs, settings, resume, show)
-    file = None if resume is None else _sibling_path(resume, "traces")
+    by_layer = _compute_by_layer(A, "layers", layers, pairs, settings, options)
     traces = None
     if samples is not None:
-        traces = A.layer_traces(layers, samples, seed=seed, show=show, resume=file, save_every=save_every)
+        traces = A.layer_traces(layers, samples, seed=seed, **_beside(options, "traces"))
     return LayerSpectra(
         names=list(by_layer),
         sizes=[entry["size"] for entry in by_layer.values()],
@@ -86,9 +78,7 @@ def layer_densities(
     runs: int = 4,
     groups: Mapping[str, Sequence[str]] | None = None,
     seed: int = 0,
-    show: bool | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    save_every: float = 300.0,
+    **options: Unpack[RunOptions],
 ) -> LayerDensities:
     """The spectral density of each layer's own block of the matrix.
 
@@ -97,8 +87,7 @@ def layer_densities(
     Args:
         steps, runs, seed: see `density`.
         groups: layer -> names of its parameters, of all ranks, the same on each. None: one for each module.
-        show: a progress bar, on one process. None: where it goes to a terminal.
-        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
+        show, resume, save_every: see `RunOptions`.
 
     Example:
         >>> import torch
@@ -112,14 +101,12 @@ def layer_densities(
         (['0', '2'], 9)
     """
 
-    def density(block: Operator, resume: Path | None) -> dict[str, Any]:
-        spectrum = block.density(
-            steps=steps, runs=runs, seed=seed, show=False, resume=resume, save_every=save_every
-        )
+    def density(block: Operator, options: RunOptions) -> dict[str, Any]:
+        spectrum = block.density(steps=steps, runs=runs, seed=seed, **options)
         return {field.name: getattr(spectrum, field.name) for field in fields(spectrum)}
 
     settings = {"file": "densities by layers 1", "steps": steps, "runs": runs, "seed": seed}
-    parts = _compute_by_layer(A, "densities of layers", layers_of(A.space, groups), density, settings, resume, show)
+    parts = _compute_by_layer(A, "densities of layers", layers_of(A.space, groups), density, settings, options)
     return LayerDensities(A.name, parts)
 
 
@@ -127,24 +114,26 @@ def _compute_by_layer(
     A: Operator,
     label: str,
     layers: Mapping[str, list[str]],
-    compute: Callable[[Operator, Path | None], dict[str, Any]],
+    compute: Callable[[Operator, RunOptions], dict[str, Any]],
     settings: Mapping[str, Any],
-    resume: str | os.PathLike[str] | None,
-    show: bool | None,
+    options: RunOptions,
 ) -> dict[str, dict[str, Any]]:
     """By layer what is computed of its block. What is done is saved after each layer."""
     settings = {**settings, "block": A.block, "layers": layers}
-    with Resumable(A, f"{label} of the {A.name}", len(layers), show, resume, 0.0, settings) as run:
+    at_once: RunOptions = {**options, "save_every": 0.0}
+    of_layer: RunOptions = {**_beside(options, "layer"), "show": False}
+    with Resumable(A, f"{label} of the {A.name}", len(layers), settings, **at_once) as run:
         done: dict[str, dict[str, Any]] = dict(run.saved_state or {})
         for layer, names in layers.items():
             if layer not in done:
-                file = None if resume is None else _sibling_path(resume, "layer")
-                done[layer] = compute(A.restricted(frozenset(names)), file)
+                done[layer] = compute(A.restricted(frozenset(names)), of_layer)
                 run.record(len(done), done, layer)
     return done
 
 
-def _sibling_path(path: str | os.PathLike[str], label: str) -> Path:
-    """A file beside another: `run.layer.pt` beside `run.pt`."""
-    path = Path(path)
-    return path.with_name(f"{path.stem}.{label}{path.suffix}")
+def _beside(options: RunOptions, label: str) -> RunOptions:
+    """The same with a file beside the other: `run.layer.pt` beside `run.pt`."""
+    if (resume := options.get("resume")) is None:
+        return options
+    path = Path(resume)
+    return {**options, "resume": path.with_name(f"{path.stem}.{label}{path.suffix}")}

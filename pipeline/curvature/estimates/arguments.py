@@ -13,11 +13,20 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.common.arguments import check_count
-from pipeline.curvature.estimates.resume import Resumable
+from pipeline.curvature.estimates.resume import Resumable, RunOptions
 from pipeline.curvature.linear import LinearMap
 from scheduler.errors import refuse_unless_finite
 
 KINDS = ("rademacher", "normal")
+
+
+class SamplingOptions(RunOptions, total=False):
+    """The options of every mean over random vectors; see `SampleSize`."""
+
+    rel: float | None
+    abs: float | None
+    min_samples: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -27,15 +36,13 @@ class SampleSize:
     Attributes:
         A: the matrix.
         samples: the most products to spend.
+        kind: of random vectors, "rademacher" or "normal".
         rel, abs: the standard error at which to end, times the value's magnitude, and in the value's unit. Of two
             bounds the looser one holds.
         min_samples: draws below which nobody looks. A standard error of few draws is often far too small; ending where
             it happens to be small would make most results look better than they are.
         seed: of the random vectors.
-        show: whether to show a progress bar, on one process. None: where it goes to a terminal.
-        resume: the file of a run that may be interrupted, or None.
-        save_every: seconds between two saves.
-        kind: of random vectors, "rademacher" or "normal".
+        show, resume, save_every: see `RunOptions`.
 
     Raises:
         ValueError: no product may be spent, a bound means nothing, or there is no such kind.
@@ -43,14 +50,14 @@ class SampleSize:
 
     A: LinearMap
     samples: int
-    rel: float | None
-    abs: float | None
-    min_samples: int
-    seed: int
-    show: bool | None
-    resume: str | os.PathLike[str] | None
-    save_every: float
-    kind: str = "rademacher"
+    kind: str
+    rel: float | None = None
+    abs: float | None = None
+    min_samples: int = 10
+    seed: int = 0
+    show: bool | None = None
+    resume: str | os.PathLike[str] | None = None
+    save_every: float = 300.0
 
     def __post_init__(self) -> None:
         check_count("samples", self.samples)
@@ -88,7 +95,9 @@ class SampleSize:
         total = self.A.space.size if self.is_exact else self.samples
         settings = {"file": f"{quantity} 2", **vectors, **goal, **settings}
         title = f"{quantity} of {self.A.name}"
-        return Resumable(self.A, title, total, self.show, self.resume, self.save_every, settings)
+        return Resumable(
+            self.A, title, total, settings, show=self.show, resume=self.resume, save_every=self.save_every
+        )
 
 
 def check_tol(tol: float) -> None:

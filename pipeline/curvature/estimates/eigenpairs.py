@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.lanczos import EigenpairGoal, LanczosRun
-from pipeline.curvature.estimates.resume import Resumable
+from pipeline.curvature.estimates.resume import Resumable, RunOptions
 from pipeline.curvature.estimates.ritz import WHICH, wanted
 from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.results.result import Result
@@ -85,12 +84,10 @@ def top_eigenpairs(
     tol: float = 1e-6,
     max_products: int | None = None,
     seed: int = 0,
-    resume: str | os.PathLike[str] | None = None,
-    show: bool | None = None,
     block: int | None = None,
     max_basis: int | None = None,
     miss: float = 1e-4,
-    save_every: float = 300.0,
+    **options: Unpack[RunOptions],
 ) -> Eigenpairs:
     """The outermost eigenpairs of a symmetric matrix, by block Lanczos with full reorthogonalisation.
 
@@ -105,11 +102,6 @@ def top_eigenpairs(
             error is about the square of it over its distance to the others.
         max_products: end there, converged or not; at least 2 k. None: as many as are needed.
         seed: of the random starts.
-        resume: a file (over several processes one each, `.rank{r}of{n}` before the suffix). The state is saved there
-            every `save_every` seconds, at an exception, and at `max_products`. If there is such a file already, the
-            run goes on from it, and gives to the bit what it would have given without the interruption. A run that
-            is done deletes its file; one that ended at `max_products` keeps it, to go on with a larger number.
-        show: a progress bar, on one process. None: where it goes to a terminal.
         block: vectors that are multiplied together; None: as many as suit A best. A larger block needs more products
             in all and fewer steps.
         max_basis: vectors to be held; the space is cut down to its best part when it is full (thick restart), which
@@ -118,6 +110,8 @@ def top_eigenpairs(
             one found by more than max(tol, 1e-6, square root of the dtype's eps) of the largest (rounding aside; with
             `max_basis` it is a guide only). 1: do not look for any, which halves the products and shows `block` copies
             of an eigenvalue at most.
+        show, resume, save_every: see `RunOptions`. A run that ends at `max_products` keeps its file, to go on with a
+            larger number.
 
     Raises:
         ValueError: k, which, tol or another argument makes no sense; ResumeError: the file is another run's.
@@ -142,7 +136,7 @@ def top_eigenpairs(
     goal = _checked(A, goal, max_products)
     run = LanczosRun(A, goal)
     title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 2", **asdict(goal)}
-    with Resumable(A, title, max_products, show, resume, save_every, settings) as resumable:
+    with Resumable(A, title, max_products, settings, **options) as resumable:
         if resumable.saved_state is not None:
             run.go_on(resumable.saved_state)
         _advance(run, max_products, resumable.record)

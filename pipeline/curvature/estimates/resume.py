@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -32,6 +32,22 @@ from pipeline.curvature.space import Space, Vec
 from pipeline.data.pytrees import versions
 
 SavedValue: TypeAlias = Any  # tensors, numbers, text, None, and lists, tuples and dicts of them
+
+
+class RunOptions(TypedDict, total=False):
+    """The options of every estimator's run.
+
+    Attributes:
+        show: a progress bar, on one process. None, the default: where it goes to a terminal.
+        resume: a file (over several processes one each, `.rank{r}of{n}` before the suffix). The state is saved there
+            every `save_every` seconds, and at an exception. If there is such a file already, the run goes on from it,
+            and gives to the bit what it would have given without the interruption. A run that is done deletes its file.
+        save_every: seconds, 300 by default.
+    """
+
+    show: bool | None
+    resume: str | os.PathLike[str] | None
+    save_every: float
 
 
 class ResumeError(ValueError):
@@ -162,7 +178,7 @@ class RunFiles:
 
 
 class Resumable:
-    """A run of an estimator: within, a bar shows how far it is, and its state is saved every `every` seconds, and at an
+    """A run of an estimator: within, a bar shows how far it is, and its state is saved now and then, and at an
     exception; then removed.
 
     tqdm draws the bar, on stderr, if it is installed.
@@ -171,10 +187,8 @@ class Resumable:
         A: the matrix.
         title: of the bar: "trace of Hessian".
         total: the number of products. None: nobody knows.
-        show: whether to show the bar, on one process. None: where it goes to a terminal.
-        path: see `RunFiles`; None: nothing is saved.
-        every: seconds.
         settings: of the run, besides the matrix.
+        show, resume, save_every: see `RunOptions`; no file: nothing is saved.
 
     Attributes:
         saved_state: the state to go on from, or None.
@@ -188,10 +202,11 @@ class Resumable:
     """
 
     def __init__(
-        self, A: LinearMap, title: str, total: int | None, show: bool | None = None,
-        path: str | os.PathLike[str] | None = None, every: float = 300.0, settings: Mapping[str, SavedValue] = {},
+        self, A: LinearMap, title: str, total: int | None, settings: Mapping[str, SavedValue] = {}, *,
+        show: bool | None = None, resume: str | os.PathLike[str] | None = None, save_every: float = 300.0,
     ) -> None:  # fmt: skip
-        self._saves = None if path is None else RunFiles(path, A.space, {**settings_of(A), **settings}, every)
+        settings = {} if resume is None else {**settings_of(A), **settings}
+        self._saves = None if resume is None else RunFiles(resume, A.space, settings, save_every)
         self.saved_state: SavedValue | None = None if self._saves is None else self._saves.latest()
         self._shows = A.space.rank == 0 and (sys.stderr.isatty() if show is None else show)
         self._title, self._total, self._bar, self._step = title, total, None, 0

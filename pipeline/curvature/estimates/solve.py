@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.inverse import Inverse
 from pipeline.curvature.estimates.recurrences import IndefiniteError, LinearSystem
-from pipeline.curvature.estimates.resume import Resumable
+from pipeline.curvature.estimates.resume import Resumable, RunOptions
 from pipeline.curvature.estimates.systems import VecLike, fitting, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
@@ -84,8 +84,7 @@ def solve(
         start: a guess of x; zeros if None.
         method: "cg", conjugate gradients, for A + damping I positive definite; "minres" for any that has an inverse; it
             leaves alone what lies along eigenvalues below about 1e-9 of the largest, in float32 below 7e-4.
-        show: a progress bar, on one process. None: where it goes to a terminal.
-        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
+        show, resume, save_every: see `RunOptions`.
 
     Raises:
         IndefiniteError: by "cg", where A + damping I is not positive definite.
@@ -109,7 +108,8 @@ def solve(
     ).system
     vec, guess = fitting(A.space, b, "b"), None if start is None else fitting(A.space, start, "start")
     settings = {} if resume is None else _settings(A, system, vec, guess)
-    with Resumable(A, f"solve with {A.name}", None, show, resume, save_every, settings) as run:
+    title, options = f"solve with {A.name}", RunOptions(show=show, resume=resume, save_every=save_every)
+    with Resumable(A, title, None, settings, **options) as run:
         (result,) = solved(A, system, [vec], guess, run)
     return Solution(
         matrix=A.name,

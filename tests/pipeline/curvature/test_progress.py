@@ -19,7 +19,7 @@ def no_monitor(monkeypatch):
 
 
 def bar_of(title: str, total: int | None, show: bool = True) -> Resumable:
-    return Resumable(DenseMap(torch.eye(3)), title, total, show)
+    return Resumable(DenseMap(torch.eye(3)), title, total, show=show)
 
 
 def run(total: int | None, show: bool = True) -> None:
