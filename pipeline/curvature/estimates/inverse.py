@@ -9,13 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypedDict
+
+import torch
 
 from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.arguments import check_tol
-from pipeline.curvature.estimates.recurrences import LinearSystem
 from pipeline.curvature.estimates.systems import METHODS, VecLike, scales_of, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.space import Vec
+
+
+class SystemOptions(TypedDict, total=False):
+    """The options that say which system is solved, and how: see `solve`."""
+
+    damping: float
+    tol: float
+    max_products: int | None
+    preconditioner: VecLike | None
+    method: str
 
 
 class ConvergenceError(RuntimeError):
@@ -29,7 +41,9 @@ class Inverse(LinearMap):
         A, damping, tol, max_products, preconditioner, method: see `solve`.
 
     Attributes:
-        system: the system that its products solve.
+        map: A.
+        limit: on A's products, for each system.
+        scales: the preconditioner: about the inverse of the diagonal of A + damping I, all above 0.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -60,12 +74,20 @@ class Inverse(LinearMap):
         if not math.isfinite(damping):
             raise ValueError(f"damping must be finite (damping: {damping})")
         check_tol(tol)
-        limit = 1000 if max_products is None else max_products
-        check_count("max_products", limit, least=2)  # a step and a check
-        scales = None if preconditioner is None else scales_of(A, preconditioner, damping)
-        self._map, self.space, self.block = A, A.space, A.block
-        self.system = LinearSystem(A.name, float(damping), A.space.dtype, scales, float(tol), limit, method)
-        self.name = f"inverse of ({A.name} + {self.system.damping:g} I)"
+        self.limit = check_count("max_products", 1000 if max_products is None else max_products, least=2)
+        self.map, self.space, self.block = A, A.space, A.block
+        self.damping, self.tol, self.method = float(damping), float(tol), method
+        self.scales = None if preconditioner is None else scales_of(A, preconditioner, damping)
+        self.name = f"inverse of ({A.name} + {self.damping:g} I)"
+
+    @property
+    def eps(self) -> float:
+        """Of the vectors' entries: what rounding leaves."""
+        return torch.finfo(self.space.dtype).eps
+
+    def scaled(self, vec: Vec) -> Vec:
+        """The preconditioner times a vector: a new one, or the same where there is none."""
+        return vec if self.scales is None else [part * scale for part, scale in zip(vec, self.scales, strict=True)]
 
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
         """The solution for each of some right-hand sides.
@@ -74,18 +96,17 @@ class Inverse(LinearMap):
             ConvergenceError: a system was not solved to the tolerance; the result would be another matrix.
             IndefiniteError, FloatingPointError: see `solve`.
         """
-        results = solved(self._map, self.system, vectors)
+        results = solved(self, vectors)
         worst = max((result.residual for result in results), default=0.0)
-        if not worst <= self.system.tol:
+        if not worst <= self.tol:
             raise ConvergenceError(
                 f"{self.name}: relative residual {worst:.2g} after {max(result.products for result in results)} "
-                f"products, tol {self.system.tol:.2g}, max_products {self.system.limit}. "
+                f"products, tol {self.tol:.2g}, max_products {self.limit}. "
                 "Use more damping, more products, a preconditioner or a larger tol."
             )
         return [result.x for result in results]
 
     def fingerprint(self) -> str:
-        scales = self.system.scales
-        weight = "none" if scales is None else repr(self.space.norm(scales))
-        settings = f"{self.system.damping!r} {self.system.tol!r} {self.system.limit} {self.system.method}"
-        return f"inverse {settings} {weight} of {self._map.fingerprint()}"
+        weight = "none" if self.scales is None else repr(self.space.norm(self.scales))
+        settings = f"{self.damping!r} {self.tol!r} {self.limit} {self.method}"
+        return f"inverse {settings} {weight} of {self.map.fingerprint()}"

@@ -16,11 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
 from pipeline.curvature.space import Vec, add_, copy, scale_
+
+if TYPE_CHECKING:
+    from pipeline.curvature.estimates.inverse import Inverse
 
 T = TypeVar("T")
 
@@ -65,40 +68,8 @@ class SystemState:
 Steps: TypeAlias = Generator[ProductRequest | DotsRequest, Any, T]
 
 
-@dataclass(frozen=True)
-class LinearSystem:
-    """The system that the right-hand sides share, and how it is solved.
-
-    Attributes:
-        name: of A.
-        damping: M is A + damping I.
-        dtype: of vectors.
-        scales: the preconditioner: about the inverse of M's diagonal, all above 0.
-        tol: of the true residual, relative to b.
-        limit: on products.
-        method: "cg" or "minres".
-    """
-
-    name: str
-    damping: float
-    dtype: torch.dtype
-    scales: Vec | None
-    tol: float
-    limit: int
-    method: str
-
-    @property
-    def eps(self) -> float:
-        """Of the entries: what rounding leaves."""
-        return torch.finfo(self.dtype).eps
-
-    def scaled(self, vec: Vec) -> Vec:
-        """The preconditioner times a vector: a new one, or the same where there is none."""
-        return vec if self.scales is None else [part * scale for part, scale in zip(vec, self.scales, strict=True)]
-
-
 def conjugate_gradients(
-    system: LinearSystem, residual: Vec, target_norm: float, limit: int, norm: float, state: SystemState
+    system: Inverse, residual: Vec, target_norm: float, limit: int, norm: float, state: SystemState
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual.
 
@@ -143,7 +114,7 @@ def conjugate_gradients(
 
 
 def minimal_residual(
-    system: LinearSystem, residual: Vec, target_norm: float, limit: int, norm: float, state: SystemState
+    system: Inverse, residual: Vec, target_norm: float, limit: int, norm: float, state: SystemState
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual for any symmetric M; where there is no solution, it heads for the smallest residual.
 
@@ -200,9 +171,9 @@ def _unit(fresh: Vec, scaled: Vec, norm: float) -> tuple[Vec, Vec]:
     return scale_(fresh, 1.0 / norm), along
 
 
-def _indefinite(system: LinearSystem, curvature: float, step: int) -> str:
+def _indefinite(system: Inverse, curvature: float, step: int) -> str:
     return (
-        f"{system.name} + damping * I is not positive definite: conjugate gradients met curvature {curvature:.3g} "
+        f"{system.map.name} + damping * I is not positive definite: conjugate gradients met curvature {curvature:.3g} "
         f"(p.Mp / p.p) at step {step}, with damping {system.damping:g}. Use a damping above "
         f"{system.damping - curvature:.3g}, maybe well above, since the smallest eigenvalue may be lower still; "
         "or a matrix that is never negative, such as GaussNewton; or method='minres', which solves indefinite systems."

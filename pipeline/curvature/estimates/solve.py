@@ -8,19 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from pipeline.curvature.estimates.inverse import Inverse
-from pipeline.curvature.estimates.recurrences import IndefiniteError, LinearSystem
-from pipeline.curvature.estimates.resume import Resumable, RunOptions
+from pipeline.curvature.estimates.inverse import Inverse, SystemOptions
+from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.systems import VecLike, fitting, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec
-
-__all__ = ["IndefiniteError", "Solution", "solve"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +55,11 @@ def solve(
     A: LinearMap,
     b: VecLike,
     *,
-    damping: float = 0.0,
-    tol: float = 1e-6,
-    max_products: int | None = None,
-    preconditioner: VecLike | None = None,
     start: VecLike | None = None,
-    method: str = "cg",
     show: bool | None = None,
     resume: str | os.PathLike[str] | None = None,
     save_every: float = 300.0,
+    **options: Unpack[SystemOptions],
 ) -> Solution:
     """Solves (A + damping I) x = b.
 
@@ -76,14 +69,15 @@ def solve(
     Args:
         A: a symmetric matrix.
         b: the right-hand side: its entries by name, or in one process as a flat tensor; or a vector of A's space.
-        damping: added to all eigenvalues of A.
-        tol: of `|b - (A + damping I) x| / |b|`. In float32 hardly below 1e-6.
+        damping: added to all eigenvalues of A; 0 by default.
+        tol: of `|b - (A + damping I) x| / |b|`. 1e-6 by default; in float32 hardly less.
         max_products: with A, at least 2; 1000 if None.
         preconditioner: A's diagonal, about (damping is added to it here): one entry for each of b, such that
             entry + damping is above 0. Helps where the diagonal's entries differ much in size.
         start: a guess of x; zeros if None.
-        method: "cg", conjugate gradients, for A + damping I positive definite; "minres" for any that has an inverse; it
-            leaves alone what lies along eigenvalues below about 1e-9 of the largest, in float32 below 7e-4.
+        method: "cg", the default, conjugate gradients, for A + damping I positive definite; "minres" for any that has
+            an inverse; it leaves alone what lies along eigenvalues below about 1e-9 of the largest, in float32 below
+            7e-4.
         show, resume, save_every: see `RunOptions`.
 
     Raises:
@@ -103,14 +97,12 @@ def solve(
         >>> solution.converged, solution.x["0.weight"].round(decimals=6).tolist()
         (True, [[1.0, 2.0, 1.0]])
     """
-    system = Inverse(
-        A, damping=damping, tol=tol, max_products=max_products, preconditioner=preconditioner, method=method
-    ).system
+    system = Inverse(A, **options)
     vec, guess = fitting(A.space, b, "b"), None if start is None else fitting(A.space, start, "start")
-    settings = {} if resume is None else _settings(A, system, vec, guess)
-    title, options = f"solve with {A.name}", RunOptions(show=show, resume=resume, save_every=save_every)
-    with Resumable(A, title, None, settings, **options) as run:
-        (result,) = solved(A, system, [vec], guess, run)
+    settings = {} if resume is None else _settings(system, vec, guess)
+    title = f"solve with {A.name}"
+    with Resumable(A, title, None, settings, show=show, resume=resume, save_every=save_every) as run:
+        (result,) = solved(system, [vec], guess, run)
     return Solution(
         matrix=A.name,
         x={name: part.detach().cpu() for name, part in A.space.named(result.x).items()},
@@ -123,12 +115,12 @@ def solve(
     )
 
 
-def _settings(A: LinearMap, system: LinearSystem, b: Vec, start: Vec | None) -> dict[str, Any]:
+def _settings(system: Inverse, b: Vec, start: Vec | None) -> dict[str, Any]:
     """The traits that must be the same for a run to go on."""
     return {
         "file": "solve 2", "method": system.method, "damping": system.damping, "tol": system.tol,
-        "max_products": system.limit, "block": A.block, "b": _digest(A.space, b), "start": _digest(A.space, start),
-        "preconditioner": _digest(A.space, system.scales),
+        "max_products": system.limit, "block": system.block, "b": _digest(system.space, b),
+        "start": _digest(system.space, start), "preconditioner": _digest(system.space, system.scales),
     }  # fmt: skip
 
 

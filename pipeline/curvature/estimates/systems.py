@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.recurrences import (
     DotsRequest,
-    LinearSystem,
     ProductRequest,
     Steps,
     SystemState,
@@ -31,28 +29,28 @@ from pipeline.curvature.forms import taken
 from pipeline.curvature.linear import LinearMap, blocks
 from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
 
+if TYPE_CHECKING:
+    from pipeline.curvature.estimates.inverse import Inverse
+
 VecLike: TypeAlias = Vec | Mapping[str, Tensor] | Tensor  # one vector: of the space, by name, or flat
 
 METHODS = {"cg": conjugate_gradients, "minres": minimal_residual}
 
 
-@dataclass(frozen=True)
-class SystemResult:
+class SystemResult(NamedTuple):
     """The result of one system."""
 
     x: Vec
-    residual: float
-    """The true one, divided by the norm of b."""
+    residual: float  # the true one, divided by the norm of b
     products: int
 
 
 def solved(
-    A: LinearMap, system: LinearSystem, bs: Sequence[Vec], start: Vec | None = None, run: Resumable | None = None
+    system: Inverse, bs: Sequence[Vec], start: Vec | None = None, run: Resumable | None = None
 ) -> list[SystemResult]:
-    """The end of each system, `A.block` of them at a time. `bs` and `start` are not changed.
+    """The end of each system, `system.block` of them at a time. `bs` and `start` are not changed.
 
     Args:
-        A: the matrix.
         system: what they share.
         bs: the right-hand sides.
         start: a guess of each solution.
@@ -62,6 +60,7 @@ def solved(
         IndefiniteError: by "cg", where A + damping I is not positive definite.
         FloatingPointError: a vector has entries that are not finite.
     """
+    A = system.map
     saved = {} if run is None or run.saved_state is None else dict(run.saved_state)
     spent = saved.pop("products", 0)
     vectors = {name: from_host(A.space, saved[name]) for name in saved if name.endswith("vectors")}
@@ -125,7 +124,7 @@ def _dots(A: LinearMap, requests: Mapping[int, DotsRequest]) -> dict[int, list[f
     return {index: [next(numbers) for _ in request.pairs] for index, request in requests.items()}
 
 
-def _solve_one(system: LinearSystem, b: Vec, start: Vec | None, state: SystemState) -> Steps[SystemResult]:
+def _solve_one(system: Inverse, b: Vec, start: Vec | None, state: SystemState) -> Steps[SystemResult]:
     """Runs the recurrence on what is left of b, until the true residual is small enough or falls no more.
 
     Args:

@@ -15,8 +15,8 @@ from ranked_map import RankedMap, on_ranks
 from torch import Tensor
 
 from pipeline.curvature.estimates.inverse import ConvergenceError, Inverse
-from pipeline.curvature.estimates.recurrences import LinearSystem, ProductRequest, SystemState
-from pipeline.curvature.estimates.solve import IndefiniteError, Solution, solve
+from pipeline.curvature.estimates.recurrences import IndefiniteError, ProductRequest, SystemState
+from pipeline.curvature.estimates.solve import Solution, solve
 from pipeline.curvature.estimates.systems import METHODS, SystemResult, solved
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
@@ -152,8 +152,8 @@ def test_minres_gives_no_garbage_where_there_is_no_solution(seed, dtype):
 def test_residual_that_a_recurrence_goes_by_is_the_true_one(method, jacobi):
     """Step by step: what it announces with a product is what b - A x is for the x that it has by then."""
     A = DenseMap(positive(20, 100.0, 6) + torch.diag(torch.logspace(0.0, 2.0, 20, dtype=torch.float64)))
-    scales = [1.0 / part for part in A.space.cut(A.matrix.diag())] if jacobi else None
-    system, b = LinearSystem("dense matrix", 0.0, torch.float64, scales, 1e-6, 12, method), right(A, 2)
+    diagonal = A.space.cut(A.matrix.diag()) if jacobi else None
+    system, b = Inverse(A, preconditioner=diagonal, method=method), right(A, 2)
 
     def run(limit: int) -> tuple[Vec, list[float]]:
         steps, announced = METHODS[method](system, [part.clone() for part in b], 0.0, limit, 0.0, SystemState()), []
@@ -230,7 +230,7 @@ def test_several_right_hand_sides_share_their_calls():
     A = CountingMap(positive(20, 50.0, 3), block=3)
     bs = [right(A, seed) for seed in range(5)]
     bs[1] = [torch.zeros_like(part) for part in bs[1]]
-    together = solved(A, Inverse(A, damping=0.1, tol=1e-9).system, bs)
+    together = solved(Inverse(A, damping=0.1, tol=1e-9), bs)
     assert A.asked == sum(one.products for one in together)
     assert A.calls == max(one.products for one in together[:3]) + max(one.products for one in together[3:])
     for b, one in zip(bs, together, strict=True):
@@ -240,7 +240,7 @@ def test_several_right_hand_sides_share_their_calls():
 
 def test_no_right_hand_side_gives_no_solution():
     A = DenseMap(torch.eye(3))
-    assert solved(A, Inverse(A).system, []) == []
+    assert solved(Inverse(A), []) == []
 
 
 def test_zero_has_solution_zero_without_a_product():
@@ -336,7 +336,7 @@ def test_ranks_agree_with_one_process_at_two_all_reduces_a_step(method, reduces)
     def run(A: RankedMap) -> tuple[list[SystemResult], int]:
         bs = [A.space.random("normal", 0, index) for index in range(3)]
         weights = A.space.cut(matrix.diag())
-        return solved(A, Inverse(A, tol=1e-9, preconditioner=weights, method=method).system, bs), A.space.reduces
+        return solved(Inverse(A, tol=1e-9, preconditioner=weights, method=method), bs), A.space.reduces
 
     found = on_ranks(matrix, [4, 1, 8], run)
     A = DenseMap(matrix)
