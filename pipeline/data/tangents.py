@@ -62,20 +62,17 @@ class LeafGrads(NamedTuple):
     """The gradients that go back from a stage.
 
     Attributes:
-        gradient: at each leaf. None: it is not sent.
-        products: the same, for each direction.
-        derivative: of the first direction all parts, at the leaves and at the parameters.
+        groups: at each leaf the loss's gradient, where it is sent, and then each direction's product.
+        derivative: of the first direction all parts, at the leaves and at the parameters, where it is to be checked.
     """
 
-    gradient: Grads | None
-    products: list[Grads]
+    groups: list[Grads]
     derivative: Grads = ()
 
     def messages(self, inbox: Inbox) -> list[Grads]:
         """From groups over all leaves to one message for each value that was read."""
-        groups = self.products if self.gradient is None else [self.gradient, *self.products]
         lives = [sum(needs) for needs in inbox.values.split(inbox.needs)]
-        return _regrouped([parts_of(group, lives) for group in groups], len(lives))
+        return _regrouped([parts_of(group, lives) for group in self.groups], len(lives))
 
 
 def groups_of(messages: Sequence[Grads], lives: Sequence[int], count: int) -> list[Grads]:

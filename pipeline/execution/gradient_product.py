@@ -87,8 +87,8 @@ class GradientProduct(Product):
         _, cotangent = self._of_owners.get(id(owner), (owner, None))
         return [None if cotangent is None else cotangent.to(device)]
 
-    def _add(self, stage: int, owner: Tensor, products: Sequence[Tensor | None], gradient: Tensor | None) -> None:
-        (product,) = products
+    def _add(self, stage: int, owner: Tensor, parts: Sequence[Tensor | None]) -> None:
+        (product,) = parts
         if product is not None:
             _, _, total = self._sums.get((stage, id(owner)), (stage, owner, None))
             sum_of_products = add_grads(total, product)

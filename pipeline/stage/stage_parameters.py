@@ -18,7 +18,7 @@ from pipeline.stage.parameters import Aliases
 
 # A parameter -> its part of each direction, where the stage is. None: it has none.
 DirectionParts: TypeAlias = Callable[[Tensor], Sequence[Tensor | None]]
-AddToSums: TypeAlias = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], None]  # to the sums of a parameter
+AddToSums: TypeAlias = Callable[[Tensor, Sequence[Tensor | None]], None]  # to the sums of a parameter
 
 
 class StageParameters:
@@ -76,10 +76,10 @@ class StageParameters:
         """Whether no other backward follows that of this direction, so that graphs may be freed."""
         return number + 1 == self.count and not self.captured
 
-    def add(self, products: Sequence[Grads], gradient: Grads | None) -> None:
-        """Give each parameter its parts: one of each product, and that of the gradient."""
+    def add(self, groups: Sequence[Grads]) -> None:
+        """Give each parameter its parts: that of the gradient, where it is wanted, and one of each product."""
         for index, (owner, _) in enumerate(self.owners):
-            self._add(owner, [parts[index] for parts in products], None if gradient is None else gradient[index])
+            self._add(owner, [group[index] for group in groups])
 
     def release(self) -> None:
         """Drop the parts of the directions."""

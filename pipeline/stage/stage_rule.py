@@ -308,17 +308,15 @@ class StageRule:
             with self.parameters.hooks_asleep():
                 products.append(gradients_of(outs, targets, along, retain=not self.parameters.is_last(number)))
         first = tuple([None if grad is None else grad.detach() for grad in grads])
-        return self._handed(graph, first if wanted else None, products, first)
+        back = self._handed(graph, [first, *products], first_wanted=0 if wanted else 1)
+        return back._replace(derivative=products[0]) if products else back
 
-    def pull_first(
-        self, graph: ProductGraph, cotangents: Sequence[Grads], gradient: Grads | None
-    ) -> LeafGrads:
-        """B of J^T A J: plain backwards of each direction's cotangents, and of the loss's where it is wanted."""
-        groups = [*cotangents] if gradient is None else [gradient, *cotangents]
+    def pull_first(self, graph: ProductGraph, groups: Sequence[Grads]) -> LeafGrads:
+        """B of J^T A J: plain backwards of the loss's gradient, where it is wanted, and each direction's cotangents."""
         last = None if self.parameters.captured else len(groups) - 1
-        products = [self._pulled(graph, grads, retain=number != last) for number, grads in enumerate(groups)]
-        first = None if gradient is None else products.pop(0)
-        return self._handed(graph, first, products, first)
+        return self._handed(
+            graph, [self._pulled(graph, grads, retain=number != last) for number, grads in enumerate(groups)]
+        )
 
     def _pulled(
         self, graph: ProductGraph, seeds: Sequence[Tensor | None], create_graph: bool = False, retain: bool = True
@@ -330,18 +328,11 @@ class StageRule:
                 [root for root, _ in live], self.targets(graph), [seed for _, seed in live], create_graph, retain
             )
 
-    def _handed(
-        self, graph: ProductGraph, gradient: Grads | None, products: Sequence[Grads], first: Grads | None
-    ) -> LeafGrads:
-        """Give the parameters their parts; return those of the leaves."""
+    def _handed(self, graph: ProductGraph, groups: Sequence[Grads], first_wanted: int = 0) -> LeafGrads:
+        """Give the parameters their parts, from group `first_wanted` on; return those of the leaves."""
         inputs = len(graph.leaves)
-        self.parameters.add(
-            [parts[inputs:] for parts in products], None if gradient is None else gradient[inputs:]
-        )
-        return LeafGrads(
-            None if first is None else first[:inputs], [parts[:inputs] for parts in products],
-            products[0] if products else ()
-        )
+        self.parameters.add([group[inputs:] for group in groups[first_wanted:]])
+        return LeafGrads([group[:inputs] for group in groups])
 
     def release(self) -> None:
         """Drop all records."""

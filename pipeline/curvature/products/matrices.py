@@ -36,8 +36,7 @@ class HessianProduct(ProductCall):
         ends = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tree.tensors]
         loss, initial_grad = self.loss_end(chunk, tree, ends)
         if not loss.requires_grad:
-            no_grads: Grads = (None,) * len(graph.leaves)
-            return LeafGrads(no_grads, [no_grads] * self._task.number)
+            return self._no_grads(graph)
         self._reached = True
         self._rule_check.check_loss(chunk, loss, ends, tree.tensors, partial(self.loss_end.gradient_at, chunk, tree))
         compared_ends = [end for end in ends if end.requires_grad] if self.loss_end.compares else []
@@ -78,8 +77,7 @@ class FirstOrderProduct(ProductCall):
         leaves = [leaf for leaf in outputs if leaf.requires_grad]
         loss, initial_grad = self.loss_end(chunk, tree, outputs)
         if not loss.requires_grad:
-            no_grads: Grads = (None,) * len(graph.leaves)
-            return LeafGrads(no_grads if self._task.gradient else None, [no_grads] * self._task.number)
+            return self._no_grads(graph)
         self._reached = True
         if not self.is_linear:
             self._rule_check.check_loss(
@@ -92,11 +90,10 @@ class FirstOrderProduct(ProductCall):
         tangents = run.push(graph, inbox.tangents) if graph.roots else []
         self._rule_check.confirm(run, chunk, inbox, of_output, tangents[0] if tangents else ())
         cotangents = self.cotangents(chunk, tree, leaves, grads, tangents)
-        return run.pull_first(graph, cotangents, first if self._task.gradient else None)
+        return run.pull_first(graph, [first, *cotangents] if self._task.gradient else cotangents)
 
     def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> LeafGrads:
-        first = groups.pop(0) if self._task.gradient else None
-        return run.pull_first(graph, groups, first)
+        return run.pull_first(graph, groups)
 
     @abstractmethod
     def cotangents(

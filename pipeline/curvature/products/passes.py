@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +27,6 @@ from pipeline.curvature.products.loss_end import LossProduct
 from pipeline.curvature.products.matrices import FisherProduct
 from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.sharded import ParameterSpace
-from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.products.task import OnResult, ProductTask, StageChecks
 from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import Loss, LossFn
@@ -118,22 +118,22 @@ class Passes:
         with turn(), torch.inference_mode(False):  # one pass at a time: each finds the parameters in their places
             named = self.space.parameters()  # held: no other gets the id of one
             slots = {id(parameter): self.space.slots[name] for name, parameter in named.items()}
-            task = ProductTask(vectors, slots, gradient, self.checks, on_result, shift)
             runtime = self.pipe.runtime
             shared = read_by_several(runtime.stages()) | set(map(id, runtime.tied().values()))
-            sums = Sums(self.space, task, shared)
-            total, loss, reached = self._sum_minibatches(task, sums, first)
+            sums = [self.space.zeros() for _ in range(len(vectors) + gradient)]
+            task = ProductTask(vectors, slots, gradient, sums, shared, self.checks, on_result, shift)
+            total, loss, reached = self._sum_minibatches(task, first)
             if not reached:
                 raise RuntimeError(
                     "the loss does not depend on any of the parameters: the output is detached, or params= leaves out "
                     "all that are used."
                 )
-            if total:
-                sums.divide_(total)
+            for shard in itertools.chain(*sums) if total else ():
+                shard.div_(total)
             mean_loss = torch.tensor(loss / (total or 1.0), **HOST)
-            return PassResult(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, mean_loss)
+            return PassResult(sums[gradient:], sums[0] if gradient else None, mean_loss)
 
-    def _sum_minibatches(self, task: ProductTask, sums: Sums, vector: int) -> tuple[float, float, bool]:
+    def _sum_minibatches(self, task: ProductTask, vector: int) -> tuple[float, float, bool]:
         """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""
         total, loss, reached = 0.0, 0.0, False
         batches = iter(self.data)
@@ -143,7 +143,7 @@ class Passes:
                 item = _next(batches)
                 if item is None:
                     communicator.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
-                    sums.join(communicator)
+                    task.join(communicator)
                     self.compares = not is_proven
                     return total, loss, reached
                 options = {
@@ -153,7 +153,7 @@ class Passes:
                 }  # fmt: skip
                 with self._prepared(self.seed + number):
                     seed = self.seed + number
-                    verdict, own_loss = self._minibatch(task, sums, item, first, seed, options, communicator)
+                    verdict, own_loss = self._minibatch(task, item, first, seed, options, communicator)
                 assert verdict.loss is not None  # some rank has the last stage
                 weight = 1.0 if verdict.divisor is None else verdict.divisor.item()
                 total += 0.0 if verdict.divisor is None else weight
@@ -163,8 +163,8 @@ class Passes:
             number += 1
 
     def _minibatch(
-        self, task: ProductTask, sums: Sums, item: MiniBatch, first: Loss | None, seed: int,
-        options: Mapping[str, object], communicator: Communicator,
+        self, task: ProductTask, item: MiniBatch, first: Loss | None, seed: int, options: Mapping[str, object],
+        communicator: Communicator,
     ) -> tuple[Verdict, Loss]:  # fmt: skip
         """Run one. `options` are the same on all ranks."""
         # Tensors that autograd may save.
@@ -181,7 +181,7 @@ class Passes:
         execution = Execution(setup, batch)
         compares = setup.compares or self.compares
         loss_end = LossProduct(execution, self.loss_fn, self.reduction, target_batch, first, compares)
-        call = self.product(execution, task, loss_end, sums)
+        call = self.product(execution, task, loss_end)
         verdict = call.run()
         self.captures = self.captures or call.captures
         return verdict, loss_end.loss

@@ -17,10 +17,9 @@ from pipeline.curvature.products.forward_mode import ForwardMode
 from pipeline.curvature.products.loss_end import LossProduct
 from pipeline.curvature.products.new_forwards import NewForwards
 from pipeline.curvature.products.stage_check import RuleCheck, of_output
-from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.products.task import ProductTask
 from pipeline.data.pytrees import Activations
-from pipeline.data.tangents import Inbox
+from pipeline.data.tangents import Inbox, LeafGrads
 from pipeline.execution.communicator import Verdict
 from pipeline.execution.execution import Execution
 from pipeline.execution.product import Product
@@ -29,7 +28,7 @@ from pipeline.recompute.snapshot import ForwardSnapshot
 from pipeline.stage.layers import StageLayers
 from pipeline.stage.parameters import Aliases
 from pipeline.stage.stage_parameters import StageParameters
-from pipeline.stage.stage_rule import StageRule
+from pipeline.stage.stage_rule import ProductGraph, StageRule
 
 
 class ProductCall(Product):
@@ -37,9 +36,8 @@ class ProductCall(Product):
 
     Args:
         execution: runs it.
-        task: the directions.
+        task: the directions, and the sums that the products are added to.
         loss_end: the loss behind the last stage.
-        sums: the products are added to them.
 
     Attributes:
         name: of the matrix.
@@ -47,15 +45,15 @@ class ProductCall(Product):
 
     name: str
 
-    def __init__(self, execution: Execution, task: ProductTask, loss_end: LossProduct, sums: Sums) -> None:
+    def __init__(self, execution: Execution, task: ProductTask, loss_end: LossProduct) -> None:
         self.loss_end = loss_end
         self._task = task
         self._rule_check = RuleCheck(task, execution.setup.compares, execution.batch.chunks)
-        stages = {index: self._stage(execution, layers, sums) for index, layers in execution.layers.items()}
+        stages = {index: self._stage(execution, layers) for index, layers in execution.layers.items()}
         super().__init__(execution, stages, task.number)
         self._reached = False  # the loss has come from a parameter
 
-    def _stage(self, execution: Execution, layers: StageLayers, sums: Sums) -> StageRule:
+    def _stage(self, execution: Execution, layers: StageLayers) -> StageRule:
         task, setup, index = self._task, execution.setup, layers.index
         device, bring = setup.layout.places[index].device, execution.bring(index)
         if task.shift is not None:
@@ -67,7 +65,7 @@ class ProductCall(Product):
         snapshot = ForwardSnapshot(
             layers.modules, execution.ambient, layers.name, index, setup.traits, setup.compares
         )
-        of_vectors, add = partial(task.along, device), partial(sums.add, index)
+        of_vectors, add = partial(task.along, device), partial(task.add, index)
         parameters = StageParameters(aliases, task.slots, task.number, of_vectors, add)
         seeder = Seeder(setup.seed, [device], execution.generators)
         is_cut = execution.batch.chunks > 1
@@ -123,6 +121,10 @@ class ProductCall(Product):
     def sends_gradient(self) -> bool:
         """Whether the loss's gradient goes back with the products."""
         return self._task.gradient
+
+    def _no_grads(self, graph: ProductGraph) -> LeafGrads:
+        """The gradients that go back from a loss that depends on no parameter."""
+        return LeafGrads([(None,) * len(graph.leaves)] * (self._task.number + self.sends_gradient))
 
 
 def _shifted_values(

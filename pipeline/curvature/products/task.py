@@ -1,8 +1,14 @@
-"""The task of a product: the directions, and whether the gradient is wanted too."""
+"""The task of a product: the directions, whether the gradient is wanted too, and the sums over all stages and chunks.
+
+    vectors --along--> a parameter's part of each direction      stage s, chunk i --add--> its entries of each sum
+    p that several stages read     parts by stage --join--> added in the order of the stages, over ranks too
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -11,6 +17,7 @@ from torch import Tensor
 from pipeline.curvature.products.finite_differences import Precision
 from pipeline.curvature.products.sharded import VectorSlice
 from pipeline.curvature.space import Vec
+from pipeline.execution.communicator import Communicator, StageGrad
 
 OnResult: TypeAlias = Callable[[int, float, Precision], None]  # (index of a stage, relative error, its precision)
 
@@ -29,13 +36,16 @@ class StageChecks(NamedTuple):
     forward: dict[int, bool]
 
 
-class ProductTask(NamedTuple):
+@dataclass(eq=False)
+class ProductTask:
     """The task of a product.
 
     Attributes:
         vectors: the directions.
         slots: of the parameters of the space in this process, by id.
         gradient: whether the gradient is wanted too.
+        sums: of the gradient, where it is wanted, and of each direction's product.
+        shared: the ids of parameters that several stages read.
         checks: of the stages, with what earlier products have found out.
         on_result: called for chunk 0 of each stage with the error of its rule against finite differences. None: only
             stages that must be checked are, and one that is wrong is an error.
@@ -45,9 +55,17 @@ class ProductTask(NamedTuple):
     vectors: Sequence[Vec]
     slots: Mapping[int, VectorSlice]
     gradient: bool
+    sums: list[Vec]
+    shared: Collection[int]
     checks: StageChecks
     on_result: OnResult | None = None
     shift: Vec | None = None
+    # A parameter may be captured by a stage that it is not registered in.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._views = [{key: slot.view(vec) for key, slot in self.slots.items()} for vec in self.sums]
+        self._parts: list[dict[tuple[int, int], StageGrad]] = [{} for _ in self.sums]
 
     @property
     def number(self) -> int:
@@ -63,3 +81,28 @@ class ProductTask(NamedTuple):
         """A parameter's part of the shift, on a device; None for one that stays."""
         slot = self.slots.get(id(owner))
         return None if slot is None or self.shift is None else slot.view(self.shift).to(device)
+
+    def add(self, stage: int, owner: Tensor, grads: Sequence[Tensor | None]) -> None:
+        """Add what a stage has computed for a parameter, to each of the sums."""
+        key = (stage, id(owner))
+        with self._lock:
+            for views, parts, grad in zip(self._views, self._parts, grads, strict=True):
+                if grad is None:
+                    continue
+                if id(owner) in self.shared:
+                    _, _, total = parts.get(key, (stage, owner, None))
+                    parts[key] = (stage, owner, grad if total is None else total + grad)
+                else:
+                    _add(views[id(owner)], grad)
+
+    def join(self, communicator: Communicator) -> None:
+        """Add up the parts of parameters that several stages read, here and on other ranks."""
+        for views, parts in zip(self._views, self._parts, strict=True):
+            totals = communicator.gradients.join(sorted(parts.values(), key=lambda part: part[0]))
+            for owner, whole in totals.values():
+                if id(owner) in self.slots:
+                    _add(views[id(owner)], whole)
+
+
+def _add(view: Tensor, grad: Tensor) -> None:
+    view.add_(grad if grad.device == view.device else grad.to(view.device))
