@@ -196,7 +196,7 @@ def density(
         True
     """
     _check(A, steps, runs, points, sigma, margin)
-    settings = {"file": "density 2", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
+    settings = {"file": "density 3", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
     with Resumable(A, f"density of {A.name}", steps * runs, settings, **options) as run:
         matrices, spent = _lanczos(A, steps, runs, seed, run)
     rule = stacked([gauss(alphas, betas) for alphas, betas in matrices], steps)

@@ -135,7 +135,7 @@ def top_eigenpairs(
     goal = EigenpairGoal(k, which, tol, seed, A.block if block is None else block, max_basis, miss)
     goal = _checked(A, goal, max_products)
     run = LanczosRun(A, goal)
-    title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 2", **asdict(goal)}
+    title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 3", **asdict(goal)}
     with Resumable(A, title, max_products, settings, **options) as resumable:
         if resumable.saved_state is not None:
             run.go_on(resumable.saved_state)
@@ -181,8 +181,10 @@ def _advance(run: LanczosRun, max_products: int | None, on_progress: Callable[..
     """Steps until the run is done, or the next one would leave too few products for the residuals."""
     note = ""
     while True:
-        on_progress(run.current.products, run.state(), note)
-        if run.current.done or max_products is not None and run.current.products + run.next + run.goal.k > max_products:
+        current = run.current
+        on_progress(current.products, run.state(), note)
+        least = current.products + current.waiting + run.goal.k  # after the next step
+        if current.done or (max_products is not None and least > max_products):
             return
         note = f"{run.converged()} of {run.goal.k}, largest {run.current.largest:.4g}"
         run.step()  # and noted at once, so that an interrupt finds a state of these products

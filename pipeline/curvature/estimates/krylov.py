@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ NOISE = 32  # what is left of a product that lies in the basis, in units of its 
 
 class Basis:
     """Orthonormal vectors of a space, this process's part of them.
-
-    Attributes:
-        slabs: all memory of the rows, [slab][shard]: what `restored` takes.
 
     Example:
         >>> import torch
@@ -122,11 +119,13 @@ class Basis:
                     strip[: len(part)] = part
         self.cut(factors.shape[1])
 
-    def restored(self, slabs: Sequence[Sequence[Tensor]], rows: int) -> Basis:
-        """This basis with the rows that another one had, in the same memory layout, so that sums round alike."""
-        self.slabs = from_host(self.space, slabs)
-        self._rows = rows
-        return self
+    def state(self) -> dict[str, Any]:
+        """All that it holds, by reference: in the memory layout in which sums round alike."""
+        return {"slabs": self.slabs, "rows": self._rows}
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self.slabs, self._rows = from_host(self.space, state["slabs"]), state["rows"]
 
     def _filled(self, index: int) -> list[Tensor]:
         """On one shard the slabs' rows that hold something."""

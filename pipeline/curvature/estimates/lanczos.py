@@ -56,7 +56,6 @@ class LanczosState:
     drawn: int = 0  # random vectors
     image: float = 0.0  # the largest norm of a product with a unit vector
     largest: float = 0.0  # magnitude of a Ritz value
-    judged: bool = True  # whether `_judge` has seen the last products
     done: bool = False
 
     @property
@@ -78,18 +77,12 @@ class LanczosRun:
         self._ritz = ritz(self.current.projection)
 
     def step(self) -> None:
-        """Multiply the rows that wait; or after that lock what has converged, or cut down a full space."""
-        if not self.current.judged:
-            self._judge()
-        elif self.current.waiting:
+        """Multiply the rows that wait, and then lock what has converged, or cut down a full space; or begin a round."""
+        if self.current.waiting:
             self._multiply()
+            self._judge()
         else:
             self._begin_round()
-
-    @property
-    def next(self) -> int:
-        """The number of products of the next step."""
-        return self.current.waiting if self.current.judged else 0
 
     def best(self) -> list[Vec]:
         """New vectors: the k best approximations now, the most wanted first."""
@@ -108,13 +101,13 @@ class LanczosRun:
         """All that a run needs to go on."""
         chain = self.current.chain
         place = {**vars(self.current), "chain": None if chain is None else vars(chain)}
-        return {"place": place, "slabs": self.basis.slabs, "rows": len(self.basis)}
+        return {"place": place, "basis": self.basis.state()}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Take over a state."""
         fields = dict(state["place"])
         fields["chain"] = None if fields["chain"] is None else EigenvectorMap(**fields["chain"])
-        self.basis = Basis(self.map.space).restored(state["slabs"], state["rows"])
+        self.basis.go_on(state["basis"])
         self.current = LanczosState(**fields)
         self._ritz = ritz(self.current.projection)
 
@@ -160,7 +153,7 @@ class LanczosRun:
                 column += 1
         projection = projection[: len(self.basis) - locked_count]
         products = current.products + waiting
-        self.current = replace(current, projection=projection, products=products, image=image, judged=False)
+        self.current = replace(current, projection=projection, products=products, image=image)
 
     def _judge(self) -> None:
         """Decide what comes after products."""
@@ -173,11 +166,9 @@ class LanczosRun:
         if fresh and (enough or not self.current.waiting):
             self._lock(pairs, picks)
         elif not fresh and self._is_complete(pairs):
-            self.current = replace(self.current, judged=True, done=True)
+            self.current = replace(self.current, done=True)
         elif self.goal.most is not None and len(self.basis) + self.current.waiting > self.goal.most:
             self._restart(pairs, len(fresh))
-        else:
-            self.current = replace(self.current, judged=True)
 
     def _best(self) -> tuple[RitzPairs, list[int]]:
         """The k best of the locked, which come first, and the Ritz values, which must be better by more than noise."""
@@ -205,7 +196,7 @@ class LanczosRun:
         """Keep the k best, and forget the rest of the space."""
         values = torch.cat([self.current.locked, pairs.values])[picks]
         empty = torch.zeros(0, 0, **HOST)
-        new_state = replace(self.current, locked=values, projection=empty, chain=None, starts=0, judged=True)
+        new_state = replace(self.current, locked=values, projection=empty, chain=None, starts=0)
         self._rotate(self._factors(pairs, picks), new_state)
 
     def _factors(self, pairs: RitzPairs, picks: list[int]) -> Tensor:
@@ -226,7 +217,7 @@ class LanczosRun:
         )
         chain = None if self.current.chain is None else self.current.chain.followed(pairs, len(keep))
         projection = torch.cat([torch.diag(pairs.values[keep]), pairs.rest[:, keep]])
-        self._rotate(factors, replace(self.current, projection=projection, chain=chain, judged=True))
+        self._rotate(factors, replace(self.current, projection=projection, chain=chain))
 
     def _rotate(self, factors: Tensor, new_state: LanczosState) -> None:
         self.basis.rotate_(factors)

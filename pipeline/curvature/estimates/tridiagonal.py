@@ -111,14 +111,12 @@ class _LanczosLane:
 
     def state(self) -> dict[str, Any]:
         """All that it needs to go on."""
-        numbers = {"alphas": self.alphas, "betas": self.betas, "scale": self.scale, "is_done": self.is_done}
-        return {"slabs": self.basis.slabs, "rows": len(self.basis), **numbers}
+        return {"basis": self.basis.state(), "numbers": [self.alphas, self.betas, self.scale, self.is_done]}
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Take over a state."""
-        self.alphas, self.betas = state["alphas"], state["betas"]
-        self.scale, self.is_done = state["scale"], state["is_done"]
-        self.basis = Basis(self.space).restored(state["slabs"], state["rows"])
+        self.basis.go_on(state["basis"])
+        self.alphas, self.betas, self.scale, self.is_done = state["numbers"]
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         return torch.tensor(self.alphas, **HOST), torch.tensor(self.betas, **HOST)
