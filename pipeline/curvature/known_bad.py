@@ -84,10 +84,10 @@ _BATCH_NORM_CALLS = (torch.batch_norm, functional.batch_norm)  # `training` is t
 
 
 class BatchNormGuard(TorchFunctionMode):
-    """Within: a batch norm by the statistics of its rows is refused, also one on data, which no graph shows.
+    """Within: a batch norm by the statistics of its rows is refused: that of a module, of a function, or on data.
 
     Args:
-        stage: how an error names the stage.
+        stage: how an error names the stage, or the loss.
     """
 
     def __init__(self, stage: str) -> None:
@@ -178,14 +178,14 @@ def _old_weight_norms(module: nn.Module) -> Iterator[Any]:
     return (hook for hook in _hooks(module) if isinstance(hook, WeightNorm) and "compute_weight" not in vars(hook))
 
 
-def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int, until: Sequence[Tensor] = ()) -> bool:
+def refuse_nodes(stage: str, roots: Sequence[Tensor], until: Sequence[Tensor] = ()) -> bool:
     """Look at a stage's graph, or the loss's down to `until`, before it is differentiated twice.
 
     Returns:
         Whether it has an autograd.Function of the user's, which must be checked by numbers.
 
     Raises:
-        ValueError: an operation has a wrong second derivative, or looks at other rows.
+        ValueError: an operation has a wrong second derivative.
     """
     nodes = nodes_of(with_graphs(roots), until)
     for node in nodes:
@@ -194,9 +194,6 @@ def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int, until: Sequen
                 f"{stage} calls torch._weight_norm, whose second derivative is wrong in torch. Use "
                 "torch.nn.utils.parametrizations.weight_norm, which is written out here, or v * (g / v.norm(...))."
             )
-        looks_at_all = "BatchNorm" in node.name() and getattr(node, "_saved_training", False)
-        if looks_at_all and chunks > 1 and not _is_instance_norm(node):
-            raise ValueError(_of_all_rows(f"a batch norm of {stage}"))
         if node.name() == "EmbeddingBackward0" and node._saved_scale_grad_by_freq:
             raise ValueError(_of_no_function(f"an embedding of {stage}"))
         if node.name().startswith(_NORMS) and _has_bias_alone(node):
@@ -214,14 +211,3 @@ def _has_bias_alone(node: Any) -> bool:
     """Whether a norm has a bias that requires a gradient, and no weight."""
     *_, (bias_node, _) = node.next_functions
     return bias_node is not None and node._saved_weight is None
-
-
-def _is_instance_norm(node: Any) -> bool:
-    """Whether a batch norm's one row is a view of all rows and channels: the statistics are those of each row."""
-    rows, columns, *rest = node._saved_input.shape
-    input_node, _ = node.next_functions[0]
-    if rows == 1 and input_node is not None and input_node.name() == "ViewBackward0":
-        first, second, *others = input_node._saved_self_sym_sizes
-        return bool(first * second == columns and others == rest)
-    affine = [parent.name() for parent, _ in node.next_functions[1:] if parent is not None]
-    return bool(rows == 1 and input_node is None and "RepeatBackward0" in affine)

@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.common.torch_modes import without_autocast
+from pipeline.curvature.known_bad import BatchNormGuard
 from pipeline.curvature.space import HOST
 from pipeline.data.loss import Loss, LossFn
 from pipeline.data.microbatch import Batch, halved, row_dim
@@ -75,7 +77,9 @@ class LossProduct(ChunkLosses):
     def _evaluate(self, loss_sum: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self._seed(chunk)
         ends = [tensor for tensor in tensors if tensor.requires_grad]
-        loss, weight, external = self.computed(loss_sum, chunk, tree, tensors, ends)
+        is_first_of_several = chunk == 0 and self._execution.batch.chunks > 1
+        with BatchNormGuard("loss_fn") if is_first_of_several else nullcontext():
+            loss, weight, external = self.computed(loss_sum, chunk, tree, tensors, ends)
         for leaf in external.values():
             raise RuntimeError(
                 f"loss_fn computes with a tensor of shape {list(leaf.shape)} that requires a gradient and is no "

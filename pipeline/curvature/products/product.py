@@ -48,7 +48,7 @@ class ProductCall(Product):
     def __init__(self, execution: Execution, task: ProductTask, loss_end: LossProduct) -> None:
         self.loss_end = loss_end
         self._task = task
-        self._rule_check = RuleCheck(task, execution.setup.compares, execution.batch.chunks)
+        self._rule_check = RuleCheck(task, execution.setup.compares)
         stages = {index: self._stage(execution, layers) for index, layers in execution.layers.items()}
         super().__init__(execution, stages, task.number)
         self._reached = False  # the loss has come from a parameter

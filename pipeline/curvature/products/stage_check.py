@@ -33,11 +33,10 @@ class RuleCheck:
     Args:
         task: of the product.
         compares: whether stages that were confirmed earlier are checked again.
-        chunks: the number of chunks.
     """
 
-    def __init__(self, task: ProductTask, compares: bool, chunks: int) -> None:
-        self._task, self._compares, self._chunks = task, compares, chunks
+    def __init__(self, task: ProductTask, compares: bool) -> None:
+        self._task, self._compares = task, compares
         self._doubtful: dict[int, int] = {}  # stages that must be checked, and for which chunk
 
     def inspect(self, layers: StageLayers, chunk: int, graph: ProductGraph) -> bool:
@@ -47,9 +46,9 @@ class RuleCheck:
             Whether the stage has an autograd.Function of the user's.
 
         Raises:
-            ValueError: an operation has a wrong second derivative, or looks at other rows.
+            ValueError: an operation has a wrong second derivative.
         """
-        is_doubtful = refuse_nodes(layers.name, graph.roots, self._chunks)
+        is_doubtful = refuse_nodes(layers.name, graph.roots)
         is_confirmed = layers.index in self._task.checks.confirmed
         if is_doubtful and self._task.checks.verify and (self._compares or not is_confirmed):
             self._doubtful.setdefault(layers.index, chunk)
@@ -85,7 +84,7 @@ class RuleCheck:
             ends: where its graph ends.
             output, gradient_at: see `loss_error`.
         """
-        is_doubtful = refuse_nodes("loss_fn", [loss], self._chunks, [end for end in ends if end.requires_grad])
+        is_doubtful = refuse_nodes("loss_fn", [loss], [end for end in ends if end.requires_grad])
         is_confirmed = LOSS in self._task.checks.confirmed and not self._compares
         is_asked = chunk == 0 if self._task.on_result is not None else is_doubtful and not is_confirmed
         if is_asked and self._task.number and (self._task.checks.verify or self._task.on_result is not None):

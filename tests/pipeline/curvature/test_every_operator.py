@@ -183,7 +183,7 @@ def error_by(operator: Operator, places: tuple[int, ...]) -> float | None:
         return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs], list(moved.values()), roots
 
     grads, leaves, roots = gradient(0.0)
-    if refuse_nodes("it", roots, 1):
+    if refuse_nodes("it", roots):
         return None
     pairs = [(grad, part) for grad, part in zip(grads, directions.values(), strict=True) if grad.requires_grad]
     outs, along = zip(*pairs, strict=True) if pairs else ((), ())

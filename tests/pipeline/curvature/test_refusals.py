@@ -168,6 +168,18 @@ def test_on_data_too_an_instance_norm_is_no_batch_norm():
         on_data(normed, ROWS, mixes_rows=True)
 
 
+def test_a_batch_norm_of_the_loss_over_several_chunks_is_refused():
+    """Also where the loss returns (sum, count), which is taken at its word otherwise."""
+    def loss(y, target):
+        return F.cross_entropy(F.batch_norm(y, None, None, training=True), target, reduction="sum"), len(target)
+
+    data = torch.randn(ROWS, 8, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0])
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)).double()
+    assert Hessian(Pipe(model, [1, 1]), data, loss).gradient()
+    with pytest.raises(ValueError, match="a batch norm of loss_fn normalises with the statistics.*use chunks=1"):
+        Hessian(Pipe(model, [1, 1], 2), data, loss).gradient()
+
+
 BIASED = {
     "layer norm": lambda x, w, b: F.layer_norm(x, (3,), None if w is None else w[0, 0], b[0, 0]),
     "batch norm": lambda x, w, b: F.batch_norm(
