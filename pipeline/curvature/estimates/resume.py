@@ -21,11 +21,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias, TypedDict
+from typing import Any, Self, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.space import Space, Vec
@@ -110,7 +110,8 @@ class RunFiles:
         part = self.path.with_name(self.path.name + ".part")
         try:
             with open(part, "wb") as file:
-                torch.save({"settings": self._settings, "step": step, "state": state}, file)
+                on_host = tree_map_only(Tensor, Tensor.cpu, state)
+                torch.save({"settings": self._settings, "step": step, "state": on_host}, file)
                 file.flush()
                 os.fsync(file.fileno())  # or a crash of the machine could leave a new name with old content
             if self._space.ranks > 1 and self.path.exists() and self._step_of(self.path) != step:
@@ -210,7 +211,7 @@ class Resumable:
         self.saved_state: SavedValue | None = None if self._saves is None else self._saves.latest()
         self._shows = A.space.rank == 0 and (sys.stderr.isatty() if show is None else show)
         self._title, self._total, self._bar, self._step = title, total, None, 0
-        self._recorded: _Recorded | None = None
+        self._recorded: tuple[int, SavedValue, tuple[int, ...]] | None = None  # step, state, versions of its tensors
         self._is_done = True
         self._counting_writes = torch.inference_mode(False)
 
@@ -229,10 +230,10 @@ class Resumable:
         advance, self._step = step - self._step, step
         self.advance(advance, note)
         if self._saves is not None:
-            leaves, structure = tree_flatten(state)
-            self._recorded = _Recorded(step, leaves, structure, _versions(leaves))
+            state = tree_map(lambda leaf: leaf, state)  # in containers of its own
+            self._recorded = step, state, _versions(state)
             if advance and self._saves.due():
-                self._saves.write(step, self._recorded.state())
+                self._saves.write(step, state)
 
     def advance(self, products: int, note: str = "") -> None:
         """Move the bar. A note replaces the one at its right, an empty one leaves it."""
@@ -254,32 +255,21 @@ class Resumable:
             self._bar = None
         if self._saves is None:
             return
-        recorded = self._recorded
         if error is None and self._is_done:
             self._saves.remove()
-        elif recorded is not None and _versions(recorded.leaves) == recorded.versions:
+        elif self._recorded is not None:
+            step, state, recorded_versions = self._recorded
+            if _versions(state) != recorded_versions:
+                return
             if error is None:
-                self._saves.write(recorded.step, recorded.state())
+                self._saves.write(step, state)
             else:
-                self._saves.rescue(recorded.step, recorded.state(), error)
+                self._saves.rescue(step, state, error)
 
 
-class _Recorded(NamedTuple):
-    """A state as it was after a step, in pieces, with what autograd says of the writes to its tensors."""
-
-    step: int
-    leaves: list[Any]
-    structure: TreeSpec
-    versions: tuple[int, ...]
-
-    def state(self) -> SavedValue:
-        """In the memory of the host."""
-        leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return tree_unflatten(leaves, self.structure)
-
-
-def _versions(leaves: Sequence[Any]) -> tuple[int, ...]:
-    return versions([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+def _versions(state: SavedValue) -> tuple[int, ...]:
+    """The counts that autograd keeps of writes to the tensors of a state."""
+    return versions([leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)])
 
 
 def _bar(total: int | None, title: str) -> Any:
