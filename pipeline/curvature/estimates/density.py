@@ -10,7 +10,7 @@ Xiao, "An investigation into neural net optimization via Hessian eigenvalue dens
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -198,30 +198,32 @@ def density(
     _check(A, steps, runs, points, sigma, margin)
     settings = {"file": "density 3", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
     with Resumable(A, f"density of {A.name}", steps * runs, settings, **options) as run:
-        matrices, spent = _lanczos(A, steps, runs, seed, run)
+        matrices = _lanczos(A, steps, runs, seed, run)
     rule = stacked([gauss(alphas, betas) for alphas, betas in matrices], steps)
     least = width(rule.nodes) if sigma is None else float(sigma)
     widths = torch.hypot(rule.reach if sigma is None else torch.zeros_like(rule.reach), torch.tensor(least, **HOST))
-    return _curve(A, rule, widths, least, edges(rule.nodes, widths, points, margin), spent)
+    return _curve(A, rule, widths, least, edges(rule.nodes, widths, points, margin), _spent(matrices))
 
 
-def _lanczos(
-    A: LinearMap, steps: int, runs: int, seed: int, run: Resumable
-) -> tuple[list[tuple[Tensor, Tensor]], int]:
-    """Each run's tridiagonal matrix, and the products that all took."""
-    saved = run.saved_state or {"ended": [], "lanes": None, "products": 0}
-    ended, lanes, spent = [tuple(pair) for pair in saved["ended"]], saved["lanes"], saved["products"]
+def _lanczos(A: LinearMap, steps: int, runs: int, seed: int, run: Resumable) -> list[tuple[Tensor, Tensor]]:
+    """Each run's tridiagonal matrix."""
+    saved = run.saved_state or {"ended": [], "lanes": None}
+    ended, lanes = [tuple(pair) for pair in saved["ended"]], saved["lanes"]
 
-    def on_progress(products: int, lane_states: list[dict[str, Any]]) -> None:
-        nonlocal spent
-        spent += products
-        run.record(spent, {"ended": ended, "lanes": lane_states, "products": spent})
+    def on_progress(_: int, lane_states: list[dict[str, Any]]) -> None:
+        spent = _spent(ended) + _spent([state["numbers"] for state in lane_states])
+        run.record(spent, {"ended": ended, "lanes": lane_states})
 
     for first in range(len(ended), runs, A.block):
         starts = [A.space.random("normal", seed, index) for index in range(first, min(first + A.block, runs))]
         ended += tridiagonals(A, starts, steps, on_progress, lanes)
         lanes = None
-    return ended, spent
+    return ended
+
+
+def _spent(matrices: Sequence[Sequence[Any]]) -> int:
+    """The products that they took: one for each entry of their diagonals."""
+    return sum([len(alphas) for alphas, *_ in matrices])
 
 
 def _curve(A: LinearMap, rule: QuadratureRule, widths: Tensor, sigma: float, ends: Tensor, spent: int) -> Density:

@@ -108,8 +108,7 @@ def diagonal(
         running = _RunningMoments(A, sampling.is_exact)
         if run.saved_state is not None:
             running.go_on(run.saved_state)
-        stopped = _draw(sampling, running, run.record)
-    return running.result(stopped)
+        return running.result(_draw(sampling, running, run.record))
 
 
 def _draw(sampling: SampleSize, running: _RunningMoments, on_progress: OnProgress) -> str:

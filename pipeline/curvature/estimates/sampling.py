@@ -113,15 +113,11 @@ def draw(
         on_progress: told after each group of products how many draws there are, and their values.
         values: those of draws before.
     """
-    stopped = _stop_reason(sampling, values)
     groups = sampled_products(sampling, sum(map(len, values)), first, prepare)
-    for vectors, products in groups if not stopped else ():
-        values.append(finite(measure(vectors, products), sampling.A.name))
+    while not (stopped := _stop_reason(sampling, values)) and (group := next(groups, None)):
+        values.append(finite(measure(*group), sampling.A.name))
         drawn = torch.cat(values)
         on_progress(len(drawn), drawn, _note(sampling, drawn))
-        stopped = _stop_reason(sampling, values)
-        if stopped:
-            break
     drawn = torch.cat(values)
     if sampling.is_exact:
         total = drawn.sum(0)

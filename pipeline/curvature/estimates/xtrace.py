@@ -42,18 +42,18 @@ def xtrace(sampling: SampleSize, run: Resumable) -> SampleStatistics:
         sampling: of at least 4 samples, two for each random vector, and fewer than the matrix has entries.
         run: the state is told to it.
     """
-    sketch, last_look = _LeaveOneOutSketch(sampling.A, sampling.seed), 0
+    sketch = _LeaveOneOutSketch(sampling.A, sampling.seed)
     if run.saved_state is not None:
-        last_look = sketch.go_on(run.saved_state)
+        sketch.go_on(run.saved_state)
     for block in blocks(range(sketch.count, sampling.samples // 2), sampling.A.block):
         sketch.grow(len(block))
         note, is_enough = "", False
-        if sampling.has_goal and sketch.count >= max(sampling.min_samples, 1.25 * last_look):
-            last_look = sketch.count
+        if sampling.has_goal and sketch.count >= max(sampling.min_samples, 1.25 * sketch.last_look):
+            sketch.last_look = sketch.count
             drawn = sketch.drawn()
             note = plus_minus(float(drawn.mean), float(drawn.stderr))
             is_enough = sampling.is_reached(drawn.mean, drawn.stderr, sketch.count)
-        run.record(sketch.spent, sketch.state(last_look), note)
+        run.record(sketch.spent, sketch.state(), note)
         if is_enough:
             return drawn._replace(stopped="tolerance")
     return sketch.drawn()
@@ -69,22 +69,21 @@ class _LeaveOneOutSketch:
         self.within = torch.zeros(0, 0, **HOST)  # H
         self.quadratic_forms: list[Tensor] = []  # w_i . A w_i
         self.spent = 0
+        self.last_look = 0  # the number of vectors then
 
     @property
     def count(self) -> int:
         return len(self.columns)
 
-    def state(self, last_look: int) -> dict[str, Any]:
-        """The state of now."""
-        alone, rest = torch.cat(self.quadratic_forms), {"spent": self.spent, "looked": last_look}
-        return {"basis": self.basis, "within": self.within, "alone": alone, "columns": self.columns, **rest}
+    def state(self) -> dict[str, Any]:
+        """All that it needs to go on."""
+        numbers = [self.columns, self.within, self.quadratic_forms, self.spent, self.last_look]
+        return {"basis": self.basis, "numbers": numbers}
 
-    def go_on(self, state: dict[str, Any]) -> int:
-        """Take over a state. Returns the number of vectors at the last look."""
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
         self.basis = from_host(self.A.space, state["basis"])
-        self.columns, self.within, self.quadratic_forms = list(state["columns"]), state["within"], [state["alone"]]
-        self.spent = state["spent"]
-        return int(state["looked"])
+        self.columns, self.within, self.quadratic_forms, self.spent, self.last_look = state["numbers"]
 
     def grow(self, count: int) -> None:
         """By random vectors."""
