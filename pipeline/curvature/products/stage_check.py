@@ -37,7 +37,7 @@ class RuleCheck:
 
     def __init__(self, task: ProductTask, compares: bool) -> None:
         self._task, self._compares = task, compares
-        self._doubtful: dict[int, int] = {}  # stages that must be checked, and for which chunk
+        self._doubtful: dict[int, int] = {}  # stages, and the loss, that must be checked, and for which chunk
 
     def inspect(self, layers: StageLayers, chunk: int, graph: ProductGraph) -> bool:
         """Look at a chunk's graph, and note the first chunk of a stage that must be checked.
@@ -48,14 +48,16 @@ class RuleCheck:
         Raises:
             ValueError: an operation has a wrong second derivative.
         """
-        is_doubtful = refuse_nodes(layers.name, graph.roots)
-        is_confirmed = layers.index in self._task.checks.confirmed
+        return self._note(layers.index, chunk, refuse_nodes(layers.name, graph.roots))
+
+    def _note(self, index: int, chunk: int, is_doubtful: bool) -> bool:
+        is_confirmed = index in self._task.checks.confirmed
         if is_doubtful and self._task.checks.verify and (self._compares or not is_confirmed):
-            self._doubtful.setdefault(layers.index, chunk)
+            self._doubtful.setdefault(index, chunk)
         return is_doubtful
 
     def is_asked(self, stage: int, chunk: int) -> bool:
-        """Whether this chunk of a stage is compared."""
+        """Whether this chunk of a stage, or of the loss, is compared."""
         compared = 0 if self._task.on_result is not None else self._doubtful.get(stage)
         return chunk == compared and self._task.number > 0
 
@@ -76,7 +78,7 @@ class RuleCheck:
     def check_loss(
         self, chunk: int, loss: Tensor, ends: Sequence[Tensor], output: Sequence[Tensor], gradient_at: GradientAt
     ) -> None:
-        """Look at the graph of a chunk's loss, and compare its second derivative if it must be checked.
+        """Look at the graph of a chunk's loss, and compare its second derivative if `is_asked`.
 
         Args:
             chunk: which.
@@ -84,10 +86,8 @@ class RuleCheck:
             ends: where its graph ends.
             output, gradient_at: see `loss_error`.
         """
-        is_doubtful = refuse_nodes("loss_fn", [loss], [end for end in ends if end.requires_grad])
-        is_confirmed = LOSS in self._task.checks.confirmed and not self._compares
-        is_asked = chunk == 0 if self._task.on_result is not None else is_doubtful and not is_confirmed
-        if is_asked and self._task.number and (self._task.checks.verify or self._task.on_result is not None):
+        self._note(LOSS, chunk, refuse_nodes("loss_fn", [loss], [end for end in ends if end.requires_grad]))
+        if self.is_asked(LOSS, chunk):
             self._judge(LOSS, "loss_fn", *loss_error(output, gradient_at))
 
     def _judge(self, index: int, name: str, error: float, precision: Precision) -> None:
