@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -200,7 +200,9 @@ class Passes:
         generators = private_generators(modules).values()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(in_mode(modules, self.training))
+            stack.enter_context(modes_kept(modules))
+            for module in modules if self.training is not None else ():
+                module.training = bool(self.training)
             # Within: what `train` does to them is undone by `train`.
             stack.callback(_put_back, Attributes(modules, weak=True))
             stack.callback(Buffers(loss_modules).roll_back)
@@ -214,16 +216,6 @@ class Passes:
 def _put_back(attributes: Attributes) -> None:
     if not attributes.is_current:
         attributes.roll_back()
-
-
-@contextmanager
-def in_mode(modules: Iterable[nn.Module], training: bool | None) -> Iterator[None]:
-    """Within: all modules train, or none does; None: as they are."""
-    modules = list(modules)
-    with modes_kept(modules):
-        for module in modules if training is not None else ():
-            module.training = bool(training)
-        yield
 
 
 @calls_users_code
