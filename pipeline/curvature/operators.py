@@ -20,11 +20,11 @@ from pipeline.common.arguments import check_count
 from pipeline.curvature.analysis import Analysis
 from pipeline.curvature.checking import Report, check
 from pipeline.curvature.forms import Vectors, taken
-from pipeline.curvature.identity import architecture
+from pipeline.curvature.identity import architecture, identity
 from pipeline.curvature.known_bad import worked_round
 from pipeline.curvature.minibatches import MiniBatches
 from pipeline.curvature.products.matrices import FisherProduct, GaussNewtonProduct, HessianProduct
-from pipeline.curvature.products.passes import Passes
+from pipeline.curvature.products.passes import run_pass
 from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.sharded import ParameterSpace
 from pipeline.curvature.products.task import OnResult, StageChecks
@@ -46,6 +46,9 @@ class Operator(Analysis):
         product: the matrix, as its product with one mini-batch.
         pipe: the model; a module that was given, as one stage.
         seed: of random numbers, see `__init__`.
+        data, loss_fn, loss_reduction, training: as they were given.
+        checks: of the stages, with what the passes over the data have found out so far.
+        compares_losses: the first pass does, and those behind one that did not see them to be right.
     """
 
     product: type[ProductCall]
@@ -94,10 +97,9 @@ class Operator(Analysis):
         self.space = ParameterSpace(self.pipe, prefix, params)
         own_seed = draw_seed() if seed is None else int(seed)  # all draw, so that their generators stay alike
         self.seed = int(self.space.rows(own_seed)[0])
-        self._passes = Passes(
-            self.product, self.pipe, MiniBatches(data), loss_fn, loss_reduction, training, self.seed, self.space,
-            StageChecks(verify, set(), {})
-        )
+        self.data, self.training = MiniBatches(data), training
+        self.loss_fn, self.loss_reduction = loss_fn, loss_reduction
+        self.checks, self.compares_losses = StageChecks(verify), True
 
     # ---------------------------------------------------------------------------------------------------- what it is
 
@@ -121,7 +123,7 @@ class Operator(Analysis):
         products: list[Vec] = []
         for start in range(0, len(vectors), self.block):
             part = vectors[start : start + self.block]
-            products.extend(self._passes.run(part, False, first=start).vectors)
+            products.extend(run_pass(self, part, False, first=start).vectors)
         return products
 
     def hvp(self, vector: Vectors) -> tuple[Any, dict[str, Tensor]]:
@@ -129,7 +131,7 @@ class Operator(Analysis):
         vecs, to_user_form = taken(self.space, vector)
         if len(vecs) != 1:
             raise ValueError(f"hvp takes one vector, not {len(vecs)}. Use {type(self).__name__} @ vectors.")
-        result = self._passes.run(vecs, True)
+        result = run_pass(self, vecs, True)
         assert result.gradient is not None  # asked for
         return to_user_form(result.vectors), self.space.named(result.gradient)
 
@@ -139,7 +141,7 @@ class Operator(Analysis):
 
     def loss(self) -> Tensor:
         """The loss over all data."""
-        return self._passes.run([], True).loss
+        return run_pass(self, [], True).loss
 
     # ---------------------------------------------------------------------------------------------------- by layers
 
@@ -149,13 +151,12 @@ class Operator(Analysis):
         Args:
             names: of parameters of this one's; those of tied parameters as the first layer has them, on all ranks.
         """
-        space = self.space.restricted(names)
-        return self._twin(space=space, _passes=self._passes.of(space=space))
+        return self._twin(space=self.space.restricted(names))
 
     def _twin(self, **attributes: Any) -> Self:
-        """One like this, but for some attributes."""
+        """One like this, but for some attributes; its stages are not checked yet."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__, **attributes)
+        twin.__dict__.update(self.__dict__, checks=StageChecks(self.checks.verify), **attributes)
         return twin
 
     # ------------------------------------------------------------------------------------------------------- checks
@@ -184,7 +185,7 @@ class Operator(Analysis):
     @property
     def captures(self) -> bool:
         """Whether a layer of any rank has captured a parameter of another module, as products so far have shown."""
-        return any(self.space.rows(self._passes.captures))
+        return any(self.space.rows(self.checks.has_captured))
 
     @property
     def stages(self) -> int:
@@ -203,11 +204,11 @@ class Operator(Analysis):
 
     def compare_stages(self, vectors: Sequence[Vec], on_result: OnResult) -> None:
         """Compute products, and compare the rule of each stage of this process with finite differences."""
-        self._passes.run(vectors, False, on_result=on_result)
+        run_pass(self, vectors, False, on_result=on_result)
 
     def gradient_at(self, shift: Vec | None = None) -> Vec:
         """The gradient at other values: with `shift` added to the parameters, which are not written."""
-        gradient = self._passes.run([], True, shift=shift).gradient
+        gradient = run_pass(self, [], True, shift=shift).gradient
         assert gradient is not None  # asked for
         return gradient
 
@@ -217,15 +218,16 @@ class Operator(Analysis):
         if pipe.runtime.topology is not None or len(set(pipe.devices)) > 1:
             return None
         whole = Pipe(pipe.to_sequential(), [len(pipe)], pipe.chunks, devices=pipe.devices[:1])
-        return self._twin(pipe=whole, _passes=self._passes.of(pipe=whole))
+        return self._twin(pipe=whole)
 
     def fingerprint(self) -> str:
         """A digest of the model with all its tensors, data, loss and settings; the same text on all ranks."""
         self.pipe.runtime.follow_model()
         tensors = [*self.pipe.parameters(), *self.pipe.buffers()]
-        flags = "" if self._passes.training is not None else str([m.training for m in self.pipe.modules()])
+        flags = "" if self.training is not None else str([m.training for m in self.pipe.modules()])
         model = f"{architecture(self.pipe)} {values_in_words(tensors)} by {list(self.space.parameters())}"
-        text = f"{self.name} {model} {self._passes.settings} {flags}"
+        settings = f"{identity(self.loss_fn)} {self.loss_reduction} {self.training} {self.seed} {self.pipe.chunks}"
+        text = f"{self.name} {model} {settings} {self.data.fingerprint()} {flags}"
         digests = self.space.rows(digest(text) % (1 << 48))
         return f"{self.name} {self.shape[0]} " + " ".join(f"{number:x}" for number in digests)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,18 +22,21 @@ from pipeline.execution.communicator import Communicator, StageGrad
 OnResult: TypeAlias = Callable[[int, float, Precision], None]  # (index of a stage, relative error, its precision)
 
 
-class StageChecks(NamedTuple):
+@dataclass(eq=False)
+class StageChecks:
     """The checks of the stages in an operator's products, and their findings, to which each product adds.
 
     Attributes:
         verify: whether stages with an autograd.Function of the user's are compared with finite differences.
         confirmed: stages whose derivatives finite differences have confirmed.
         forward: for stages whose tangents were computed in both modes, whether they were the same.
+        has_captured: a stage computes with a parameter past its modules.
     """
 
     verify: bool
-    confirmed: set[int]
-    forward: dict[int, bool]
+    confirmed: set[int] = field(default_factory=set)
+    forward: dict[int, bool] = field(default_factory=dict)
+    has_captured: bool = False
 
 
 @dataclass(eq=False)
