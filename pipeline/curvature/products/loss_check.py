@@ -11,10 +11,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.common.torch_modes import without_autocast
 from pipeline.common.twice import refuse_once_differentiable
 from pipeline.curvature.products.finite_differences import Precision, compared, least, norm
 from pipeline.data.pytrees import Grads
+from pipeline.stage.stage_rule import gradients_of
 
 GradientAt: TypeAlias = Callable[[Sequence[Tensor], bool], Grads]  # (output's tensors, create_graph)
 LOSS = -1  # its index, where stages have theirs
@@ -63,11 +63,5 @@ def hessian_times(grads: Grads, leaves: Sequence[Tensor], tangents: Sequence[Ten
         (grad, tangent) for grad, tangent in zip(grads, tangents, strict=True)
         if grad is not None and grad.requires_grad
     ]
-    if not pairs:
-        return (None,) * len(leaves)
     # By symmetry the derivative of <grad, tangent> is the Hessian times the tangent.
-    with without_autocast():
-        return torch.autograd.grad(
-            [grad for grad, _ in pairs], leaves, [tangent for _, tangent in pairs], retain_graph=True,
-            allow_unused=True
-        )
+    return gradients_of([grad for grad, _ in pairs], leaves, [tangent for _, tangent in pairs])

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.common.torch_modes import without_autocast
 from pipeline.curvature.known_bad import BatchNormGuard
 from pipeline.curvature.space import HOST
 from pipeline.data.loss import Loss, LossFn
@@ -160,8 +159,7 @@ class LossProduct(ChunkLosses):
         own_loss = self.loss.anew([1])
         loss, _ = own_loss.chunk(0, tree.build(leaves), self._row(chunk, tree, row))  # of its part: their mean, or sum
         wanted = [tensor for tensor in leaves if tensor.requires_grad]
-        with without_autocast():
-            row_grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+        row_grads = gradients_of([loss], wanted, [torch.ones_like(loss)])
         share = self.share(1)
         for row_grad, whole in zip(row_grads, grads, strict=True):
             computed = torch.zeros((), device="cpu") if row_grad is None else row_grad * share
