@@ -89,11 +89,8 @@ class Space(ABC):
         Returns:
             [len(left), len(right)], float64, on the CPU, the same on every process.
         """
-        return self.sum_over(self.local_dots(left, right))
-
-    def local_dots(self, left: Sequence[Vec], right: Sequence[Vec]) -> Tensor:
-        """The same, of this process's entries alone."""
-        return self.local_pairs([(one, other) for one in left for other in right]).view(len(left), len(right))
+        pairs = [(one, other) for one in left for other in right]
+        return self.sum_over(self.local_pairs(pairs).view(len(left), len(right)))
 
     def local_pairs(self, pairs: Sequence[tuple[Vec, Vec]]) -> Tensor:
         """Of each pair the inner product, of this process's entries alone: [len(pairs)]. One wait for each device."""

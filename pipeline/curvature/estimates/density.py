@@ -179,7 +179,7 @@ def density(
         show, resume, save_every: see `RunOptions`.
 
     Raises:
-        ValueError: a number is out of its range, or the matrix has no rows.
+        ValueError: a number is out of its range.
         FloatingPointError: a product is not finite.
 
     Example: the eigenvalues 0, 0, 0, 2, of which three quarters are 0.
@@ -195,7 +195,7 @@ def density(
         >>> abs(share - 3.0) < 4.0 * error < 0.3
         True
     """
-    _check(A, steps, runs, points, sigma, margin)
+    _check(steps, runs, points, sigma, margin)
     settings = {"file": "density 3", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
     with Resumable(A, f"density of {A.name}", steps * runs, settings, **options) as run:
         matrices = _lanczos(A, steps, runs, seed, run)
@@ -251,9 +251,7 @@ def _over_runs(values: Tensor) -> tuple[Tensor, Tensor | None]:
     return mean, error if len(values) > 1 else None
 
 
-def _check(A: LinearMap, steps: int, runs: int, points: int, sigma: float | None, margin: float) -> None:
-    if A.space.size < 1:
-        raise ValueError(f"{A.name} has no rows: no parameter takes part. Name some that require a gradient.")
+def _check(steps: int, runs: int, points: int, sigma: float | None, margin: float) -> None:
     for name, value, least in ("steps", steps, 1), ("runs", runs, 1), ("points", points, 10):
         check_count(name, value, least)
     if sigma is not None:

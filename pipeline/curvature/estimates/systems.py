@@ -26,7 +26,7 @@ from pipeline.curvature.estimates.recurrences import (
 )
 from pipeline.curvature.estimates.resume import Resumable, from_host
 from pipeline.curvature.forms import taken
-from pipeline.curvature.linear import LinearMap, blocks
+from pipeline.curvature.linear import LinearMap, blocks, finite
 from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
 
 if TYPE_CHECKING:
@@ -114,12 +114,7 @@ def _run_in_lockstep(
 
 def _dots(A: LinearMap, requests: Mapping[int, DotsRequest]) -> dict[int, list[float]]:
     pairs = [pair for request in requests.values() for pair in request.pairs]
-    total = A.space.sum_over(A.space.local_pairs(pairs))
-    if not bool(total.isfinite().all()):
-        raise FloatingPointError(
-            f"solve with {A.name}: a vector has entries that are not finite, or too large to square. "
-            "Look at b and at a product with it: the loss, its gradient or a parameter may be nan or infinite."
-        )
+    total = finite(A.space.sum_over(A.space.local_pairs(pairs)), f"{A.name}, or b itself,")
     numbers = iter(total.tolist())
     return {index: [next(numbers) for _ in request.pairs] for index, request in requests.items()}
 

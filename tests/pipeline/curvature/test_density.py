@@ -428,11 +428,6 @@ def test_numbers_out_of_range_are_refused(wrong, words):
         density(DenseMap(torch.eye(3, dtype=torch.float64)), **wrong)
 
 
-def test_matrix_without_rows_is_refused():
-    with pytest.raises(ValueError, match="dense matrix has no rows: no parameter takes part"):
-        density(DenseMap(torch.zeros(0, 0)))
-
-
 def test_moment_and_count_refuse_what_makes_no_sense():
     found = density(DenseMap(torch.eye(3, dtype=torch.float64)), steps=2, runs=2)
     with pytest.raises(ValueError, match="power is -1. Give a whole number of at least 0"):
