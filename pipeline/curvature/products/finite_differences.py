@@ -110,4 +110,4 @@ def compared(
 
 def norm(tensors: Sequence[Tensor]) -> float:
     """The length of some tensors as one vector."""
-    return float(sum(float(tensor.detach().double().square().sum()) for tensor in tensors) ** 0.5)
+    return float(sum(float(tensor.detach().abs().double().square().sum()) for tensor in tensors) ** 0.5)

@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 from partition.graph import nodes_of
 from pipeline.common.graph import OF_SCRIPTS
 from pipeline.common.twice import is_foreign
+from pipeline.curvature.products.finite_differences import norm
 from pipeline.data.tangents import Inbox
 from pipeline.recompute.policy import checkpointing
 from pipeline.stage.stage_rule import GraphWithTangents, ProductGraph, StageRule, adjoint
@@ -226,10 +227,6 @@ def is_sound(roots: Sequence[Tensor]) -> bool:
 
 def _are_near(tangents: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether they differ by no more than rounding does, which is taken as half the digits."""
-    distance: float = sum(_square(one - other) for one, other in zip(tangents, expected, strict=True))
-    precision: float = max([torch.finfo(one.dtype).eps for one in tangents])
-    return distance <= precision * sum(map(_square, expected))
-
-
-def _square(tensor: Tensor) -> float:
-    return float(tensor.abs().double().square().sum())
+    distance = norm([one - other for one, other in zip(tangents, expected, strict=True)])
+    precision: float = max([torch.finfo(one.dtype).eps for one in tangents]) ** 0.5
+    return distance <= precision * norm(expected)
