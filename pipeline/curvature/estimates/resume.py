@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.results.resultfile import replacing
 from pipeline.curvature.space import Space, Vec
 from pipeline.data.pytrees import versions
 
@@ -107,18 +108,11 @@ class RunFiles:
 
     def write(self, step: int, state: SavedValue) -> None:
         """Save the state after a step. A process that dies meanwhile leaves the last file whole."""
-        part = self.path.with_name(self.path.name + ".part")
-        try:
-            with open(part, "wb") as file:
-                on_host = tree_map_only(Tensor, Tensor.cpu, state)
-                torch.save({"settings": self._settings, "step": step, "state": on_host}, file)
-                file.flush()
-                os.fsync(file.fileno())  # or a crash of the machine could leave a new name with old content
+        with replacing(self.path, ".part") as file:
+            on_host = tree_map_only(Tensor, Tensor.cpu, state)
+            torch.save({"settings": self._settings, "step": step, "state": on_host}, file)
             if self._space.ranks > 1 and self.path.exists() and self._step_of(self.path) != step:
                 os.replace(self.path, self.before)
-            os.replace(part, self.path)
-        finally:
-            part.unlink(missing_ok=True)
         self._written = time.monotonic()
 
     def remove(self) -> None:

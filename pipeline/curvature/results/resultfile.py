@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any, TypeAlias, Unpack
@@ -33,15 +34,17 @@ def write(path: str | PathLike[str], *stored: Unpack[StoredResult]) -> None:
         ResultError: another suffix than .npz and .json, or a value of a type that a file cannot hold.
         FileNotFoundError: the folder is not there.
     """
-    path = Path(path)
-    if _is_json(path):
-        content = _text(stored, as_data).encode() + b"\n"
-        _replace(path, lambda file: file.write(content))
-    else:
-        arrays = Arrays()
-        arrays.named[_TEXT] = np.array("")  # takes the name
-        arrays.named[_TEXT] = np.array(_text(stored, arrays.put))
-        _replace(path, lambda file: _write_zip(file, arrays.named))
+    path, arrays = Path(path), Arrays()
+    arrays.named[_TEXT] = np.array("")  # takes the name
+    text = _text(stored, as_data if _is_json(path) else arrays.put)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} (path: {path}). Make it first.")
+    with replacing(path, f".{os.getpid()}.part") as file:
+        if _is_json(path):
+            file.write(text.encode() + b"\n")
+        else:
+            arrays.named[_TEXT] = np.array(text)
+            _write_zip(file, arrays.named)
 
 
 def read(path: str | PathLike[str]) -> StoredResult:
@@ -89,13 +92,15 @@ def _stored(text: str, arrays: Mapping[str, Any], path: Path) -> StoredResult:
     return top["class"], str(top["module"]), {name: decoded(value, arrays) for name, value in top["fields"].items()}
 
 
-def _replace(path: Path, write_to: Callable[[IO[bytes]], object]) -> None:
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} (path: {path}). Make it first.")
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # beside it: a rename is whole within one file system
+@contextmanager
+def replacing(path: Path, suffix: str) -> Iterator[IO[bytes]]:
+    """Within: a file beside `path`, with `suffix` behind its name, which takes its place at the end and at once."""
+    part = path.with_name(path.name + suffix)  # beside it: a rename is whole within one file system
     try:
         with open(part, "wb") as file:
-            write_to(file)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # or a crash of the machine could leave a new name with old content
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
