@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -103,7 +102,7 @@ def layer_densities(
 
     def density(block: Operator, options: RunOptions) -> dict[str, Any]:
         spectrum = block.density(steps=steps, runs=runs, seed=seed, **options)
-        return {field.name: getattr(spectrum, field.name) for field in fields(spectrum)}
+        return dict(vars(spectrum))
 
     settings = {"file": "densities by layers 1", "steps": steps, "runs": runs, "seed": seed}
     parts = _compute_by_layer(A, "densities of layers", layers_of(A.space, groups), density, settings, options)

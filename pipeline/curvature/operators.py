@@ -22,6 +22,7 @@ from pipeline.curvature.checking import Report, check
 from pipeline.curvature.forms import Vectors, taken
 from pipeline.curvature.identity import architecture, identity
 from pipeline.curvature.known_bad import worked_round
+from pipeline.curvature.linear import blocks
 from pipeline.curvature.minibatches import MiniBatches
 from pipeline.curvature.products.matrices import FisherProduct, GaussNewtonProduct, HessianProduct
 from pipeline.curvature.products.passes import run_pass
@@ -121,9 +122,8 @@ class Operator(Analysis):
 
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
         products: list[Vec] = []
-        for start in range(0, len(vectors), self.block):
-            part = vectors[start : start + self.block]
-            products.extend(run_pass(self, part, False, first=start).vectors)
+        for part in blocks(vectors, self.block):
+            products += run_pass(self, part, False, first=len(products))[0]
         return products
 
     def hvp(self, vector: Vectors) -> tuple[Any, dict[str, Tensor]]:
@@ -131,9 +131,8 @@ class Operator(Analysis):
         vecs, to_user_form = taken(self.space, vector)
         if len(vecs) != 1:
             raise ValueError(f"hvp takes one vector, not {len(vecs)}. Use {type(self).__name__} @ vectors.")
-        result = run_pass(self, vecs, True)
-        assert result.gradient is not None  # asked for
-        return to_user_form(result.vectors), self.space.named(result.gradient)
+        (gradient, *products), _ = run_pass(self, vecs, True)
+        return to_user_form(products), self.space.named(gradient)
 
     def gradient(self) -> dict[str, Tensor]:
         """The gradient of the loss over all data, by name."""
@@ -141,7 +140,7 @@ class Operator(Analysis):
 
     def loss(self) -> Tensor:
         """The loss over all data."""
-        return run_pass(self, [], True).loss
+        return run_pass(self, [], True)[1]
 
     # ---------------------------------------------------------------------------------------------------- by layers
 
@@ -208,8 +207,7 @@ class Operator(Analysis):
 
     def gradient_at(self, shift: Vec | None = None) -> Vec:
         """The gradient at other values: with `shift` added to the parameters, which are not written."""
-        gradient = run_pass(self, [], True, shift=shift).gradient
-        assert gradient is not None  # asked for
+        (gradient,), _ = run_pass(self, [], True, shift=shift)
         return gradient
 
     def in_one_stage(self) -> Self | None:

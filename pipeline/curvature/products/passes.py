@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -39,20 +39,6 @@ if TYPE_CHECKING:
     from pipeline.curvature.operators import Operator
 
 
-class PassResult(NamedTuple):
-    """The result of one pass over the data.
-
-    Attributes:
-        vectors: the products.
-        gradient: of the loss, where it was asked for.
-        loss: of all data, float64 on the CPU.
-    """
-
-    vectors: list[Vec]
-    gradient: Vec | None
-    loss: Tensor
-
-
 def run_pass(
     op: Operator,
     vectors: Sequence[Vec],
@@ -60,7 +46,7 @@ def run_pass(
     on_result: OnResult | None = None,
     shift: Vec | None = None,
     first: int = 0,
-) -> PassResult:
+) -> tuple[list[Vec], Tensor]:
     """All mini-batches once.
 
     Args:
@@ -70,6 +56,9 @@ def run_pass(
         on_result: see `pipeline.curvature.products.task.ProductTask`.
         shift: added to the parameters' values for this pass.
         first: the number of the first of these vectors, on which all ranks must agree.
+
+    Returns:
+        The gradient, where it is wanted, and then the products; and the loss of all data, float64 on the CPU.
 
     Raises:
         RuntimeError: the loss depends on none of the parameters.
@@ -89,8 +78,7 @@ def run_pass(
             )
         for shard in itertools.chain(*sums) if total else ():
             shard.div_(total)
-        mean_loss = torch.tensor(loss / (total or 1.0), **HOST)
-        return PassResult(sums[gradient:], sums[0] if gradient else None, mean_loss)
+        return sums, torch.tensor(loss / (total or 1.0), **HOST)
 
 
 def _sum_minibatches(op: Operator, task: ProductTask, vector: int) -> tuple[float, float, bool]:
