@@ -6,11 +6,8 @@ see matrices.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-
-import torch
-from torch import Tensor
 
 from pipeline.common.graph import StrayGradientGuard
 from pipeline.curvature.products.forward_mode import ForwardMode
@@ -55,9 +52,8 @@ class ProductCall(Product):
 
     def _stage(self, execution: Execution, layers: StageLayers) -> StageRule:
         task, setup, index = self._task, execution.setup, layers.index
-        device, bring = setup.layout.places[index].device, execution.bring(index)
-        if task.shift is not None:
-            bring = partial(_shifted_values, bring, task, device)
+        device = setup.layout.places[index].device
+        bring = partial(task.shifted, execution.bring(index), device)
         aliases = Aliases(
             layers.modules, layers.numbered, layers.name, StrayGradientGuard(layers.name), setup.compares, bring, True,
             task.slots,
@@ -125,17 +121,3 @@ class ProductCall(Product):
     def _no_grads(self, graph: ProductGraph) -> LeafGrads:
         """The gradients that go back from a loss that depends on no parameter."""
         return LeafGrads([(None,) * len(graph.leaves)] * (self._task.number + self.sends_gradient))
-
-
-def _shifted_values(
-    bring: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    task: ProductTask,
-    device: torch.device,
-    owners: Sequence[Tensor],
-) -> list[Tensor]:
-    """The values of parameters somewhere else, in memory of their own; those that stay are themselves."""
-    with torch.inference_mode(False), torch.no_grad():
-        return [
-            value if (shift := task.moved(owner, device)) is None else value.detach() + shift.to(value.dtype)
-            for owner, value in zip(owners, bring(owners), strict=True)
-        ]

@@ -80,10 +80,19 @@ class ProductTask:
         slot = self.slots[id(owner)]
         return [slot.view(vec).to(device) for vec in self.vectors]
 
-    def moved(self, owner: Tensor, device: torch.device) -> Tensor | None:
-        """A parameter's part of the shift, on a device; None for one that stays."""
-        slot = self.slots.get(id(owner))
-        return None if slot is None or self.shift is None else slot.view(self.shift).to(device)
+    def shifted(
+        self, bring: Callable[[Sequence[Tensor]], Sequence[Tensor]], device: torch.device, owners: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """The values of parameters on a device, with `shift` added in memory of their own."""
+        if self.shift is None:
+            return bring(owners)
+        with torch.inference_mode(False), torch.no_grad():
+            values = list(bring(owners))
+            for number, (owner, value) in enumerate(zip(owners, values, strict=True)):
+                if id(owner) in self.slots:
+                    shift = self.slots[id(owner)].view(self.shift)
+                    values[number] = value.detach() + shift.to(device, value.dtype)
+            return values
 
     def add(self, stage: int, owner: Tensor, grads: Sequence[Tensor | None]) -> None:
         """Add what a stage has computed for a parameter, to each of the sums."""
