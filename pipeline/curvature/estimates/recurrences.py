@@ -53,14 +53,22 @@ class SystemState:
 
     Attributes:
         phase: "start", in the "steps" of a recurrence, or at the "check" of what that gave.
-        vectors: x; at the check what may take its place.
-        numbers: the residual, the number of products, the rounds, the norm; at the check the steps.
+        vectors: x; at the check what may take its place, too.
+        residual: of x, relative to b.
+        products, rounds: those that led to x.
+        steps: of the recurrence, at the check.
+        norm: of M with the preconditioner, as far as it is known, a lower bound. MINRES asks for it: a residual that M
+            makes nothing of shows only beside what M makes of others.
         step_vectors, step_numbers: those of the recurrence; empty: at its beginning.
     """
 
     phase: str = "start"
     vectors: list[Vec] = field(default_factory=list)
-    numbers: list[Any] = field(default_factory=list)
+    residual: float = 1.0
+    products: int = 0
+    rounds: int = 0
+    steps: int = 0
+    norm: float = 0.0
     step_vectors: list[Vec] = field(default_factory=list)
     step_numbers: list[Any] = field(default_factory=list)
 
@@ -69,20 +77,18 @@ Steps: TypeAlias = Generator[ProductRequest | DotsRequest, Any, T]
 
 
 def conjugate_gradients(
-    system: Inverse, residual: Vec, target_norm: float, limit: int, norm: float, state: SystemState
-) -> Steps[tuple[Vec, int, float]]:
+    system: Inverse, residual: Vec, target_norm: float, limit: int, state: SystemState
+) -> Steps[tuple[Vec, int]]:
     """Solves M x = residual.
 
     Args:
         residual: is used up; not read where `state` has steps.
         target_norm: the norm of the residual to end at.
         limit: on steps, each one product.
-        norm: of M with the preconditioner, as far as it is known, a lower bound. MINRES asks for it: a residual that M
-            makes nothing of shows only beside what M makes of others.
         state: its steps say where to go on; kept up to date.
 
     Returns:
-        x, the number of steps, and what is known of the norm now.
+        x, and the number of steps.
 
     Raises:
         IndefiniteError: M is not positive definite.
@@ -110,19 +116,19 @@ def conjugate_gradients(
         old_energy = energy
         energy, square = yield DotsRequest(((residual, scaled), (residual, residual)))
         add_(scale_(along, energy / old_energy), scaled)
-    return x, step, norm
+    return x, step
 
 
 def minimal_residual(
-    system: Inverse, residual: Vec, target_norm: float, limit: int, norm: float, state: SystemState
-) -> Steps[tuple[Vec, int, float]]:
+    system: Inverse, residual: Vec, target_norm: float, limit: int, state: SystemState
+) -> Steps[tuple[Vec, int]]:
     """Solves M x = residual for any symmetric M; where there is no solution, it heads for the smallest residual.
 
     Takes and returns what `conjugate_gradients` does; the names of numbers are those of the paper's section 6.
     """
     if state.step_vectors:
         x, older, old, last, unit_vec, along, rest = state.step_vectors
-        beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, norm, step = state.step_numbers
+        beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, step = state.step_numbers
     else:
         x, older, old, last = ([torch.zeros_like(part) for part in residual] for _ in range(4))
         fresh = residual  # the next Lanczos vector; divided by its norm it is `unit_vec`, and preconditioned `along`
@@ -135,7 +141,7 @@ def minimal_residual(
         step = 0
     while step < limit and residual_norm > target_norm:
         state.step_vectors = [x, older, old, last, unit_vec, along, rest]
-        state.step_numbers = [beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, norm, step]
+        state.step_numbers = [beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, step]
         step += 1
         fresh = yield ProductRequest(along, residual_norm)
         (alpha,) = yield DotsRequest(((along, fresh),))
@@ -147,23 +153,23 @@ def minimal_residual(
         beta, epsilon_old = math.sqrt(max(energy, 0.0)), epsilon
         delta, gamma_bar = cos * delta_bar + sin * alpha, sin * delta_bar - cos * alpha
         epsilon, delta_bar = sin * beta, -cos * beta
-        norm = max(norm, abs(alpha), beta)
+        state.norm = max(state.norm, abs(alpha), beta)
         gamma = math.hypot(gamma_bar, beta)
-        if math.hypot(gamma_bar, delta_bar) <= 30.0 * system.eps ** (2.0 / 3.0) * norm:
+        if math.hypot(gamma_bar, delta_bar) <= 30.0 * system.eps ** (2.0 / 3.0) * state.norm:
             break  # |M residual| / |residual| is nothing: M is singular, and what is left is out of its reach
         cos, sin = gamma_bar / gamma, beta / gamma
         # The new direction, in the memory of the oldest: (along - epsilon_old * old - delta * last) / gamma.
         old, last = last, scale_(add_(add_(scale_(old, -epsilon_old), last, -delta), along), 1.0 / gamma)
         add_(x, last, cos * phi_bar)
         phi_bar *= sin
-        if beta <= system.eps * norm:  # the space is complete
+        if beta <= system.eps * state.norm:  # the space is complete
             break
         older, (unit_vec, along) = unit_vec, _unit(fresh, scaled, beta)
         residual_norm = phi_bar * math.sqrt(
             max(sin * sin * rests - 2.0 * sin * cos * across / beta + cos * cos * square / beta**2, 0.0)
         )
         add_(scale_(rest, sin), unit_vec, -cos)
-    return x, step, norm
+    return x, step
 
 
 def _unit(fresh: Vec, scaled: Vec, norm: float) -> tuple[Vec, Vec]:

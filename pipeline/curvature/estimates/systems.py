@@ -62,14 +62,14 @@ def solved(
     """
     A = system.map
     saved = {} if run is None or run.saved_state is None else dict(run.saved_state)
-    spent = saved.pop("products", 0)
+    spent = saved.pop("spent", 0)
     vectors = {name: from_host(A.space, saved[name]) for name in saved if name.endswith("vectors")}
     state, results = SystemState(**{**saved, **vectors}), list[SystemResult]()
 
     def products(requests: Sequence[ProductRequest]) -> list[Vec]:
         nonlocal spent
         if run is not None:
-            run.record(spent, {"products": spent, **vars(state)}, f"residual {requests[0].residual:.1e}")
+            run.record(spent, {"spent": spent, **vars(state)}, f"residual {requests[0].residual:.1e}")
         spent += len(requests)
         return A.products([request.vec for request in requests])
 
@@ -133,37 +133,32 @@ def _solve_one(system: Inverse, b: Vec, start: Vec | None, state: SystemState) -
         return SystemResult([torch.zeros_like(part) for part in b], 0.0, 0)
     remainder: Vec = []
     if state.phase == "start":
-        x, products = ([torch.zeros_like(part) for part in b], 0) if start is None else (start, 1)
+        x = [torch.zeros_like(part) for part in b] if start is None else start
         remainder = copy(b) if start is None else combined([b, (yield ProductRequest(x))], [1.0, -1.0])
         (square,) = yield DotsRequest(((remainder, remainder),))
-        residual, rounds, norm = math.sqrt(square) / size, 0, 0.0
-    else:
-        x, (residual, products, rounds, norm, *_) = state.vectors[0], state.numbers
-    while residual > system.tol and products + 2 <= system.limit:
+        state.vectors, state.residual, state.products = [x], math.sqrt(square) / size, int(start is not None)
+    while state.residual > system.tol and state.products + 2 <= system.limit:
         if state.phase == "start":
             # Of norm 1, so that float32 does not underflow.
-            scale_(remainder, 1.0 / (residual * size))
-            state.phase, state.vectors, state.numbers = "steps", [x], [residual, products, rounds, norm]
+            scale_(remainder, 1.0 / (state.residual * size))
+            state.phase = "steps"
         if state.phase == "steps":
             # Aimed a little lower, so that rounding needs no further round.
-            target_norm, limit = 0.9 * system.tol / residual, system.limit - products - 1
-            recurrence = METHODS[system.method](system, remainder, target_norm, limit, norm, state)
-            correction, steps, norm = yield from recurrence
-            trial = add_(scale_(correction, residual * size), x)
-            state.phase, state.vectors = "check", [x, trial]
-            state.numbers, state.step_vectors = [residual, products, rounds, norm, steps], []
-        else:
-            trial, steps = state.vectors[1], state.numbers[4]
-        remainder = combined([b, (yield ProductRequest(trial, residual))], [1.0, -1.0])
+            target_norm, limit = 0.9 * system.tol / state.residual, system.limit - state.products - 1
+            correction, state.steps = yield from METHODS[system.method](system, remainder, target_norm, limit, state)
+            trial = add_(scale_(correction, state.residual * size), state.vectors[0])
+            state.phase, state.vectors, state.step_vectors = "check", [state.vectors[0], trial], []
+        trial, old_residual = state.vectors[1], state.residual
+        remainder = combined([b, (yield ProductRequest(trial, old_residual))], [1.0, -1.0])
         (square,) = yield DotsRequest(((remainder, remainder),))
-        old_residual, new_residual = residual, math.sqrt(square) / size
-        products, rounds = products + steps + 1, rounds + 1
-        if new_residual > old_residual and (rounds > 1 or system.method == "minres"):
+        new_residual = math.sqrt(square) / size
+        state.products, state.rounds = state.products + state.steps + 1, state.rounds + 1
+        if new_residual > old_residual and (state.rounds > 1 or system.method == "minres"):
             break  # rounding alone; but conjugate gradients lower another norm, and may raise this one on their way
-        x, residual, state.phase = trial, new_residual, "start"
-        if residual > old_residual / 2.0:
+        state.phase, state.vectors, state.residual = "start", [trial], new_residual
+        if new_residual > old_residual / 2.0:
             break
-    return SystemResult(x, residual, products)
+    return SystemResult(state.vectors[0], state.residual, state.products)
 
 
 def scales_of(A: LinearMap, preconditioner: VecLike, damping: float) -> Vec:

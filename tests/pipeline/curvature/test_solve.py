@@ -156,7 +156,7 @@ def test_residual_that_a_recurrence_goes_by_is_the_true_one(method, jacobi):
     system, b = Inverse(A, preconditioner=diagonal, method=method), right(A, 2)
 
     def run(limit: int) -> tuple[Vec, list[float]]:
-        steps, announced = METHODS[method](system, [part.clone() for part in b], 0.0, limit, 0.0, SystemState()), []
+        steps, announced = METHODS[method](system, [part.clone() for part in b], 0.0, limit, SystemState()), []
         ask = next(steps)
         try:
             while True:
