@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.curvature.estimates.krylov import Basis, is_noise, orthogonalise_
 from pipeline.curvature.estimates.ritz import EigenvectorMap, RitzPairs, limits, ritz, shortest, wanted
@@ -138,22 +139,19 @@ class LanczosRun:
         """Multiply the rows that wait; what leads out of the span become rows that wait."""
         current, space = self.current, self.map.space
         locked_count = len(current.locked)
-        first, waiting = len(self.basis) - current.waiting, current.waiting
-        projection = torch.zeros(len(self.basis) - locked_count + waiting, first - locked_count + waiting, **HOST)
-        projection[: current.projection.shape[0], : current.projection.shape[1]] = current.projection
-        column, image = first - locked_count, current.image
-        for _, images in products_of(self.map, [self.basis.row(row) for row in range(first, len(self.basis))]):
+        columns, image = list(current.projection.T), current.image
+        waiting = [self.basis.row(row) for row in range(-current.waiting, 0)]
+        for _, images in products_of(self.map, waiting):
             for vec in images:
                 [split] = orthogonalise_([self.basis], [vec], self.map.name)
                 image = max(image, split.whole)
-                projection[: len(self.basis) - locked_count, column] = split.inside[locked_count:]
+                column = split.inside[locked_count:]
                 if len(self.basis) < space.size and not is_noise(split.norm, image, space):
-                    projection[len(self.basis) - locked_count, column] = split.norm
+                    column = torch.cat([column, torch.tensor([split.norm], **HOST)])
                     self.basis.append(scale_(vec, 1 / split.norm))
-                column += 1
-        projection = projection[: len(self.basis) - locked_count]
-        products = current.products + waiting
-        self.current = replace(current, projection=projection, products=products, image=image)
+                columns.append(column)
+        products = current.products + len(waiting)
+        self.current = replace(current, projection=pad_sequence(columns), products=products, image=image)
 
     def _judge(self) -> None:
         """Decide what comes after products."""

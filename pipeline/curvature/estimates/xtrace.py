@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal
@@ -112,15 +113,13 @@ class _LeaveOneOutSketch:
         return SampleStatistics(values[:, None], values.mean()[None], stderr[None], self.spent, "samples")
 
     def _parts(self) -> _TraceParts:
-        R = torch.zeros(len(self.basis), self.count, **HOST)
-        for index, column in enumerate(self.columns):
-            R[: len(column), index] = column
         along, squares = [], []
         for block in blocks(range(self.count), self.A.block):
             vectors = self._random(block)
             along.append(self.A.space.dots(self.basis, vectors))
             squares.append(paired_dots(self.A.space, vectors, vectors)[:, 0])
-        return _TraceParts(R, torch.cat(along, 1), self.within, torch.cat(self.quadratic_forms), torch.cat(squares))
+        W, quadratic_forms = torch.cat(along, 1), torch.cat(self.quadratic_forms)
+        return _TraceParts(pad_sequence(self.columns), W, self.within, quadratic_forms, torch.cat(squares))
 
     def _random(self, indices: Sequence[int]) -> list[Vec]:
         return [self.A.space.random("normal", self.seed, index) for index in indices]

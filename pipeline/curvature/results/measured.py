@@ -15,10 +15,10 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.results.tables import with_error
-from pipeline.curvature.space import HOST
 
 Curve: TypeAlias = tuple[str, Tensor, Tensor]  # head, [entries], their errors
 
@@ -30,10 +30,7 @@ def error_bounds(eigenpairs: Eigenpairs) -> Tensor:
 
 def rows(tensors: Sequence[Tensor]) -> Tensor:
     """[entries, k], float64, of one tensor for each entry; nan at the end of the shorter ones."""
-    table = torch.full((len(tensors), max(map(len, tensors), default=0)), math.nan, **HOST)
-    for row, entries in zip(table, tensors, strict=True):
-        row[: len(entries)] = entries
-    return table
+    return pad_sequence([entries.double() for entries in tensors], batch_first=True, padding_value=math.nan)
 
 
 def curves(
