@@ -685,7 +685,7 @@ class Pair(nn.Module):
         self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"left": self.left(x), "rest": (self.right(x), len(x))}
+        return {"left": self.left(x), "rest": (self.right(x), x.size(-1))}
 
 
 class Branches(nn.Module):

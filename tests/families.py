@@ -84,8 +84,10 @@ FAMILIES = {
         "hidden_size": 32}),
 }  # fmt: skip
 TWO_ROWS = ("T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration")
-SEEING_ROWS = ("LlavaForConditionalGeneration", "PaliGemmaForConditionalGeneration", "DetrForObjectDetection")
-LAYERS = dict.fromkeys(TWO_ROWS, 7) | dict.fromkeys(SEEING_ROWS, 9)  # all others: 5
+SEEING_ROWS = {
+    "LlavaForConditionalGeneration": 11, "PaliGemmaForConditionalGeneration": 13, "DetrForObjectDetection": 11,
+}  # fmt: skip
+LAYERS = dict.fromkeys(TWO_ROWS, 7) | SEEING_ROWS  # all others: 5
 # From transformers 5.24 on it returns a list with an entry for each image, which no chunk can continue.
 OUTPUTS = {"LlavaForConditionalGeneration": lambda returned: {"logits": returned["logits"]}}
 

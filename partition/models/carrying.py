@@ -3,7 +3,8 @@
     arguments of blocks that are not computed from the inputs alone, for all blocks of a chain
     values that blocks return, and that are read later than by the next block
     what the first block of a chain was called with, where that is read behind it
-    what a module of one part returned, and another reads
+
+What a module of one part returned, and another reads, is what a block returned: the module becomes one.
 
 They follow from the flow of values through the model: from which values each was computed.
 """
@@ -16,10 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from partition.errors import PartitionError
-from partition.models.passing import Argument, PassingPlan, Return, ValueSlot
+from partition.models.passing import Argument, PassingPlan, ValueSlot
 from partition.models.runs import ArgumentKey, BlockChain
 from partition.models.shapes import is_whole
-from partition.models.sources import Sources, ValueSources
+from partition.models.sources import LostValue, Sources, ValueSources
 
 
 class AbsentUnitsError(PartitionError):
@@ -33,6 +34,24 @@ class AbsentUnitsError(PartitionError):
         names = ", ".join(sorted({repr(name) for _, name in units}))
         super().__init__(f"several parts of the model read {names}, and not all can have it. Write an nn.Sequential.")
         self.units = frozenset(units)
+
+
+class LostValueError(PartitionError):
+    """A part reads what another one computes, and no block returns.
+
+    Attributes:
+        names: of modules that return it, and would as blocks; none where that is not all that is lost.
+    """
+
+    def __init__(self, losses: Sequence[tuple[LostValue, str]]) -> None:
+        loss, where = min(reversed(losses), key=lambda pair: bool(pair[0].module))
+        super().__init__(
+            f"{loss.words} {where}, in another part of the model, and does not travel there. Return it from a block, "
+            "or from a module that is called once; turn off what drops layers at random (layerdrop=0), or leave what "
+            "hooks within blocks collect out of the sample (output_attentions); name the module that computes it among "
+            "the blocks, to_sequential(model, sample, blocks=[...]); or write the model as an nn.Sequential."
+        )
+        self.names = set[str]() if not loss.module else {loss.module for loss, _ in losses}
 
 
 class NotCarriedError(PartitionError):
@@ -112,8 +131,9 @@ def passing_of(
     Raises:
         NotCarriedError: a block is called with something that the first one of its chain is not.
         AbsentUnitsError: parts read parameters that they do not have.
-        PartitionError: what is before a chain, or the end, reads what another part computes, and no block returns or is
-            called with, nor a module returns. Or blocks write into what others are called with.
+        LostValueError: what is before a chain, or the end, reads what another part computes, and no block returns or
+            is called with.
+        PartitionError: blocks write into what others are called with.
     """
     carried = [_carried(chain, runs) for chain in chains]
     kept = [list(dict.fromkeys(key for places in of_chain for key in places.values())) for of_chain in carried]
@@ -123,37 +143,23 @@ def passing_of(
     }  # fmt: skip
     written_slots: set[ValueSlot] = set()
     absent: set[tuple[int, str]] = set()
+    losses: list[tuple[LostValue, str]] = []
     for sources in runs:
-        slots, nodes = sources.written()
-        written_slots |= slots | {slot for node in nodes for slot in _returns(sources, chains, node)}
-        returned_nodes: dict[int, set[int]] = {}  # by part: nodes that its modules return to later ones
-        losses: list[str] = []
+        written_slots |= sources.written()
         for reader in range(len(chains), 0, -1):
             last_chain = chains[reader - 1]
             next_keys = [*chains[reader].entries, *kept[reader]] if reader < len(chains) else []
-            slots, lost, returned = _read(
-                sources, chains, reader, next_keys, shares[reader], returned_nodes.pop(reader, set())
-            )
-            for node in returned:
-                returned_nodes.setdefault(_part_of(sources, chains, node), set()).add(node)
-                slots |= _returns(sources, chains, node)
+            slots, lost = _read(sources, chains, reader, next_keys, shares[reader])
             absent |= {(reader, loss.unit) for loss in lost if loss.unit}
-            losses += [
-                f"{loss.words} is used behind block {sources.blocks[last_chain.last].name!r}" for loss in lost
-                if not loss.unit
-            ][:1]
+            where = f"is used behind block {sources.blocks[last_chain.last].name!r}"
+            losses += [(loss, where) for loss in lost if not loss.unit]
             for slot in slots - {(last_chain.last, place) for place in last_chain.exits}:
                 readers[slot] = max(reader, readers.get(slot, 0))
         begin = sources.blocks[0].begin
-        lost = sources.of((), shares[0], since=-1, until=begin).lost
-        losses += [f"{loss.words} decides what is done before block {sources.blocks[0].name!r}" for loss in lost[:1]]
-        if losses:
-            raise PartitionError(
-                f"{losses[-1]}, in another part of the model, and does not travel there. Return it from a block, or "
-                "from a module that is called once; turn off what drops layers at random (layerdrop=0); name the "
-                "module that computes it among the blocks, to_sequential(model, sample, blocks=[...]); or write the "
-                "model as an nn.Sequential."
-            )
+        where = f"decides what is done before block {sources.blocks[0].name!r}"
+        losses += [(loss, where) for loss in sources.of((), shares[0], since=-1, until=begin).lost]
+    if losses:
+        raise LostValueError(losses)
     if absent:
         raise AbsentUnitsError(absent)
     slots_in_order = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
@@ -165,34 +171,18 @@ def passing_of(
     return PassingPlan(tuple(slots_in_order), until, frozenset(written_slots), of_blocks)
 
 
-def _returns(sources: Sources, chains: Sequence[BlockChain], node: int) -> set[ValueSlot]:
-    """The slots of a node that a module returned: none where that is behind all blocks."""
-    part, call = _part_of(sources, chains, node), sources.call_of(node)
-    returned_by = sources.run.flow.nodes[node].returned_by
-    assert call is not None and returned_by is not None  # it did
-    return {(chain.first, Return(call.name, place)) for chain in chains[part : part + 1] for place in returned_by[1]}
-
-
-def _part_of(sources: Sources, chains: Sequence[BlockChain], node: int) -> int:
-    """The part that computes a node: 0 before the first chain, 1 before the second, ..."""
-    time = sources.run.flow.nodes[node].time
-    return sum([sources.blocks[chain.first].begin < time for chain in chains])
-
-
 def _read(
     sources: Sources,
     chains: Sequence[BlockChain],
     reader: int,
     next_keys: Iterable[ArgumentKey],
     share: Mapping[str, Any],
-    returned_nodes: Collection[int],
 ) -> ValueSources:
     """The sources of what the part behind some chains makes: for the next one or the output.
 
     Args:
         reader: how many chains are before the part.
         next_keys: the arguments of the next block that it makes.
-        returned_nodes: what it makes for later ones.
     """
     blocks = sources.blocks
     offers: dict[int, list[tuple[int, ValueSlot]]] = {}
@@ -206,4 +196,4 @@ def _read(
         nodes = [next_block.nodes[key] for key in next_keys if key in next_block.nodes]
         until = next_block.begin
     end = blocks[chains[reader - 1].last].end
-    return sources.of([*nodes, *returned_nodes], share, end, until, offers, returned_before=end)
+    return sources.of(nodes, share, end, until, offers)

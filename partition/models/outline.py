@@ -32,7 +32,6 @@ from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
 from partition.models.passing import PassingPlan
 from partition.models.references import by_name, put_in, references_of
-from partition.models.returns import caught, check_noted
 from partition.models.runs import (
     BlockChain,
     CallArguments,
@@ -101,9 +100,6 @@ class Outline(nn.Module):
         passing: the values that pass blocks by.
         shaping: the numbers of the blocks that are asked for the shapes of what they return.
         hooks: on what blocks return, which hand that to the model's forward, by the id of a block.
-
-    Attributes:
-        first_names: of the modules `part_names`, and of those that contain blocks, by each of their names.
     """
 
     def __init__(
@@ -132,16 +128,13 @@ class Outline(nn.Module):
         }
         replacements: dict[str, Shadow] = {name: stand_ins[calls] for name, calls in numbers.items()}
         containers = containers_of(model, chains)
-        all_names = names_of(model)
-        first_names = {name: names[0] for names in all_names.values() for name in names}
-        names_by_id = {key: names[0] for key, names in all_names.items()}
+        names_by_id = {key: names[0] for key, names in names_of(model).items()}
         names_by_id.update((id(parameter), name) for name, parameter in model.named_parameters())
         self._references = {
             name: by_name(references_of(model.get_submodule(name)), names_by_id) for name in sorted(containers)
         }
-        self.first_names = {name: first_names[name] for name in (*part_names, *containers)}
         for name in part_names:
-            absent = AbsentModule(model.get_submodule(name), volatile, first_names[name])
+            absent = AbsentModule(model.get_submodule(name), volatile)
             block = next((block for block in numbers if name.startswith(f"{block}.")), None)
             if block is None:
                 replacements[name] = absent
@@ -208,21 +201,17 @@ class Outline(nn.Module):
         copies = _put_in(self._on(device), units, {**self._in_eval_mode, **modes})
         for name, references in self._references.items():
             put_in(copies[name], references, copies[""])
-        present = [*copies.items(), *units.items()]
-        modules = [(self.first_names[name], module) for name, module in present if name in self.first_names]
         absent = [parameter for name in self.settings for parameter in copies[name]._parameters.values()]
         run.spare([*units.values(), *leaves, *absent])
         earlier = self._state(copies, given)
         args, kwargs = self.inputs.called(leaves)
         token = this_run.set(run)
         try:
-            with caught(run, modules):
-                returned = copies[""](*args, **kwargs)
+            returned = copies[""](*args, **kwargs)
         except OutlineRunEnd:
             returned = None
         finally:
             this_run.reset(token)
-        check_noted(run)
         self._check_kept(earlier, self._state(copies, given))
         return returned
 

@@ -125,7 +125,7 @@ class Beginning(OutlinePart):
     def forward(self, x: Any) -> PartValue:
         leaves = self.outline.inputs.leaves(x)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-        run = OutlineRun(self.outline.chains, 0, wanted=self.outline.passing.wanted(0))
+        run = OutlineRun(self.outline.chains, 0)
         self.outline.run(run, leaves, device, self._units(), self.modes)
         nothing = (None,) * len(self.outline.passing.slots)
         return _value_at(self.outline, run, 0, self.outline.inputs.travelling(leaves), nothing)
@@ -247,11 +247,10 @@ def _resumed_run(
     before, passing = outline.chains[number - 1], outline.passing
     device = next(leaf.device for leaf in hidden if leaf is not None)
     exits = zip([(before.last, place) for place in before.exits], hidden, strict=True)
-    outputs, arguments, returns = passing.arrived(number, values, dict(exits))
+    outputs, arguments = passing.arrived(number, values, dict(exits))
     rewind = _generator_rewind(device) if any(modes.values()) else int
     end = outline.chains[number].first if number < len(outline.chains) else None
-    wanted = {} if end is None else passing.wanted(end)
-    run = OutlineRun(outline.chains, end, outputs, arguments, before.last, rewind, returns, wanted)
+    run = OutlineRun(outline.chains, end, outputs, arguments, before.last, rewind)
     return run, outline.inputs.arrived(travelling, device), device
 
 
@@ -277,7 +276,7 @@ def _value_at(
     call = outline.call_of_block(run.calls, chain.first)
     _check_whole(chain, outline.passing.keys(chain.first, number + 1), call)
     arguments = {Argument(key): call[key] for key in outline.passing.keys(chain.first)}
-    values = outline.passing.filled(chain.first, {**arguments, **run.noted}, values)
+    values = outline.passing.filled(chain.first, arguments, values)
     return tuple([call[key] for key in chain.entries]), travelling, values
 
 

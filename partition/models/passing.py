@@ -4,8 +4,6 @@
                        └──────── a slot ────────► what is computed before block 7
     an argument ─► block 3 ─► its output ─► + ─► block 4
               └─────────── a slot ──────────┘
-    embed(words) ─► images ─► block 1 ─► ... ─► both ─► block 5     what a module of one part returns, and another reads
-            └─────────────── a slot ────────────┘
     time ─► embed ─► block 1, block 2, ...                          what all blocks of a chain are called with: a slot
 """
 
@@ -23,15 +21,8 @@ class Argument(NamedTuple):
     key: ArgumentKey
 
 
-class Return(NamedTuple):
-    """A leaf of what a module beside the blocks returns, before the block of a slot."""
-
-    name: str
-    place: int
-
-
 # A block's number; the place among the leaves of what it returns, or what there is as it is called.
-ValueSlot: TypeAlias = "tuple[int, int | Argument | Return]"
+ValueSlot: TypeAlias = "tuple[int, int | Argument]"
 _ByPlace: TypeAlias = dict[Any, dict[Any, Any]]
 
 
@@ -39,18 +30,16 @@ class PassingPlan(NamedTuple):
     """The slots of the values that pass blocks by, or go to all of a chain.
 
     Attributes:
-        slots: of what blocks return, of what the first blocks of chains are called with, and of what modules before
-            these return.
+        slots: of what blocks return, and of what the first blocks of chains are called with.
         until: for each slot the number of the last chain of blocks before which it is read; that behind the last chain
             is the end, that of its own chain says that blocks alone read it.
-        written: values that blocks and modules return, hidden states among them, into which the model writes: each
-            part to a copy.
+        written: values that blocks return, hidden states among them, into which the model writes: each part to a copy.
         carried: for each block which leaf of its arguments is which slot.
 
     Example:
         >>> passing = PassingPlan(((1, 0), (3, 2)), (2, 4))
         >>> values = passing.filled(1, {0: "an output"}, (None, None))
-        >>> outputs, arguments, returns = passing.arrived(2, values, {(3, 0): "a hidden state"})
+        >>> outputs, arguments = passing.arrived(2, values, {(3, 0): "a hidden state"})
         >>> outputs
         {1: {0: 'an output'}, 3: {0: 'a hidden state'}}
         >>> passing.behind(2, values)
@@ -76,25 +65,15 @@ class PassingPlan(NamedTuple):
             if block == number and isinstance(place, Argument) and until >= least
         ]  # fmt: skip
 
-    def wanted(self, number: int) -> dict[str, dict[int, bool]]:
-        """The values to be noted of modules before the block of this number: by name, by place, whether to copy."""
-        wanted: dict[str, dict[int, bool]] = {}
-        for slot in self.slots:
-            block, place = slot
-            if block == number and isinstance(place, Return):
-                wanted.setdefault(place.name, {})[place.place] = slot in self.written
-        return wanted
-
     def arrived(
         self, chain: int, values: tuple[Any, ...], hidden: Mapping[ValueSlot, Any]
-    ) -> tuple[_ByPlace, _ByPlace, _ByPlace]:
+    ) -> tuple[_ByPlace, _ByPlace]:
         """The values that are there and are read before a chain, or later, and the hidden state.
 
         Returns:
-            What blocks returned: by block, by place. What they were called with: by block, by key. What modules of
-            other parts returned: by name, by place.
+            What blocks returned: by block, by place. What they were called with: by block, by key.
         """
-        outputs, arguments, returns = _ByPlace(), _ByPlace(), _ByPlace()
+        outputs, arguments = _ByPlace(), _ByPlace()
         there: dict[ValueSlot, Any] = {
             slot: value for slot, until, value in zip(self.slots, self.until, values, strict=True)
             if value is not None and until >= chain
@@ -104,13 +83,9 @@ class PassingPlan(NamedTuple):
             block, place = slot
             if isinstance(place, Argument):
                 arguments.setdefault(block, {})[place.key] = value
-                continue
-            value = value.clone() if slot in self.written else value
-            if isinstance(place, Return):
-                returns.setdefault(place.name, {})[place.place] = value
             else:
-                outputs.setdefault(block, {})[place] = value
-        return outputs, arguments, returns
+                outputs.setdefault(block, {})[place] = value.clone() if slot in self.written else value
+        return outputs, arguments
 
     def behind(self, chain: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values that are read again behind what comes before a chain."""

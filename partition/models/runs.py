@@ -171,14 +171,9 @@ class OutlineRun:
         arguments: by a block's number, what is to stand in some of its arguments: the run goes on with it.
         resume: the number of a block behind which this part begins.
         rewind: called there: what was drawn before was drawn by another part.
-        returns: of modules that lie in other parts or contain blocks, what they returned there: by name, by place among
-            the leaves.
-        wanted: of modules what is to be noted of what they return: by name, by place, whether to note a copy.
 
     Attributes:
         calls: of the blocks that were reached, in order.
-        returns, wanted: see above.
-        noted: of what modules returned, by name and place.
     """
 
     def __init__(
@@ -189,19 +184,13 @@ class OutlineRun:
         arguments: Mapping[int, Mapping[ArgumentKey, Any]] = MappingProxyType({}),
         resume: int | None = None,
         rewind: Callable[[], object] = int,
-        returns: Mapping[str, Mapping[int, Any]] = MappingProxyType({}),
-        wanted: Mapping[str, Mapping[int, bool]] = MappingProxyType({}),
     ) -> None:
         self.calls: list[CallArguments] = []
-        self.returns = returns
-        self.wanted = wanted
-        self.noted: dict[tuple[str, int], Any] = {}
         self._chains = chains
         self._end = end
         self._outputs = outputs
         arrived = [
-            leaf for leaves in (*outputs.values(), *returns.values()) for leaf in leaves.values()
-            if isinstance(leaf, Tensor)
+            leaf for leaves in outputs.values() for leaf in leaves.values() if isinstance(leaf, Tensor)
         ]  # fmt: skip
         self._before = _TensorsBefore(set(map(id, arrived)), set(map(storage_of, arrived)))
         self._arguments = arguments
@@ -219,16 +208,6 @@ class OutlineRun:
             self._before.storages.update(
                 [storage_of(entry) for entry in (*entries, *tensors) if isinstance(entry, Tensor)]
             )
-
-    def with_returns(self, name: str, returned: Any) -> Any:
-        """The output of a module, with what another part computed of it."""
-        values = self.returns.get(name)
-        if values is None:
-            return returned
-        leaves, tree = tree_flatten(returned)
-        for place, value in values.items():
-            leaves[place] = value
-        return tree_unflatten(leaves, tree)
 
     def reach(
         self, numbers: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any], absent: Callable[..., Any] | None

@@ -22,7 +22,7 @@ from partition.compilation import uncompiled
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
 from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, in_eval_mode, record_model
-from partition.models.carrying import AbsentUnitsError, NotCarriedError, passing_of
+from partition.models.carrying import AbsentUnitsError, LostValueError, NotCarriedError, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks
 from partition.models.comparison import compare, compare_in_train_mode, keeps
 from partition.models.inputs import ModelInputs, UnsentInputError
@@ -178,7 +178,7 @@ def _cut(
     inputs = ModelInputs(names, tree, always, read, written)
     containers: list[nn.Module] = []  # copies of these have nothing that is volatile
     try:
-        chains, shares, part_names, passing = _divided(record, blocks)
+        blocks, chains, shares, part_names, passing = _divided(record, blocks)
         containers = [model.get_submodule(name) for name in containers_of(model, chains)]
         shaping = _shaping(chains, passing, blocks)
         while True:
@@ -205,11 +205,12 @@ def _cut(
 
 def _divided(
     record: ModelRecord, blocks: Sequence[ModuleCall]
-) -> tuple[tuple[BlockChain, ...], list[dict[str, Any]], list[str], PassingPlan]:
-    """The chains, the shares of what is around them, the modules with parameters there, and what passes blocks by.
+) -> tuple[Sequence[ModuleCall], tuple[BlockChain, ...], list[dict[str, Any]], list[str], PassingPlan]:
+    """The blocks, their chains, the shares of what is around them, the modules with parameters there, what passes by.
 
     A block that is called with more than its chain's first block and the hidden state begins another. What one part has
-    computed of a parameter alone, and another reads, both compute.
+    computed of a parameter alone, and another reads, both compute; what a module of one returned that is called once
+    makes the module a block.
     """
     given: frozenset[tuple[int, str]] = frozenset()
     model, begins = record.model, broken_links(blocks, record.in_train_mode.calls)
@@ -224,10 +225,9 @@ def _divided(
         shares, part_names = shares_of(model, chains, phases, record.volatile)
         items = [item for share in shares for item in share.items()]
         unit_names = {*part_names, *[name for name, unit in items if isinstance(unit, nn.Parameter | MadeUpBuffer)]}
-        containers = containers_of(model, chains) - {""}
-        sources = [Sources(model, run, called_again(run.calls, blocks), unit_names, containers) for run in runs]
+        sources = [Sources(model, run, called_again(run.calls, blocks), unit_names) for run in runs]
         try:
-            return chains, shares, part_names, passing_of(chains, shares, sources)
+            return blocks, chains, shares, part_names, passing_of(chains, shares, sources)
         except NotCarriedError as error:
             if any(chain.first == error.number for chain in chains):
                 raise
@@ -236,6 +236,18 @@ def _divided(
             if error.units <= given:
                 raise
             given |= error.units
+        except LostValueError as error:
+            calls = [call for call in record.in_eval_mode.calls if call.name in error.names]
+            if not calls or any(_are_nested(call, block) for call in calls for block in blocks):
+                raise
+            return _divided(record, sorted([*blocks, *calls], key=lambda call: call.begin))
+
+
+def _are_nested(one: ModuleCall, other: ModuleCall) -> bool:
+    """Whether one of two calls lies within the other, or a module within the other's."""
+    names = f"{one.name}.", f"{other.name}."
+    are_modules = any(name.startswith(within) for name, within in (names, names[::-1]))
+    return are_modules or one.begin < other.end and other.begin < one.end
 
 
 def _check_draws(record: ModelRecord, names: Collection[str]) -> None:

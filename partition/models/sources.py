@@ -19,7 +19,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from partition.models.calls import ModelRun, ModuleCall
-from partition.models.flow import Flow
+from partition.models.chains import outermost_calls
+from partition.models.flow import Flow, StorageVersion
 from partition.models.passing import ValueSlot
 from partition.models.runs import names_of
 from partition.models.shares import unit_of
@@ -33,11 +34,13 @@ class LostValue(NamedTuple):
     Attributes:
         words: what it is.
         unit: the name of what the part has to have to compute it as well: a parameter, or a module that is not called,
-            nor is anything in it. "": it would have to travel, or has decided the way.
+            nor is anything in it, or not with a tensor. "": it would have to travel, or has decided the way.
+        module: the name of the module that returned it, and would as a block. "": none did that is called once.
     """
 
     words: str
     unit: str = ""
+    module: str = ""
 
 
 class ValueSources(NamedTuple):
@@ -46,12 +49,10 @@ class ValueSources(NamedTuple):
     Attributes:
         slots: values that blocks returned, and what else was offered.
         lost: what else was computed in another part.
-        returned: nodes that modules of other parts returned, where these are asked for.
     """
 
     slots: set[ValueSlot]
     lost: list[LostValue]
-    returned: set[int]
 
 
 class Sources:
@@ -62,27 +63,22 @@ class Sources:
         run: the model's.
         blocks: of the model, as they were called in it.
         part_names: the names of the modules and parameters that lie in parts.
-        containers: those of the modules that contain blocks.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        run: ModelRun,
-        blocks: Sequence[ModuleCall],
-        part_names: Collection[str],
-        containers: Collection[str] = (),
+        self, model: nn.Module, run: ModelRun, blocks: Sequence[ModuleCall], part_names: Collection[str]
     ) -> None:
         self.blocks = blocks
         self.run = run
         self._numbers = {block.number: number for number, block in enumerate(blocks)}
         self._calls = {call.number: call for call in run.calls}
-        called = {f"{call.name}." for call in run.calls}
-        self._uncalled = frozenset([
+        prefixes = tuple([f"{name}." for name in part_names])
+        inner_names = {call.name for call in run.calls if f"{call.name}.".startswith(prefixes)}
+        called = [f"{call.name}." for call in outermost_calls(run.calls, inner_names) if call.nodes]
+        self._repeatable = frozenset([
             name for name in part_names if not any(prefix.startswith(f"{name}.") for prefix in called)
         ])  # fmt: skip
         self._times = Counter(call.name for call in run.calls)
-        self._containers = {call.number for call in run.calls if call.name in containers}
         names = names_of(model)
         self._units = {
             call.number: frozenset(names[id(model.get_submodule(call.name))]) & set(part_names) for call in run.calls
@@ -103,7 +99,6 @@ class Sources:
         since: int | None = None,
         until: int = -1,
         offers: Mapping[int, Sequence[tuple[int, ValueSlot]]] = MappingProxyType({}),
-        returned_before: int = -1,
     ) -> ValueSources:
         """The sources of some nodes.
 
@@ -113,9 +108,8 @@ class Sources:
             since: from when on the part draws the random numbers that the model draws; None: never.
             until: what Python was told until then counts, too: it may have decided the way.
             offers: for nodes from when on which slots have them, for what the part cannot compute.
-            returned_before: what modules had returned by then is no loss.
         """
-        flow, sources = self.run.flow, ValueSources(set(), [], set())
+        flow, sources = self.run.flow, ValueSources(set(), [])
         open_nodes, visited = list[int](), set[int]()
 
         def reach(numbers: Iterable[int], time: float) -> None:
@@ -143,37 +137,16 @@ class Sources:
                     sources.slots.update((self._numbers[node.returned_by[0]], place) for place in node.returned_by[1])
                     continue
                 lost = self._lost(number, present, since)
-                if lost is not None and node.time < returned_before and self.call_of(number) is not None:
-                    sources.returned.add(number)
-                elif lost is not None:
+                if lost is not None:
                     sources.lost.append(lost._replace(unit="") if is_told else lost)
-                elif node.time < returned_before and self._is_lost_within(number, present, since):
-                    sources.returned.add(number)
                 else:
                     reach(node.parents, node.time)
         return sources
 
-    def call_of(self, number: int) -> ModuleCall | None:
-        """The call of which a node is what it returned: the only one of a module that lies in a part or has blocks."""
-        returned_by = self.run.flow.nodes[number].returned_by
-        if returned_by is None or not self._units[returned_by[0]] and returned_by[0] not in self._containers:
-            return None
-        call = self._calls[returned_by[0]]
-        return call if self._times[call.name] == 1 else None
-
-    def _is_lost_within(self, number: int, present: Collection[str], since: int | None) -> bool:
-        """Whether a module that contains blocks returned a node, and computed it from what is lost."""
-        returned_by = self.run.flow.nodes[number].returned_by
-        is_of_container = (
-            returned_by is not None and returned_by[0] in self._containers and self.call_of(number) is not None
-        )
-        return is_of_container and bool(self.of((number,), present, since).lost)
-
-    def written(self) -> tuple[set[ValueSlot], set[int]]:
-        """The values that blocks returned, and the nodes that modules did, into which the model wrote."""
+    def written(self) -> set[ValueSlot]:
+        """The values that blocks returned into which the model wrote."""
         nodes = self.run.flow.nodes
         slots: set[ValueSlot] = set()
-        returned: set[int] = set()
         for node in nodes:
             if node.previous is None or node.returned_by is not None or isinstance(self._enclosing(node.time), int):
                 continue
@@ -183,10 +156,8 @@ class Sources:
                 if node.returned_by is not None and node.returned_by[0] in self._numbers:
                     slots.update((self._numbers[node.returned_by[0]], place) for place in node.returned_by[1])
                     break
-                if self.call_of(number) is not None:
-                    returned.add(number)
                 number = node.previous
-        return slots, returned
+        return slots
 
     def _lost(self, number: int, present: Collection[str], since: int | None) -> LostValue | None:
         node = self.run.flow.nodes[number]
@@ -196,10 +167,17 @@ class Sources:
         owners = self._owners.get(self.run.flow.computed(number), frozenset())
         names = owners or enclosing
         if names and not names & set(present):
-            return LostValue(f"what {min(names)!r} computes", min(owners & self._uncalled, default=""))
+            unit = min(names & self._repeatable, default="")
+            return LostValue(f"what {min(names)!r} computes", unit, self._module_of(node))
         if node.drawn and (since is None or node.time < since):
             return LostValue("what is drawn at random")
         return None
+
+    def _module_of(self, node: StorageVersion) -> str:
+        """The name of a module that returned a node, lies in a part and is called once, with a tensor."""
+        call = node.returned_by and self._calls[node.returned_by[0]]
+        is_single = call and self._units[call.number] and call.nodes and self._times[call.name] == 1
+        return call.name if call and is_single else ""
 
     def _is_elsewhere(self, time: int, present: Collection[str]) -> bool:
         enclosing = self._enclosing(time)

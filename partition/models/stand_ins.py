@@ -90,12 +90,10 @@ class AbsentModule(Shadow):
     Args:
         module: the module.
         volatile: the attributes that a forward sets.
-        name: its name in the model, under which a run may have what it returned.
     """
 
-    def __init__(self, module: nn.Module, volatile: VolatileAttributes, name: str = "") -> None:
+    def __init__(self, module: nn.Module, volatile: VolatileAttributes) -> None:
         super().__init__(module, volatile)
-        self._name = name
         modules = {id(submodule): submodule for submodule in module.modules()}
         dropped = {
             key: is_done for key, is_done in volatile.items()
@@ -114,10 +112,9 @@ class AbsentModule(Shadow):
             self._meta_outputs[key] = self._meta_output(device, shapes, tree)
             forget_oldest(self._meta_outputs)
         meta_output = self._meta_outputs[key]
-        output = lost(meta_output, device) if isinstance(meta_output, Tensor) else tree_map_only(
+        return lost(meta_output, device) if isinstance(meta_output, Tensor) else tree_map_only(
             Tensor, lambda meta: lost(meta, device), meta_output
         )
-        return this_run.get().with_returns(self._name, output)
 
     def _meta_output(self, device: torch.device, shapes: Iterable[Any], tree: TreeSpec | None) -> Any:
         """The output of the module, on the meta device; of its arguments, shapes stand for tensors.

@@ -1,4 +1,4 @@
-"""Laws: what a module returns travels to the part that reads it, with its hooks, or the call is refused in words."""
+"""Laws: a module whose value another part reads is a layer of its own, with its hooks; or it is refused in words."""
 
 import copy
 import dataclasses
@@ -12,7 +12,6 @@ from families import of_family
 from torch import nn
 
 from partition import PartitionError, to_sequential
-from partition.models.passing import Argument, Return
 from pipeline import Pipe
 
 
@@ -21,21 +20,22 @@ def cut(model, *sample):
     return to_sequential(model.eval(), sample).eval()
 
 
-@pytest.mark.parametrize(
-    "name, slots",
-    [
-        ("sees", [(0, Return("words", 0))]),
-        ("towers", [(3, Return("of_image", 0))]),
-        ("towers of modules", [(3, Return("looks", 0))]),
-        ("branches", [(0, Return("pair", 1)), (2, Return("between", 0))]),
-    ],
-)
-def test_these_models_travel_so(name, slots):
-    """Each what its part alone computes: no module that its reader may call, no argument of a block."""
+def layers_of(layers):
+    """What is in each layer: "patch", say; "" where only other modules are, called or not."""
+    return [", ".join(layer._names) for layer in layers]
+
+
+@pytest.mark.parametrize("name, modules", [
+    ("sees", ["words"]), ("towers", ["of_image"]), ("towers of modules", []), ("branches", ["pair", "between"]),
+])  # fmt: skip
+def test_a_module_whose_value_another_part_reads_is_a_layer(name, modules):
+    """Each computes what its reader cannot: it does not have the module, nor is that an argument of a block."""
     build, inputs = MODELS[name]
-    found = to_sequential(build(), inputs(4))[0].outline.passing
-    assert [slot for slot in found.slots if not isinstance(slot[1], int | Argument)] == slots
-    assert (slots[0] in found.written) is (name in ("sees", "towers of modules"))
+    layers = to_sequential(build(), inputs(4))
+    alone = [layer for layer in layers_of(layers) if "." not in layer and layer in dict(build().named_children())]
+    assert [name for name in alone if name in modules] == modules
+    written = {layers_of(layers[2:])[0]} if name == "sees" else set()
+    assert bool(layers[0].outline.passing.written) is bool(written)
 
 
 class Apart(nn.Module):
@@ -55,6 +55,35 @@ class Apart(nn.Module):
         return x + passing
 
 
+class Table(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.rows, self.inner = nn.Parameter(torch.randn(4)), inner
+
+    def forward(self):
+        return self.inner(self.rows)
+
+
+@pytest.mark.parametrize("inner", [torch.tanh, nn.Linear(4, 4)], ids=["function", "module"])
+def test_what_a_module_makes_without_a_tensor_each_reader_makes_again(inner):
+    class Turns(Chain):
+        def __init__(self):
+            super().__init__()
+            self.table = Table(inner)
+
+        def forward(self, ids):
+            table = self.table()
+            return super().forward(ids) * table
+
+    model = Turns().double()
+    layers = to_sequential(model, ids(4))
+    assert [name for layer in layers for name in layer._names].count("table") > 0 and len(layers) == 5
+    x = ids(3)
+    ours = torch.autograd.grad(layers(x).square().sum(), model.parameters())
+    for one, other in zip(ours, torch.autograd.grad(model(x).square().sum(), model.parameters()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
 class Both(Apart):
     def forward(self, ids):
         x = self.embed(ids)
@@ -71,15 +100,15 @@ def test_of_a_module_that_is_called_twice_nothing_travels():
 
 def test_a_module_that_is_called_another_number_of_times_than_on_the_sample_is_named():
     layers = cut(Apart(), torch.arange(8).view(2, 4))
-    assert (0, Return("extra", 0)) in layers[0].outline.passing.slots
-    with pytest.raises(PartitionError, match="called 'extra' twice, and once on the sample .* a sample that is li"):
+    assert layers_of(layers)[1] == "extra"
+    with pytest.raises(PartitionError, match="block 'extra' was called where 'blocks.0' was on the sample .*is like"):
         layers((torch.arange(8).view(1, 8),))
-    with pytest.raises(PartitionError, match="did not call 'extra' before its blocks, as it did on the sample"):
+    words = "block 'blocks.0' was called where 'extra' was on the sample .* a sample that is like this call"
+    with pytest.raises(PartitionError, match=words):
         layers((torch.arange(9).view(1, 9),))
     pipe = Pipe(layers, [2, len(layers) - 2], 2)
-    with pytest.raises(PartitionError, match="did not call 'extra'"):
+    with pytest.raises(PartitionError, match=words):
         pipe((torch.arange(9).view(1, 9).repeat(4, 1),))
-    assert "_compiled_call_impl" not in vars(layers[0]._units()["extra"])  # as it was, also after errors
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
@@ -98,14 +127,14 @@ def test_what_travels_is_what_the_module_returns_with_its_hooks_or_compiled(way)
     images, ids = pictured(5)
     for one, other in zip(layers((images, ids)).values(), model(images, ids).values(), strict=True):
         assert torch.equal(one, other)
-    assert Return("of_image", 0) in [place for _, place in layers[0].outline.passing.slots]
+    assert "of_image" in layers_of(layers)
 
 
 def test_gradients_reach_what_travels_from_every_reader():
     torch.manual_seed(0)
     model, (ids, images) = Sees().double().eval(), (pictured(6)[1], pictured(6)[0].double())
     layers = to_sequential(model, (ids, images))
-    pipe = Pipe(layers, [3, 5], 3, checkpoint="always")
+    pipe = Pipe(layers, [4, 6], 3, checkpoint="always")
     pipe.step((ids, images), torch.zeros(6), loss_fn=lambda y, _: y.pow(2).mean())
     found = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -208,7 +237,7 @@ def test_hidden_states_of_transformers_come_out_of_the_parts(kind, settings):
 
 def test_attentions_within_blocks_are_refused():
     model, inputs = of_family("BertForMaskedLM", output_attentions=True, attn_implementation="eager")
-    with pytest.raises(PartitionError, match=r"its parts 1, .* hooks within blocks .* leave output_attentions out of"):
+    with pytest.raises(PartitionError, match="computes beside .* what hooks within blocks collect .*output_attentions"):
         to_sequential(model, inputs(4))
 
 
