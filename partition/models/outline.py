@@ -31,7 +31,7 @@ from partition.models.as_found import Hook, is_same
 from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
 from partition.models.passing import PassingPlan
-from partition.models.references import by_name, put_in, references_of
+from partition.models.references import drop_others, references_of, renew_references
 from partition.models.runs import (
     BlockChain,
     CallArguments,
@@ -40,21 +40,22 @@ from partition.models.runs import (
     Switches,
     chain_of,
     containers_of,
-    names_of,
     numbers_of,
     this_run,
 )
 from partition.models.shapes import MadeUpBuffer, TensorShape, is_without_memory
+from partition.models.shares import unit_of
 from partition.models.stand_ins import (
     AbsentModule,
     Shadow,
     StandIn,
     VolatileAttributes,
+    copied,
     forget_oldest,
     rebuilt,
     shallow,
 )
-from partition.names import OF_EVERY_MODULE, behaviour_of, places_of
+from partition.names import OF_EVERY_MODULE, behaviour_of, places_of, starts
 
 
 class _CachedArguments(NamedTuple):
@@ -118,41 +119,37 @@ class Outline(nn.Module):
         self.inputs = inputs
         self.passing = passing
         self.places = places_of(model)
-        numbers = numbers_of(model, chains)
-        blocks = {calls: model.get_submodule(name) for name, calls in numbers.items()}
-        stand_ins = {
-            calls: StandIn(
-                block, calls, volatile, any([number in shaping for number in calls]), hooks.get(id(block), ())
-            )
-            for calls, block in blocks.items()
-        }
-        replacements: dict[str, Shadow] = {name: stand_ins[calls] for name, calls in numbers.items()}
-        containers = containers_of(model, chains)
-        names_by_id = {key: names[0] for key, names in names_of(model).items()}
-        names_by_id.update((id(parameter), name) for name, parameter in model.named_parameters())
+        containers = {name: model.get_submodule(name) for name in sorted(containers_of(model, chains))}
+        numbers = {id(model.get_submodule(name)): calls for name, calls in numbers_of(model, chains).items()}
+        absent = {id(module): module for module in map(model.get_submodule, part_names)}
+        copies: dict[int, Any] = {}  # by the id of what is in the model
+        kept = {*map(id, containers.values()), *numbers, *absent}
+        for child in [child for container in containers.values() for child in container.children()]:
+            if id(child) not in kept and id(child) not in copies:
+                _copy_in_eval_mode(child, volatile, copies)
+        kept |= copies.keys()
+        for module in absent.values():
+            AbsentModule(module, volatile, copies)
+        for block in [module for module in model.modules() if id(module) in numbers]:
+            calls = numbers[id(block)]
+            is_shaping = any([number in shaping for number in calls])
+            StandIn(block, volatile, copies, calls, is_shaping, hooks.get(id(block), ()))
+        root = rebuilt(model, _without_numbers, volatile, copies)
         self._references = {
-            name: by_name(references_of(model.get_submodule(name)), names_by_id) for name in sorted(containers)
+            name: drop_others(root.get_submodule(name), copies.values(), references_of(module))
+            for name, module in containers.items()
         }
-        for name in part_names:
-            absent = AbsentModule(model.get_submodule(name), volatile)
-            block = next((block for block in numbers if name.startswith(f"{block}.")), None)
-            if block is None:
-                replacements[name] = absent
-            else:  # the model calls what is within a block
-                *parents, key = name.removeprefix(f"{block}.").split(".")
-                replacements[block].get_submodule(".".join(["shadow", *parents]))._modules[key] = absent
-        copies_by_id: dict[int, nn.Module] = {}
-        root = _outline_of(model, replacements, containers, "", volatile, copies_by_id)
+        self._copies = ModuleCopies(
+            [(module, _shown(copies[id(module)])) for module in model.modules() if id(module) in kept], volatile
+        )
+        parents = [name.rpartition(".")[0] for name in part_names]  # some are in blocks
+        self._around = sorted({*containers, *[name for parent in parents for name in starts(parent)]})
         self._roots: dict[torch.device | None, nn.Module] = {None: root}
-        replacement_pairs = [(model.get_submodule(name), stand_in.shadow) for name, stand_in in replacements.items()]
-        copied_pairs = [(module, copies_by_id[id(module)]) for module in model.modules() if id(module) in copies_by_id]
-        self._copies = ModuleCopies([*copied_pairs, *replacement_pairs], volatile)
-        self.settings = {name: _lasting_attributes(model.get_submodule(name), volatile) for name in sorted(containers)}
+        self.settings = {name: _lasting_attributes(module, volatile) for name, module in containers.items()}
         self._volatile = {
-            name: OF_EVERY_MODULE | {key for owner, key in volatile if owner == id(model.get_submodule(name))}
-            for name in self.settings
+            name: OF_EVERY_MODULE | {key for owner, key in volatile if owner == id(module)}
+            for name, module in containers.items()
         }
-        self._in_eval_mode = dict.fromkeys(self.settings, False)
         self._cache = _ArgumentCache()
 
     def lead(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
@@ -198,9 +195,9 @@ class Outline(nn.Module):
             leaf.clone() if is_written and isinstance(leaf, Tensor) else leaf
             for leaf, is_written in zip(leaves, self.inputs.written, strict=True)
         ]  # fmt: skip
-        copies = _put_in(self._on(device), units, {**self._in_eval_mode, **modes})
-        for name, references in self._references.items():
-            put_in(copies[name], references, copies[""])
+        copies = self._with_units(self._on(device), units)
+        for name, module in copies.items():
+            vars(module)["training"] = modes.get(name, False)
         absent = [parameter for name in self.settings for parameter in copies[name]._parameters.values()]
         run.spare([*units.values(), *leaves, *absent])
         earlier = self._state(copies, given)
@@ -214,6 +211,17 @@ class Outline(nn.Module):
             this_run.reset(token)
         self._check_kept(earlier, self._state(copies, given))
         return returned
+
+    def _with_units(self, root: nn.Module, units: Mapping[str, Any]) -> dict[str, nn.Module]:
+        """Copies of the modules that contain others, by name, with some modules and parameters put in."""
+        modules = [root.get_submodule(name) for name in self._around]
+        around = {id(module) for shown in modules for module in (shown, _shown(shown))}
+        present = {id(unit_of(root, name)): unit for name, unit in units.items()}
+        top = copied(root, lambda tensor: present.get(id(tensor), tensor), present, among=around)
+        copies = {name: top.get_submodule(name) for name in self.settings}
+        for name, keys in self._references.items():
+            renew_references(copies[name], present, keys)
+        return copies
 
     def _state(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[str | None, _Kept]:
         """The values that a forward may write: of modules that contain blocks, by their names, and inputs."""
@@ -324,46 +332,14 @@ def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return TensorShape.of(tensor).poison(device) if is_without_memory(tensor) else tensor.to(device)
 
 
-def _outline_of(
-    module: nn.Module,
-    replacements: Mapping[str, nn.Module],
-    containers: set[str],
-    name: str,
-    volatile: VolatileAttributes,
-    copies: dict[int, nn.Module],
-) -> nn.Module:
-    """A copy without numbers of parameters of a module that contains blocks.
-
-    Args:
-        copies: the copies that there are, of modules in it too, by the module's id.
-    """
-    if id(module) in copies:
-        return copies[id(module)]
-    module_copy = copies[id(module)] = shallow(module, volatile)
-    vars(module_copy)["training"] = False
-    vars(module_copy)["_parameters"] = {
-        key: None if parameter is None else TensorShape.of(parameter).poison(parameter.device)
-        for key, parameter in module._parameters.items()
-    }
-    vars(module_copy)["_buffers"] = {
-        key: TensorShape.of(buffer).poison(buffer.device) if isinstance(buffer, MadeUpBuffer) else buffer
-        for key, buffer in module._buffers.items()
-    }
-    for key in references_of(module_copy):
-        del vars(module_copy)[key]  # they would be those of when the model was cut
-    for key, child in module._modules.items():
-        path = f"{name}.{key}" if name else key
-        if path in replacements:
-            module_copy._modules[key] = replacements[path]
-        elif child is not None and path in containers:
-            module_copy._modules[key] = _outline_of(child, replacements, containers, path, volatile, copies)
-        elif child is not None:
-            module_copy._modules[key] = _eval_copy(child, volatile, copies)
-    return module_copy
+def _without_numbers(tensor: Tensor) -> Tensor:
+    """The stand-in for a parameter, or a buffer, of a module that contains blocks, without numbers."""
+    has_numbers = not isinstance(tensor, nn.Parameter | MadeUpBuffer)
+    return tensor if has_numbers else TensorShape.of(tensor).poison(tensor.device)
 
 
-def _eval_copy(module: nn.Module, volatile: VolatileAttributes, copies: dict[int, nn.Module]) -> nn.Module:
-    """A copy of a module without parameters, in eval mode, which shares the buffers that no forward writes."""
+def _copy_in_eval_mode(module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]) -> None:
+    """Add a copy of a module without parameters, in eval mode, which shares the buffers that no forward writes."""
     shared = {
         id(buffer): buffer for submodule in module.modules() for key, buffer in submodule._buffers.items()
         if buffer is not None and (id(submodule), key) not in volatile
@@ -373,43 +349,11 @@ def _eval_copy(module: nn.Module, volatile: VolatileAttributes, copies: dict[int
         (id(submodule), submodule_copy)
         for submodule, submodule_copy in zip(module.modules(), module_copy.modules(), strict=True)
     )
-    return module_copy
 
 
-def _put_in(root: nn.Module, units: Mapping[str, Any], modes: Mapping[str, bool]) -> dict[str, nn.Module]:
-    """The root with some modules and parameters put in, and copies of what contains them, in their modes: by name."""
-    copies, copies_by_id = {"": shallow(root)}, dict[int, nn.Module]()
-    for name, training in modes.items():
-        _put_copy(name, copies, copies_by_id)
-        vars(copies[name])["training"] = training
-    for name, unit in units.items():
-        parent, _, key = name.rpartition(".")
-        _put_copy(parent, copies, copies_by_id)
-        tables = [vars(copies[parent])[table] for table in ("_parameters", "_buffers", "_modules")]
-        next(table for table in tables if key in table)[key] = unit
-    return copies
-
-
-def _put_copy(name: str, copies: dict[str, nn.Module], copies_by_id: dict[int, nn.Module]) -> None:
-    """Put a copy of a module into the copy of what contains it; of a block's stand-in it is what that shows.
-
-    Args:
-        name: of the module.
-        copies: those that there are, by name.
-        copies_by_id: the same, by the id of the module: it may have several names.
-    """
-    if name in copies:
-        return
-    parent, _, key = name.rpartition(".")
-    _put_copy(parent, copies, copies_by_id)
-    table: dict[str, Any] = copies[parent]._modules
-    original = table[key]
-    if id(original) not in copies_by_id:
-        copies_by_id[id(original)] = shallow(original)
-        if isinstance(original, StandIn):
-            copies_by_id[id(original)]._modules["shadow"] = shallow(original.shadow)
-    table[key] = module_copy = copies_by_id[id(original)]
-    copies[name] = module_copy.shadow if isinstance(module_copy, StandIn) else module_copy
+def _shown(module: nn.Module) -> nn.Module:
+    """A module, or what stands in its place shows of it."""
+    return module.shadow if isinstance(module, Shadow) else module
 
 
 def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict[str, Any]:

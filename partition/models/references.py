@@ -1,32 +1,20 @@
 """Attributes that refer to modules and parameters, beside the tables that hold them: a list of blocks, a dict of heads.
 
     the model     self.blocks = [block 0, block 1]       and add_module("0", block 0), ...
-    by_name       [NameReference("0"), ...]
-    in a run      [stand-in 0, stand-in 1]               what stands there under these names
+    a copy of it  [stand-in 0, stand-in 1]               what stands for these in the copy's tables
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from partition.names import OF_EVERY_MODULE
 
 _KINDS = (nn.Module, nn.Parameter)
-
-
-class NameReference(NamedTuple):
-    """A module or a parameter, by its name in the model."""
-
-    name: str
-
-    def resolve(self, root: nn.Module) -> Any:
-        """The one that has this name now."""
-        parent, _, key = self.name.rpartition(".")
-        return getattr(root.get_submodule(parent), key) if key else root
 
 
 def references_of(module: nn.Module) -> dict[str, Any]:
@@ -38,33 +26,18 @@ def references_of(module: nn.Module) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def by_name(references: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """References with names in the places of modules and parameters. Those to what has none are left out.
-
-    Args:
-        references: by attribute.
-        names: by the id of a module, or of a parameter.
-    """
-    resolvable = {
-        key: value for key, value in references.items()
-        if all(id(leaf) in names for leaf in tree_leaves(value) if isinstance(leaf, _KINDS))
-    }  # fmt: skip
-    return {
-        key: tree_map_only(_KINDS, lambda leaf: NameReference(names[id(leaf)]), value)
-        for key, value in resolvable.items()
-    }
+def renew_references(module: nn.Module, copies: Mapping[int, Any], keys: Iterable[str] | None = None) -> None:
+    """Let attributes of a copy, all or some, refer to `copies`, by the ids of what they were made of."""
+    for key in vars(module).keys() - OF_EVERY_MODULE if keys is None else keys:
+        value = vars(module)[key]
+        if any(id(leaf) in copies for leaf in tree_leaves(value)):
+            vars(module)[key] = tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
 
 
-def put_in(module: nn.Module, references: Mapping[str, Any], root: nn.Module) -> None:
-    """Let the attributes of a module refer to what has these names in a root."""
-    for key, value in references.items():
-        vars(module)[key] = tree_map_only(
-            NameReference, lambda reference: reference.resolve(root), value,
-            is_leaf=lambda leaf: isinstance(leaf, NameReference),
-        )  # fmt: skip
-
-
-def renewed_references(module: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Let the attributes of a copy refer to `copies`, by the ids of what they were made of."""
-    for key, value in references_of(module).items():
-        vars(module)[key] = tree_map_only(_KINDS, lambda leaf: copies.get(id(leaf), leaf), value)
+def drop_others(module: nn.Module, copies: Iterable[Any], keys: Iterable[str]) -> list[str]:
+    """Take from a copy the attributes, of some, that refer to what none of `copies` is. Returns the rest."""
+    ids = set(map(id, copies))
+    for key in keys:
+        if any(isinstance(leaf, _KINDS) and id(leaf) not in ids for leaf in tree_leaves(vars(module)[key])):
+            del vars(module)[key]
+    return [key for key in keys if key in vars(module)]

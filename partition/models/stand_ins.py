@@ -7,7 +7,7 @@ finds, so whatever would need its numbers is seen.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from partition.models.as_found import Hook
-from partition.models.references import renewed_references
+from partition.models.references import renew_references
 from partition.models.runs import Switches, this_run
 from partition.models.shapes import TensorShape, lost
 
@@ -33,11 +33,13 @@ class Shadow(nn.Module):
     Args:
         module: the other module.
         volatile: the attributes that a forward sets, which would be those of another call; it has none of them.
+        copies: see `rebuilt`. It is the module's.
     """
 
-    def __init__(self, module: nn.Module, volatile: VolatileAttributes) -> None:
+    def __init__(self, module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]) -> None:
         super().__init__()
-        self.shadow = rebuilt(module, lambda tensor: TensorShape.of(tensor).poison(tensor.device), volatile)
+        self.shadow = rebuilt(module, lambda tensor: TensorShape.of(tensor).poison(tensor.device), volatile, copies)
+        copies[id(module)] = self
 
     def __getattr__(self, name: str) -> Any:
         shadow = vars(self)["_modules"]["shadow"]
@@ -55,8 +57,8 @@ class StandIn(Shadow):
 
     Args:
         block: the block.
+        volatile, copies: as of any.
         numbers: its numbers, of all its calls.
-        volatile: the attributes that a forward sets.
         is_shaping: whether it returns more than the hidden state, in another shape than it is called with, say.
         hooks: on what it returns, which hand that to the model's forward.
     """
@@ -64,14 +66,15 @@ class StandIn(Shadow):
     def __init__(
         self,
         block: nn.Module,
-        numbers: tuple[int, ...],
         volatile: VolatileAttributes,
+        copies: dict[int, Any],
+        numbers: tuple[int, ...],
         is_shaping: bool,
         hooks: Iterable[Hook] = (),
     ) -> None:
-        super().__init__(block, volatile)
+        super().__init__(block, volatile, copies)
         self._hooks = tuple(hooks)
-        self._stands_for = (numbers, AbsentModule(block, volatile) if is_shaping else None)  # not as a child
+        self._stands_for = (numbers, AbsentModule(block, volatile, {}) if is_shaping else None)  # not as a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         numbers, absent = self._stands_for
@@ -85,15 +88,10 @@ class StandIn(Shadow):
 
 
 class AbsentModule(Shadow):
-    """A stand-in for a module that lies in another part: nan, of the shapes that it would return.
+    """A stand-in for a module that lies in another part: nan, of the shapes that it would return."""
 
-    Args:
-        module: the module.
-        volatile: the attributes that a forward sets.
-    """
-
-    def __init__(self, module: nn.Module, volatile: VolatileAttributes) -> None:
-        super().__init__(module, volatile)
+    def __init__(self, module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]) -> None:
+        super().__init__(module, volatile, copies)
         modules = {id(submodule): submodule for submodule in module.modules()}
         dropped = {
             key: is_done for key, is_done in volatile.items()
@@ -143,32 +141,48 @@ class AbsentModule(Shadow):
 
 
 def rebuilt(
-    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: VolatileAttributes = MappingProxyType({})
+    module: nn.Module,
+    changed: Callable[[Tensor], Tensor],
+    volatile: VolatileAttributes = MappingProxyType({}),
+    copies: dict[int, Any] | None = None,
 ) -> nn.Module:
-    """A copy of a module with other parameters and buffers, without what is `volatile`; it shares all else."""
-    copies: dict[int, Any] = {}  # by the id of what it is made of
-    copy = _rebuilt(module, changed, volatile, copies)
-    for module_copy in [module_copy for module_copy in copies.values() if isinstance(module_copy, nn.Module)]:
-        renewed_references(module_copy, copies)
+    """A copy of a module with other parameters and buffers, without what is `volatile`; it shares all else.
+
+    Args:
+        module: the module.
+        changed: from a parameter or buffer to the copy's.
+        volatile: the attributes that a forward sets.
+        copies: by the id of what they stand for; those that are made are added.
+    """
+    copies = {} if copies is None else copies
+    earlier = set(copies)
+    copy = copied(module, changed, copies, volatile)
+    for key in copies.keys() - earlier:
+        if isinstance(copies[key], nn.Module):
+            renew_references(copies[key], copies)
     return copy
 
 
-def _rebuilt(
-    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: VolatileAttributes, copies: dict[int, Any]
+def copied(
+    module: nn.Module,
+    changed: Callable[[Tensor], Tensor],
+    copies: dict[int, Any],
+    volatile: VolatileAttributes = MappingProxyType({}),
+    among: Container[int] | None = None,
 ) -> nn.Module:
-    if isinstance(module, torch.jit.ScriptModule):  # without parameters: see `to_sequential`
-        return module
+    """The same, with the references of the module. Of `among`, ids of modules, others are not copied."""
     if id(module) in copies:
         return copies[id(module)]  # type: ignore[no-any-return]  # of a module
+    if isinstance(module, torch.jit.ScriptModule) or among is not None and id(module) not in among:
+        return module  # a script has no parameters: see `to_sequential`
     copy = copies[id(module)] = shallow(module, volatile)
-    for table in ("_parameters", "_buffers"):
-        tensors = [(name, tensor) for name, tensor in vars(module)[table].items() if tensor is not None]
-        copies.update((id(tensor), changed(tensor)) for _, tensor in tensors)
-        vars(copy)[table].update((name, copies[id(tensor)]) for name, tensor in tensors)
-    vars(copy)["_modules"] = {
-        name: child if child is None else _rebuilt(child, changed, volatile, copies)
-        for name, child in module._modules.items()
-    }
+    for table in (vars(copy)["_parameters"], vars(copy)["_buffers"]):
+        for name, tensor in table.items():
+            if tensor is not None:
+                table[name] = copies[id(tensor)] = changed(tensor)
+    for name, child in module._modules.items():
+        if child is not None:
+            vars(copy)["_modules"][name] = copied(child, changed, copies, volatile, among)
     return copy
 
 
