@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from partition.errors import PartitionError
-from partition.models.passing import Argument, PassingPlan, ValueSlot
+from partition.models.passing import PassingPlan, ValueSlot
 from partition.models.runs import ArgumentKey, BlockChain
 from partition.models.shapes import is_whole
 from partition.models.sources import LostValue, Sources, ValueSources
@@ -138,7 +138,7 @@ def passing_of(
     carried = [_carried(chain, runs) for chain in chains]
     kept = [list(dict.fromkeys(key for places in of_chain for key in places.values())) for of_chain in carried]
     readers: dict[ValueSlot, int] = {
-        (chain.first, Argument(key)): number
+        (chain.first, key): number
         for number, (chain, keys) in enumerate(zip(chains, kept)) for key in keys
     }  # fmt: skip
     written_slots: set[ValueSlot] = set()
@@ -165,7 +165,7 @@ def passing_of(
     slots_in_order = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
     until = tuple([readers[slot] for slot in slots_in_order])
     of_blocks = tuple([
-        tuple([(key, slots_in_order.index((chain.first, Argument(of_first)))) for key, of_first in places.items()])
+        tuple([(key, slots_in_order.index((chain.first, of_first))) for key, of_first in places.items()])
         for chain, of_chain in zip(chains, carried) for places in of_chain
     ])  # fmt: skip
     return PassingPlan(tuple(slots_in_order), until, frozenset(written_slots), of_blocks)
@@ -189,7 +189,7 @@ def _read(
     for number in [chain.first for chain in chains[:reader]]:
         for key, node in blocks[number].nodes.items():
             if is_whole(blocks[number].arguments[key]):  # of a slice the rest may be read as well
-                offers.setdefault(node, []).append((blocks[number].begin, (number, Argument(key))))
+                offers.setdefault(node, []).append((blocks[number].begin, (number, key)))
     nodes, until = sources.run.output, sources.run.flow.tick()
     if reader < len(chains):
         next_block = blocks[chains[reader].first]

@@ -25,7 +25,6 @@ from partition.contents import storage_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.outline import Outline
-from partition.models.passing import Argument
 from partition.models.runs import ArgumentKey, BlockChain, CallArguments, OutlineRun, Switches, chain_of
 from partition.models.shapes import is_whole
 from partition.names import ModelNames, NamedLayer
@@ -247,10 +246,10 @@ def _resumed_run(
     before, passing = outline.chains[number - 1], outline.passing
     device = next(leaf.device for leaf in hidden if leaf is not None)
     exits = zip([(before.last, place) for place in before.exits], hidden, strict=True)
-    outputs, arguments = passing.arrived(number, values, dict(exits))
+    arrived = passing.arrived(number, values, dict(exits))
     rewind = _generator_rewind(device) if any(modes.values()) else int
     end = outline.chains[number].first if number < len(outline.chains) else None
-    run = OutlineRun(outline.chains, end, outputs, arguments, before.last, rewind)
+    run = OutlineRun(outline.chains, end, arrived, before.last, rewind)
     return run, outline.inputs.arrived(travelling, device), device
 
 
@@ -275,7 +274,7 @@ def _value_at(
     chain = outline.chains[number]
     call = outline.call_of_block(run.calls, chain.first)
     _check_whole(chain, outline.passing.keys(chain.first, number + 1), call)
-    arguments = {Argument(key): call[key] for key in outline.passing.keys(chain.first)}
+    arguments = {key: call[key] for key in outline.passing.keys(chain.first)}
     values = outline.passing.filled(chain.first, arguments, values)
     return tuple([call[key] for key in chain.entries]), travelling, values
 

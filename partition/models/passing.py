@@ -14,16 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from partition.models.runs import ArgumentKey
 
-
-class Argument(NamedTuple):
-    """A leaf of a block's arguments."""
-
-    key: ArgumentKey
-
-
-# A block's number; the place among the leaves of what it returns, or what there is as it is called.
-ValueSlot: TypeAlias = "tuple[int, int | Argument]"
-_ByPlace: TypeAlias = dict[Any, dict[Any, Any]]
+# A block's number; the place among the leaves of what it returns, or the key of one of its arguments.
+ValueSlot: TypeAlias = "tuple[int, int | ArgumentKey]"
 
 
 class PassingPlan(NamedTuple):
@@ -39,9 +31,8 @@ class PassingPlan(NamedTuple):
     Example:
         >>> passing = PassingPlan(((1, 0), (3, 2)), (2, 4))
         >>> values = passing.filled(1, {0: "an output"}, (None, None))
-        >>> outputs, arguments = passing.arrived(2, values, {(3, 0): "a hidden state"})
-        >>> outputs
-        {1: {0: 'an output'}, 3: {0: 'a hidden state'}}
+        >>> passing.arrived(2, values, {(3, 0): "a hidden state"})
+        {(1, 0): 'an output', (3, 0): 'a hidden state'}
         >>> passing.behind(2, values)
         (None, None)
     """
@@ -61,31 +52,20 @@ class PassingPlan(NamedTuple):
     def keys(self, number: int, least: int = 0) -> list[ArgumentKey]:
         """The arguments of the block of this number that are read before a chain, or later."""
         return [
-            place.key for (block, place), until in zip(self.slots, self.until, strict=True)
-            if block == number and isinstance(place, Argument) and until >= least
+            place for (block, place), until in zip(self.slots, self.until, strict=True)
+            if block == number and isinstance(place, tuple) and until >= least
         ]  # fmt: skip
 
     def arrived(
         self, chain: int, values: tuple[Any, ...], hidden: Mapping[ValueSlot, Any]
-    ) -> tuple[_ByPlace, _ByPlace]:
-        """The values that are there and are read before a chain, or later, and the hidden state.
-
-        Returns:
-            What blocks returned: by block, by place. What they were called with: by block, by key.
-        """
-        outputs, arguments = _ByPlace(), _ByPlace()
-        there: dict[ValueSlot, Any] = {
+    ) -> dict[ValueSlot, Any]:
+        """The values that are there and are read before a chain, or later, and the hidden state."""
+        there = {
             slot: value for slot, until, value in zip(self.slots, self.until, values, strict=True)
             if value is not None and until >= chain
         }  # fmt: skip
         there.update(hidden)
-        for slot, value in there.items():
-            block, place = slot
-            if isinstance(place, Argument):
-                arguments.setdefault(block, {})[place.key] = value
-            else:
-                outputs.setdefault(block, {})[place] = value.clone() if slot in self.written else value
-        return outputs, arguments
+        return {slot: value.clone() if slot in self.written else value for slot, value in there.items()}
 
     def behind(self, chain: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values that are read again behind what comes before a chain."""

@@ -166,9 +166,8 @@ class OutlineRun:
     Args:
         chains: the blocks.
         end: the number of the block at which it ends; None: it goes on to the end of the model.
-        outputs: by a block's number, what it returns: by place among the leaves. Other leaves are those that it is
-            called with, or nan.
-        arguments: by a block's number, what is to stand in some of its arguments: the run goes on with it.
+        values: by a block's number and a place among the leaves, what it returns: other leaves are those that it is
+            called with, or nan. By its number and a key, what is to stand in an argument: the run goes on with it.
         resume: the number of a block behind which this part begins.
         rewind: called there: what was drawn before was drawn by another part.
 
@@ -180,20 +179,22 @@ class OutlineRun:
         self,
         chains: Sequence[BlockChain],
         end: int | None,
-        outputs: Mapping[int, Mapping[int, Any]] = MappingProxyType({}),
-        arguments: Mapping[int, Mapping[ArgumentKey, Any]] = MappingProxyType({}),
+        values: Mapping[tuple[int, int | ArgumentKey], Any] = MappingProxyType({}),
         resume: int | None = None,
         rewind: Callable[[], object] = int,
     ) -> None:
         self.calls: list[CallArguments] = []
         self._chains = chains
         self._end = end
-        self._outputs = outputs
-        arrived = [
-            leaf for leaves in outputs.values() for leaf in leaves.values() if isinstance(leaf, Tensor)
-        ]  # fmt: skip
+        self._outputs: dict[int, dict[int, Any]] = defaultdict(dict)
+        self._arguments: dict[int, dict[ArgumentKey, Any]] = defaultdict(dict)
+        for (number, place), value in values.items():
+            if isinstance(place, tuple):
+                self._arguments[number][place] = value
+            else:
+                self._outputs[number][place] = value
+        arrived = [leaf for leaves in self._outputs.values() for leaf in leaves.values() if isinstance(leaf, Tensor)]
         self._before = _TensorsBefore(set(map(id, arrived)), set(map(storage_of, arrived)))
-        self._arguments = arguments
         self._resume = resume
         self._rewind = rewind
         self._hidden: list[tuple[Any, int]] = []  # by the last block that was reached: its hidden state, and versions
