@@ -18,7 +18,7 @@ from math import inf
 import numpy
 
 from partition.contiguous import check_stages
-from partition.cuts.fastest import ANY_TIME
+from partition.cuts.fastest import furthest
 from partition.cuts.layers import Layers, layers_of
 from partition.cuts.sharing import loosest_caps, shared
 from partition.cuts.windows import DeviceStages, HeldChunks, StageSpec, Windows
@@ -136,7 +136,7 @@ def cut_layers(
 
 def _unfit(windows: Windows, memory: Sequence[float]) -> str:
     """The reason that nothing fits, in words. `memory`: of each stage's device."""
-    ends = [int(furthest[0]) for furthest in windows.furthest(loosest_caps(windows), numpy.array([ANY_TIME]))]
+    ends = furthest(windows, loosest_caps(windows))
     if 0 in ends:
         stage = ends.index(0)
         layer = ends[stage - 1] if stage else 0

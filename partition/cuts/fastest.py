@@ -1,26 +1,22 @@
 """The fastest cut with every stage within its limits: its slowest stage is as fast as can be; the evenest of these.
 
-    windows ──► relaxed: no cut is faster ──► slowest stage, as fast as can be ──► smallest sum of squared times
+    slowest[s][j] = min over i of max(slowest[s - 1][i], time(s, i, j))     where bytes of (i, j) are allowed
+    squares[s][j] = min over i of squares[s - 1][i] + time(s, i, j) ** 2    where no time is above the slowest
 
-    slowest[s][j] = min over i of max(slowest[s - 1][i], time(s, i, j))     where time and bytes of (i, j) are allowed
-    squares[s][j] = min over i of squares[s - 1][i] + time(s, i, j) ** 2
-
-Dynamic programming is exact whatever times and bytes are; messages make them neither convex nor monotone. It is short,
-since a relaxation comes first: a stage may begin anywhere up to the furthest end of the one before. The furthest ends
-for one time are a few steps for each stage; the slowest stage on the way to them is a shorter time, and so on down,
-until the last layer is out of reach. No cut is faster, and nearly always there is one that is as fast. Of ends that no
-stage can have in that time, on its way from the first layer or to the last, none is looked at.
+Dynamic programming is exact whatever times and bytes are; messages make them neither convex nor monotone. Few layers
+are in a stage, so short windows come first, and longer ones only until all that are left out take longer than the
+slowest stage that was found.
 """
 
-import sys
-from collections.abc import Callable
-from math import inf
+from collections.abc import Callable, Iterable
+from math import ceil, inf
 
 import numpy
 
-from partition.cuts.windows import Floats, WindowBlock, Windows, placed, slid
+from partition.cuts.layers import Floats
+from partition.cuts.windows import Windows, starts_of
 
-__all__ = ["ANY_TIME", "fastest"]
+__all__ = ["fastest", "furthest"]
 
 
 def fastest(windows: Windows, caps: Floats) -> tuple[float, list[int]]:
@@ -32,73 +28,52 @@ def fastest(windows: Windows, caps: Floats) -> tuple[float, list[int]]:
         windows: of the layers in the stages.
         caps: bytes that each row of bytes may have.
     """
-    least = _relaxed(windows, caps)
-    for value in (least, least * 1.001, least * 1.02, least * 1.3, least * 4, ANY_TIME):
-        slowest, _ = _best(windows, caps, value, least, numpy.maximum)
-        if slowest < inf:
-            rounded = slowest * (1 + 1e-12)  # sums of floats that are equal but for rounding
-            return slowest, _best(windows, caps, rounded, 0.0, lambda times, before: times * times + before)[1]
-    return inf, []
-
-
-def _relaxed(windows: Windows, caps: Floats) -> float:
-    """The time of the slowest stage, if each stage may begin wherever the furthest end before it is not passed.
-
-    No cut is faster. Where no time is enough it is what some layer takes alone.
-    """
-    layer_times = [line.least_ends[1:] - line.most_begins[:-1] for line in set(windows.lines)]  # at least, with each
-    least = max(float(numpy.minimum.reduce(layer_times).max()), windows.share - windows.rounding, 0.0)
-    values = least + (least or 1.0) * numpy.concatenate([[0.0], numpy.geomspace(1e-4, 1e9, 60)])
-    low = high = least
+    width = min(ceil(2 * windows.layers / windows.stages), windows.layers)
     while True:
-        reached = numpy.stack(windows.furthest(caps, values))
-        enough = (reached[-1] == windows.layers).nonzero()[0]
-        if len(enough):  # as long as the slowest stage on the way
-            stops = reached[:, enough[0]]
-            spans = zip(windows.lines, [0, *stops], stops)
-            high = max(least, *(float(line.least_ends[stop] - line.most_begins[start]) for line, start, stop in spans))
-            low = float(values[enough[0] - 1]) if enough[0] else low
-        if not len(enough) or high - 4 * windows.rounding <= low:
-            return high + 4 * windows.rounding
-        values = numpy.linspace(low, high - 4 * windows.rounding, 17)[1:]
+        slowest, _ = _best(windows.times(caps, width), numpy.maximum)
+        limit = slowest * (1 + 1e-12)  # sums of floats that are equal but for rounding
+        if width == windows.layers or limit < windows.least_beyond(width):
+            break
+        width = min(2 * width, windows.layers)
+    if slowest == inf:
+        return inf, []
+
+    def squares(times: Floats, before: Floats) -> Floats:
+        return numpy.where(times <= limit, times * times + before, inf)
+
+    return slowest, _best(windows.times(caps, width), squares)[1]
 
 
-def _best(
-    windows: Windows, caps: Floats, value: float, start: float, combined: Callable[[Floats, Floats], Floats]
-) -> tuple[float, list[int]]:
-    """The least that the times of all stages make, none of them above `value`, and its balance; inf: there is none.
+def furthest(windows: Windows, caps: Floats) -> list[int]:
+    """For each stage the last layer before which it can end; 0: nowhere."""
+    reached = numpy.arange(2 * windows.layers + 1) == 0
+    ends = []
+    for times in windows.times(caps, windows.layers):
+        possible = (times < inf) & reached[starts_of(windows.layers, windows.layers)]
+        reached[1:windows.layers + 1], reached[0] = possible.any(axis=0), False
+        ends.append(int(reached.nonzero()[0].max(initial=0)))
+    return ends
+
+
+def _best(tables: Iterable[Floats], combined: Callable[[Floats, Floats], Floats]) -> tuple[float, list[int]]:
+    """The least that the times of all stages make, and its balance; inf: there is none.
 
     Args:
-        start: what no stage makes.
+        tables: the times of windows, stage after stage.
         combined: (times of a stage, what those before it make) -> what they make together.
     """
-    starts, before = (0, 0), numpy.full(1, start)
-    lengths = []
-    for stage, stops in enumerate(windows.ends_within(caps, value)):
-        block = WindowBlock.between(starts, stops)
-        if block.is_empty:
-            return inf, []
-        block = windows.shorter(stage, caps, value, block)
-        times = windows.lines[stage].within(block)
-        results = combined(times, slid(placed(before, starts[0], windows.layers), block))
-        results[times > value] = inf
-        full = windows.too_big(stage, caps, block)
-        if full is not None:
-            results[full] = inf
+    before, lengths = numpy.zeros(1), []
+    for times in tables:
+        width, layers = times.shape
+        padded = numpy.full(layers + 1 + width, inf)  # no stage begins before layer 0
+        padded[:len(before)] = before
+        results = combined(times, padded[starts_of(layers, width)])
         shortest = results.argmin(axis=0)
-        best = results[shortest, numpy.arange(len(shortest))]
-        places = (best < inf).nonzero()[0]
-        if not len(places):
-            return inf, []
-        lengths.append((stops[0], block.short + shortest))
-        before = best[places[0] : places[-1] + 1]
-        starts = stops[0] + int(places[0]), stops[0] + int(places[-1])
+        before = numpy.append(inf, results[shortest, numpy.arange(layers)])
+        lengths.append(1 + shortest)
     balance: list[int] = []
-    stop = windows.layers
-    for first, chosen in reversed(lengths):
-        balance.append(int(chosen[stop - first]))
+    stop = len(before) - 1
+    for chosen in reversed(lengths):
+        balance.append(int(chosen[stop - 1]))
         stop -= balance[-1]
     return float(before[-1]), balance[::-1]
-
-
-ANY_TIME = sys.float_info.max  # a time that no stage takes

@@ -1,18 +1,26 @@
 """Layers in numbers: what the layers of a profile take and hold, for a cut.
 
     Profile ──► Layers: work, state, saved, read, message; each a number for each layer, and what two layers share
+                  └───► tables: the bytes of all runs of neighbouring layers
 
 What layers share counts once in a stage that has both. So an amount says, beside the number of each layer alone, which
 earlier layer has the same bytes.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+import numpy
+from numpy.typing import NDArray
 
 from partition.profiles.amounts import Bytes
 from partition.profiles.profile import Profile
 
-__all__ = ["Amounts", "Layers", "amounts_of", "layers_of"]
+__all__ = ["Amounts", "Floats", "Layers", "amounts_of", "layers_of", "sums_of"]
+
+Floats: TypeAlias = NDArray[numpy.float64]
 
 
 class Amounts(NamedTuple):
@@ -27,10 +35,11 @@ class Amounts(NamedTuple):
     shared: Sequence[tuple[int, int, float]] = ()
 
 
-class Layers(NamedTuple):
+@dataclass(frozen=True)
+class Layers:
     """The layers that are cut.
 
-    Attributes:
+    Args:
         work: of a chunk in each; F and B.
         state, saved, read: bytes: held once; for each chunk whose activations are kept; for each input that is kept.
         entry: bytes of the input of a stage that begins at each layer, beside `read`.
@@ -49,6 +58,30 @@ class Layers(NamedTuple):
     forward: Sequence[float] = ()
     loss: Sequence[float] = ()
     late: Amounts = Amounts(())
+
+    @cached_property
+    def tables(self) -> Floats:
+        """The bytes of layers i to j - 1 at [., i, j]: of what `HeldChunks` counts, after `state`."""
+        entry, loss = (numpy.pad(sizes, (0, len(self.work) + 1 - len(sizes)))[:, None]
+                       for sizes in (self.entry, self.loss))
+        state, saved, read, late = map(self._table, (self.state, self.saved, self.read, self.late))
+        return numpy.stack([state, saved, read + entry, 0 * state + loss, late])
+
+    def _table(self, amounts: Amounts) -> Floats:
+        """The same of one amount: what two layers share is taken off where both are, `before` from i on, `layer` before j."""
+        places = len(self.work) + 1
+        if not len(amounts.sizes):
+            return numpy.zeros((places, places))
+        sums, twice = sums_of(amounts.sizes), numpy.zeros((places, places))
+        for before, layer, size in amounts.shared:
+            twice[before, layer + 1] += size
+        table: Floats = sums - sums[:, None] - twice[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
+        return table
+
+
+def sums_of(numbers: Sequence[float]) -> Floats:
+    """The sums of the first 0, 1, 2 ... numbers."""
+    return numpy.append(0.0, numpy.cumsum(numbers, dtype=float))
 
 
 def amounts_of(layers: Iterable[Bytes], first: Iterable[int] = ()) -> Amounts:

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy
 
 from partition.cuts.fastest import fastest
-from partition.cuts.windows import Floats, Windows
+from partition.cuts.layers import Floats
+from partition.cuts.windows import Windows
 
 __all__ = ["Cut", "loosest_caps", "shared"]
 
