@@ -68,7 +68,7 @@ class Layers:
         return numpy.stack([state, saved, read + entry, 0 * state + loss, late])
 
     def _table(self, amounts: Amounts) -> Floats:
-        """The same of one amount: what two layers share is taken off where both are, `before` from i on, `layer` before j."""
+        """The same of one amount: what two layers share counts once where both are."""
         places = len(self.work) + 1
         if not len(amounts.sizes):
             return numpy.zeros((places, places))
