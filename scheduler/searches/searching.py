@@ -1,8 +1,8 @@
 """The search for the shortest schedule for given costs and memory.
 
     names() ───────────────────────────────┐
-    lanes that take what is there ─────────┼─► the best that fits ──anneal──► Found: schedule, value, bound, best named
-    F and I in turn, W where it fits ──────┘                        prove ──►
+    lanes that take what is there ─────────┴─► the best that fits ──anneal──► Found: schedule, value, bound, best named
+                                                                    prove ──►
 
     >>> from scheduler import Costs, draw
     >>> costs = Costs(forward=1, input=(1, 1, 2), weight=(1, 2, 1), kept=0.5)
@@ -21,7 +21,7 @@ flush: the makespan. span: the longest time from the first start of a lane to it
 may overlap. Every named schedule for the same stages is tried first, so what is found is at least as good. The bound
 (bounds.py) often shows that nothing is better; the search stops there.
 
-The papers' own search is one heuristic (filling.py) and no bound (Qi et al. 2023, arXiv 2401.10241, section 3.1).
+The papers' own search is one heuristic (dispatching.py) and no bound (Qi et al. 2023, arXiv 2401.10241, section 3.1).
 """
 
 from collections.abc import Iterator
@@ -38,8 +38,7 @@ from scheduler.schedule import Schedule
 from scheduler.schedules import for_placement
 from scheduler.searches.annealing import anneal
 from scheduler.searches.bounds import LowerBound
-from scheduler.searches.dispatching import dispatch
-from scheduler.searches.filling import filled, turns, warmups, without_weights
+from scheduler.searches.dispatching import dispatch, limits
 from scheduler.searches.formulation import Memory, pose
 from scheduler.searches.incremental_timing import IncrementalTiming
 from scheduler.searches.problem import LaneOrders, Objective, Problem
@@ -188,16 +187,11 @@ def _named(problem: Problem, costs: Costs) -> Iterator[_Candidate]:
 
 def _starts(problem: Problem, named: list[_Candidate]) -> Iterator[LaneOrders]:
     """Plans that fit, to search from."""
-    plans = [dispatch(problem, first, patient) for first in (False, True) for patient in (False, True)]
+    plans = [dispatch(problem, most, eager) for most in (None, *limits(problem)) for eager in (False, True)]
     of_named = [problem.plan(candidate.schedule) for candidate in named]
     plans += [plan for plan in of_named if problem.allows(plan)]  # forwards may not ascend
     yield from plans
     yield from (problem.with_whole(plan) for plan in plans)
-    orders = [turns(problem, counts) for counts in warmups(problem)]
-    if problem.kinds == 3:
-        orders += [without_weights(problem, plan) for plan in plans]
-    fillings = (filled(problem, order, eager) for order in orders for eager in (False, True))
-    yield from (filling for filling in fillings if filling is not None)
 
 
 def _improved(problem: Problem, start: LaneOrders, bound: LowerBound, seed: int, effort: float) -> LaneOrders:
