@@ -13,7 +13,7 @@ only (heads and tails of the job shop: Taillard 1994, "Parallel taboo search tec
 where no way leads from an action of the window to another one through other lanes; a window where one might is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -51,10 +51,8 @@ class IncrementalTiming:
         self.times = self.problem.times(plan.whole)
         self.near = [self.problem.near_of(action, self.whole) for action in range(self.problem.count)]
         self.rank = [0] * self.problem.count
-        for order in self.orders:
-            for rank, action in enumerate(order):
-                self.rank[action] = rank
-        self._refresh()
+        self._level: list[list[float]] = [[]] * self.problem.lanes
+        self._refresh(range(self.problem.lanes))
 
     def plan(self) -> LaneOrders:
         """The plan as it is now."""
@@ -108,18 +106,8 @@ class IncrementalTiming:
 
     def change(self, lane: int, first: int, window: Sequence[int]) -> None:
         """Makes `window` the actions of `lane` from position `first` on; `estimate` did not say inf to it."""
-        order, rank, order_index = self.orders[lane], self.rank, self._order_index
-        after = first + len(window)
-        begin = min(map(order_index.__getitem__, window))
-        stop = max(map(order_index.__getitem__, window)) + 1
-        self._reorder(lane, window, begin, stop)
-        order[first:after] = window
-        for position in range(first, after):
-            rank[order[position]] = position
-        changes = [self.times.change[action] for action in window[:-1]]
-        self._level[lane][first:after] = accumulate(changes, initial=self._level[lane][first])
-        self._forward(begin)
-        self._backward(stop)
+        self.orders[lane][first:first + len(window)] = window
+        self._refresh([lane])
 
     def flip(self, pair: int) -> bool:
         """Joins the backward of this pair, or splits it; says whether it may, or nothing happens."""
@@ -130,7 +118,7 @@ class IncrementalTiming:
         self.whole ^= {pair}
         self.near[backward] = near
         problem.set_whole(self.times, pair, pair in self.whole)
-        self._refresh()
+        self._refresh(range(self.problem.lanes))
         return True
 
     def slack(self, action: int) -> float:
@@ -156,69 +144,27 @@ class IncrementalTiming:
                     end[action] = whole
         return frozenset(joined)
 
-    def _refresh(self) -> None:
-        problem, times = self.problem, self.times
-        self._topological, end = run(problem, self.orders, times.duration)
+    def _refresh(self, lanes: Iterable[int]) -> None:
+        """Works out the times and tails of the plan as it is now; and of these lanes, the ranks and levels."""
+        problem, (duration, _, change) = self.problem, self.times
+        receiver, arrival, lane_of = problem.messages.receiver, problem.messages.arrival, problem.lane
+        self._topological, start, end = run(problem, self.orders, duration)
         assert len(self._topological) == problem.count  # a plan can end
-        self._clock = _Clock(list(end), end, [0] * problem.count + [-inf])
-        self._order_index = [0] * problem.count
-        for index, action in enumerate(self._topological):
-            self._order_index[action] = index
-        self._level = [list(accumulate((times.change[action] for action in order), initial=0.0))
-                       for order in self.orders]
-        self._forward(0)
-        self._backward(problem.count)
-
-    def _reorder(self, lane: int, window: Sequence[int], begin: int, stop: int) -> None:
-        """Keeps the topological order one, which changes between `begin` and `stop` only: first what does not come
-        after the window, then the window, then what does."""
-        lane_of, sender = self.problem.lane, self.problem.messages.sender
-        before, after, late, late_lanes = [], [], set(window), {lane}
-        for action in self._topological[begin:stop]:
-            if lane_of[action] == lane:
-                continue
-            if lane_of[action] in late_lanes or sender[action] in late:
-                late.add(action)
-                late_lanes.add(lane_of[action])
-                after.append(action)
-            else:
-                before.append(action)
-        self._topological[begin:stop] = [*before, *window, *after]
-        for index in range(begin, stop):
-            self._order_index[self._topological[index]] = index
-
-    def _forward(self, begin: int) -> None:
-        """Starts and ends of all that comes at or after `begin` in the topological order."""
-        sender, travel, lane_of = self.problem.messages.sender, self.problem.messages.travel, self.problem.lane
-        (start, end, _), duration, rank, orders = self._clock, self.times.duration, self.rank, self.orders
-        free: list[float] = [-1] * self.problem.lanes
-        for action in self._topological[begin:]:
+        self.value = value(problem, self.orders, end)
+        tail: list[float] = [0] * problem.count + [-inf]
+        rest = list(problem.offset)
+        for action in reversed(self._topological):
             lane = lane_of[action]
-            time = free[lane]
-            if time < 0:
-                time = end[orders[lane][rank[action] - 1]] if rank[action] else 0
-            arrived = end[sender[action]] + travel[action]
-            if arrived > time:
-                time = arrived
-            start[action] = time
-            end[action] = free[lane] = time + duration[action]
-        self.value = value(self.problem, orders, end)
-
-    def _backward(self, stop: int) -> None:
-        """Tails of all that comes before `stop` in the topological order."""
-        receiver, arrival, lane_of = self.problem.messages.receiver, self.problem.messages.arrival, self.problem.lane
-        tail, duration, rank, orders = self._clock.tail, self.times.duration, self.rank, self.orders
-        rest: list[float | None] = [None] * self.problem.lanes
-        for action in reversed(self._topological[:stop]):
-            lane = lane_of[action]
-            longest = rest[lane]
-            if longest is None:
-                order, after = orders[lane], rank[action] + 1
-                longest = tail[order[after]] if after < len(order) else self.problem.offset[lane]
             remote = tail[receiver[action]] + arrival[action]
+            longest = rest[lane]
             if remote > longest:
                 longest = remote
             tail[action] = rest[lane] = longest + duration[action]
+        self._clock = _Clock(start, end, tail)
+        for changed in lanes:
+            self._level[changed] = list(accumulate(map(change.__getitem__, self.orders[changed]), initial=0.0))
+            for rank, action in enumerate(self.orders[changed]):
+                self.rank[action] = rank
 
 
 _ROUNDING = 1 + 1e-12

@@ -16,7 +16,7 @@ __all__ = ["run", "value", "value_of"]
 
 def value_of(problem: Problem, plan: LaneOrders) -> float:
     """The value of a plan, which is to be small; infinite where a lane waits for ever."""
-    order, end = run(problem, plan.orders, problem.times(plan.whole).duration)
+    order, _, end = run(problem, plan.orders, problem.times(plan.whole).duration)
     return value(problem, plan.orders, end) if len(order) == problem.count else inf
 
 
@@ -27,10 +27,10 @@ def value(problem: Problem, orders: Sequence[Sequence[int]], end: Sequence[float
 
 def run(
     problem: Problem, orders: Sequence[Sequence[int]], duration: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """Runs every lane as far as it gets: the actions in an order in which they could run, and when each ends."""
+) -> tuple[list[int], list[float], list[float]]:
+    """Runs every lane as far as it gets: the actions in an order in which they could run, their starts and their ends."""
     sender, travel, nobody = problem.messages.sender, problem.messages.travel, problem.count
-    end = [inf] * nobody + [0]
+    start, end = [inf] * (nobody + 1), [inf] * nobody + [0]
     sleeper = [-1] * (nobody + 1)  # the lane that waits for an action
     position, free = [0] * problem.lanes, [0.0] * problem.lanes
     done: list[int] = []
@@ -46,6 +46,7 @@ def run(
                     sleeper[sender[action]] = lane
                     break
                 time = arrived
+            start[action] = time
             time += duration[action]
             end[action] = time
             done.append(action)
@@ -53,4 +54,4 @@ def run(
                 awake.append(sleeper[action])
             at += 1
         position[lane], free[lane] = at, time
-    return done, end
+    return done, start, end
