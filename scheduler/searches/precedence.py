@@ -15,6 +15,7 @@ many from the beginning of each chain.
 """
 
 from collections.abc import Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from math import inf
 from typing import NamedTuple, TypeVar
@@ -98,20 +99,21 @@ def heads(graph: PrecedenceGraph, earliest: Sequence[float], thorough: bool = Tr
     Returns:
         At least as much as `earliest`; None where actions need each other.
     """
-    order = _topological(graph.needs)
-    if order is None:
+    needs_of = {action: [need for need, _ in needs] for action, needs in enumerate(graph.needs)}
+    try:
+        order = list(TopologicalSorter(needs_of).static_order())
+    except CycleError:
         return None
     head = list(earliest)
     counts = numpy.zeros((len(head), len(head) // graph.chunks), numpy.int64)
     for action in order:
         time = head[action]
-        needs = graph.needs[action]
-        for need, travel in needs:
+        for need, travel in graph.needs[action]:
             time = max(time, head[need] + graph.duration[need] + travel)
-        if thorough and needs:
+        if thorough and needs_of[action]:
             count = counts[action]
-            numpy.max(counts[[need for need, _ in needs]], axis=0, out=count)
-            for need, _ in needs:
+            numpy.max(counts[needs_of[action]], axis=0, out=count)
+            for need in needs_of[action]:
                 at, chunk = divmod(need, graph.chunks)
                 count[at] = max(count[at], chunk + 1)
             time = max(time, _all_run(graph, action, count.tolist(), head, time))
@@ -141,22 +143,6 @@ def _one_at_a_time(graph: PrecedenceGraph, runs: Iterable[tuple[int, int]], head
     for action in sorted(actions, key=head.__getitem__):
         time = max(time, head[action]) + graph.duration[action]
     return time
-
-
-def _topological(needs: TimedNeeds) -> list[int] | None:
-    """All actions, each after what it needs; None where there is no such order."""
-    followers: list[list[int]] = [[] for _ in needs]
-    unmet = list(map(len, needs))
-    for action, before in enumerate(needs):
-        for need, _ in before:
-            followers[need].append(action)
-    order = [action for action, count in enumerate(unmet) if not count]
-    for action in order:  # grows on the way
-        for follower in followers[action]:
-            unmet[follower] -= 1
-            if not unmet[follower]:
-                order.append(follower)
-    return order if len(order) == len(needs) else None
 
 
 def _run_before(problem: Problem, stage: int, chunk: int) -> list[tuple[int, int]]:

@@ -28,7 +28,7 @@ def value(problem: Problem, orders: Sequence[Sequence[int]], end: Sequence[float
 def run(
     problem: Problem, orders: Sequence[Sequence[int]], duration: Sequence[float]
 ) -> tuple[list[int], list[float], list[float]]:
-    """Runs every lane as far as it gets: the actions in an order in which they could run, their starts and their ends."""
+    """Runs every lane as far as it gets: the actions in an order in which they could run, their starts and ends."""
     sender, travel, nobody = problem.messages.sender, problem.messages.travel, problem.count
     start, end = [inf] * (nobody + 1), [inf] * nobody + [0]
     sleeper = [-1] * (nobody + 1)  # the lane that waits for an action
