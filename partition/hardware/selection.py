@@ -3,14 +3,16 @@
     cost of a line of devices  =  how many are busy or short of memory, then how many of its links are of the slowest
                                   kind, of the next slowest, ... compared in this order
     best_line                  ──► the least, exactly up to 10 candidates (dynamic programming over sets, as Held and
-                                   Karp 1962 for tours); of more candidates the best that exchanges and reversals find
+                                   Karp 1962 for tours); of more candidates the best that the best beginnings lead to
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from itertools import combinations, permutations
+from operator import itemgetter
 
 import scheduler
 from partition.errors import PartitionError
@@ -189,62 +191,23 @@ def best_line(
     nodes = [weights[-1] if poor else 0 for poor in is_poor]
     edges = {pair: weights[kinds[rank]] for pair, rank in ranks.items()}
 
-    def cost(line: Sequence[int]) -> int:
-        return sum(nodes[place] for place in line) + sum(edges[frozenset(pair)] for pair in zip(line, line[1:]))
-
-    if len(nodes) <= _EXACT:
-        return _exact(nodes, edges, count), True
-    line = _improved(range(len(nodes)), cost, count)
-    least = sum(sorted(nodes)[:count]) + (count - 1) * weights[0]
-    return line, cost(line) == least
-
-
-def _exact(nodes: Sequence[int], edges: Mapping[frozenset[int], int], count: int) -> GpuOrder:
-    """For each set of places and its last one the best line through all of them, from smaller sets to larger."""
+    # For each set of places and its last one the best line through all of them, from smaller sets to larger.
     lines: dict[tuple[frozenset[int], int], tuple[int, GpuOrder]] = {
         (frozenset([place]), place): (node, (place,)) for place, node in enumerate(nodes)
     }
+    is_exact = True
     for _ in range(count - 1):
+        is_exact &= len(lines) <= _MOST
         longer: dict[tuple[frozenset[int], int], tuple[int, GpuOrder]] = {}
-        for (places, last), (cost, line) in lines.items():
+        for (places, last), (cost, line) in nsmallest(_MOST, lines.items(), key=itemgetter(1)):
             for place in set(range(len(nodes))) - places:
                 key = places | {place}, place
                 new = cost + nodes[place] + edges[frozenset((last, place))], (*line, place)
                 if key not in longer or new < longer[key]:
                     longer[key] = new
         lines = longer
-    return min(lines.values())[1]
-
-
-def _improved(places: Sequence[int], cost: Callable[[Sequence[int]], int], count: int) -> GpuOrder:
-    """From each place the nearest next, then changes as long as one helps; the best of these lines."""
-    best: tuple[int, GpuOrder] | None = None
-    for start in places:
-        line = [start]
-        while len(line) < count:
-            line.append(min(set(places) - set(line), key=lambda place: (cost([*line, place]), place)))
-        current = cost(line), tuple(line)
-        while True:
-            better = min((cost(candidate), candidate) for candidate in _changed(current[1], places))
-            if better >= current:
-                break
-            current = better
-        best = current if best is None else min(best, current)
-    assert best is not None  # there are places
-    return best[1]
-
-
-def _changed(line: GpuOrder, places: Sequence[int]) -> list[GpuOrder]:
-    """The lines with one part reversed, and those with one place exchanged, for another of the line or outside."""
-    ends = range(len(line))
-    reversals = [line[:a] + line[a:b + 1][::-1] + line[b + 1:] for a in ends for b in ends if a < b]
-    exchanges = [
-        tuple(old if place == new else new if place == old else place for place in line)
-        for old in line
-        for new in places
-        if new != old
-    ]
-    return reversals + exchanges
+    cost, line = min(lines.values())
+    return line, is_exact or cost == sum(sorted(nodes)[:count]) + (count - 1) * weights[0]
 
 
 def _why_slow(link: DeviceLink, has_nvlink: bool) -> str:
@@ -259,6 +222,6 @@ def _why_slow(link: DeviceLink, has_nvlink: bool) -> str:
     return "has no NVLink, as others here have" if has_nvlink else ""
 
 
-_EXACT = 10  # candidates: ten take 0.1 s, each more twice as long
+_MOST = 1260  # lines that are made longer, the best so far: as many as ten candidates have at the most
 _BUSY = 0.1  # of the time: a desktop takes a few per cent
 _HELD = 0.1  # of the memory: less than that the driver itself may hold
