@@ -8,17 +8,16 @@ Each is a function of its own module, of which the matrix is the first argument.
 
 from __future__ import annotations
 
-from typing import Unpack
-
 from pipeline.curvature.by_layers import layer_densities, per_layer
 from pipeline.curvature.estimates.density import density
 from pipeline.curvature.estimates.diagonal import diagonal
 from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
 from pipeline.curvature.estimates.frobenius import frobenius_squared
-from pipeline.curvature.estimates.inverse import Inverse, SystemOptions
+from pipeline.curvature.estimates.inverse import Inverse
 from pipeline.curvature.estimates.layer_traces import layer_traces
 from pipeline.curvature.estimates.scipy_operator import to_scipy
 from pipeline.curvature.estimates.solve import solve
+from pipeline.curvature.estimates.systems import VecLike
 from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.linear import LinearMap
 
@@ -37,10 +36,20 @@ class Analysis(LinearMap):
     solve = solve
     to_scipy = to_scipy
 
-    def inverse(self, **options: Unpack[SystemOptions]) -> Inverse:
+    def inverse(
+        self,
+        *,
+        damping: float = 0.0,
+        tol: float = 1e-6,
+        max_products: int | None = None,
+        preconditioner: VecLike | None = None,
+        method: str = "cg",
+    ) -> Inverse:
         """(A + damping I)^-1, whose products with vectors are linear systems: `H.inverse(damping=1e-3) @ v`.
 
         Args:
-            options: damping, tol, max_products, preconditioner, method; see `solve`.
+            damping, tol, max_products, preconditioner, method; see `solve`.
         """
-        return Inverse(self, **options)
+        return Inverse(
+            self, damping=damping, tol=tol, max_products=max_products, preconditioner=preconditioner, method=method
+        )

@@ -9,14 +9,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeline.curvature.estimates.layer_traces import layers_of
-from pipeline.curvature.estimates.resume import Resumable, RunOptions
+from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.results.layer_densities import LayerDensities
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.measured import error_bounds, rows
@@ -35,7 +36,9 @@ def per_layer(
     which: str = "LM",
     tol: float = 1e-4,
     seed: int = 0,
-    **options: Unpack[RunOptions],
+    show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> LayerSpectra:
     """The top eigenvalues of each layer's own block of the matrix, and the traces of the blocks.
 
@@ -46,14 +49,16 @@ def per_layer(
         samples: products for the traces, of all layers together; None: no traces.
         groups: layer -> names of its parameters, of all ranks, the same on each. None: one for each module.
         which, tol, seed: see `top_eigenpairs`.
-        show, resume, save_every: see `RunOptions`.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
     """
     layers = layers_of(A.space, groups)
 
-    def pairs(block: Operator, options: RunOptions) -> dict[str, Any]:
+    def pairs(block: Operator, options: dict[str, Any]) -> dict[str, Any]:
         eigenpairs = block.top_eigenpairs(min(k, block.space.size), which=which, tol=tol, seed=seed, **options)
         return {"size": block.space.size, "values": eigenpairs.values, "errors": error_bounds(eigenpairs)}
 
+    options = {"show": show, "resume": resume, "save_every": save_every}
     settings = {"file": "eigenvalues by layers 2", "k": k, "which": which, "tol": tol, "seed": seed}
     by_layer = _compute_by_layer(A, "layers", layers, pairs, settings, options)
     traces = None
@@ -77,7 +82,9 @@ def layer_densities(
     runs: int = 4,
     groups: Mapping[str, Sequence[str]] | None = None,
     seed: int = 0,
-    **options: Unpack[RunOptions],
+    show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> LayerDensities:
     """The spectral density of each layer's own block of the matrix.
 
@@ -86,7 +93,8 @@ def layer_densities(
     Args:
         steps, runs, seed: see `density`.
         groups: layer -> names of its parameters, of all ranks, the same on each. None: one for each module.
-        show, resume, save_every: see `RunOptions`.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Example:
         >>> import torch
@@ -100,10 +108,11 @@ def layer_densities(
         (['0', '2'], 9)
     """
 
-    def density(block: Operator, options: RunOptions) -> dict[str, Any]:
+    def density(block: Operator, options: dict[str, Any]) -> dict[str, Any]:
         spectrum = block.density(steps=steps, runs=runs, seed=seed, **options)
         return dict(vars(spectrum))
 
+    options = {"show": show, "resume": resume, "save_every": save_every}
     settings = {"file": "densities by layers 1", "steps": steps, "runs": runs, "seed": seed}
     parts = _compute_by_layer(A, "densities of layers", layers_of(A.space, groups), density, settings, options)
     return LayerDensities(A.name, parts)
@@ -113,14 +122,14 @@ def _compute_by_layer(
     A: Operator,
     label: str,
     layers: Mapping[str, list[str]],
-    compute: Callable[[Operator, RunOptions], dict[str, Any]],
+    compute: Callable[[Operator, dict[str, Any]], dict[str, Any]],
     settings: Mapping[str, Any],
-    options: RunOptions,
+    options: dict[str, Any],
 ) -> dict[str, dict[str, Any]]:
     """By layer what is computed of its block. What is done is saved after each layer."""
     settings = {**settings, "block": A.block, "layers": layers}
-    at_once: RunOptions = {**options, "save_every": 0.0}
-    of_layer: RunOptions = {**_beside(options, "layer"), "show": False}
+    at_once = {**options, "save_every": 0.0}
+    of_layer = {**_beside(options, "layer"), "show": False}
     with Resumable(A, f"{label} of the {A.name}", len(layers), settings, **at_once) as run:
         done: dict[str, dict[str, Any]] = dict(run.saved_state or {})
         for layer, names in layers.items():
@@ -130,9 +139,9 @@ def _compute_by_layer(
     return done
 
 
-def _beside(options: RunOptions, label: str) -> RunOptions:
+def _beside(options: dict[str, Any], label: str) -> dict[str, Any]:
     """The same with a file beside the other: `run.layer.pt` beside `run.pt`."""
-    if (resume := options.get("resume")) is None:
+    if options["resume"] is None:
         return options
-    path = Path(resume)
+    path = Path(options["resume"])
     return {**options, "resume": path.with_name(f"{path.stem}.{label}{path.suffix}")}

@@ -13,20 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.common.arguments import check_count
-from pipeline.curvature.estimates.resume import Resumable, RunOptions
+from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.linear import LinearMap
 from scheduler.errors import refuse_unless_finite
 
 KINDS = ("rademacher", "normal")
-
-
-class SamplingOptions(RunOptions, total=False):
-    """The options of every mean over random vectors; see `SampleSize`."""
-
-    rel: float | None
-    abs: float | None
-    min_samples: int
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,9 @@ class SampleSize:
         min_samples: draws below which nobody looks. A standard error of few draws is often far too small; ending where
             it happens to be small would make most results look better than they are.
         seed: of the random vectors.
-        show, resume, save_every: see `RunOptions`.
+        show: whether to show a progress bar, on one process. None: where it goes to a terminal.
+        resume: the file of a run that may be interrupted, or None.
+        save_every: seconds between two saves.
 
     Raises:
         ValueError: no product may be spent, a bound means nothing, or there is no such kind.
@@ -51,13 +44,13 @@ class SampleSize:
     A: LinearMap
     samples: int
     kind: str
-    rel: float | None = None
-    abs: float | None = None
-    min_samples: int = 10
-    seed: int = 0
-    show: bool | None = None
-    resume: str | os.PathLike[str] | None = None
-    save_every: float = 300.0
+    rel: float | None
+    abs: float | None
+    min_samples: int
+    seed: int
+    show: bool | None
+    resume: str | os.PathLike[str] | None
+    save_every: float
 
     def __post_init__(self) -> None:
         check_count("samples", self.samples)
@@ -95,9 +88,7 @@ class SampleSize:
         total = self.A.space.size if self.is_exact else self.samples
         settings = {"file": f"{quantity} 3", **vectors, **goal, **settings}
         title = f"{quantity} of {self.A.name}"
-        return Resumable(
-            self.A, title, total, settings, show=self.show, resume=self.resume, save_every=self.save_every
-        )
+        return Resumable(self.A, title, total, settings, self.show, self.resume, self.save_every)
 
 
 def check_tol(tol: float) -> None:

@@ -10,9 +10,10 @@ Xiao, "An investigation into neural net optimization via Hessian eigenvalue dens
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.integrated import IntegratedDensity, integrated
 from pipeline.curvature.estimates.quadrature import QuadratureRule, edges, gauss, smoothed, stacked, width
-from pipeline.curvature.estimates.resume import Resumable, RunOptions
+from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.sampling import mean_and_stderr
 from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.linear import LinearMap
@@ -159,7 +160,9 @@ def density(
     sigma: float | None = None,
     margin: float = 0.05,
     seed: int = 0,
-    **options: Unpack[RunOptions],
+    show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Density:
     """The spectral density by stochastic Lanczos quadrature.
 
@@ -176,7 +179,8 @@ def density(
             a node that has not settled, as far as the next one at most.
         margin: how far the grid goes on behind the outermost nodes, as a share of their range; at least 6 sigma.
         seed: of the random vectors. The same numbers on any number of devices and processes, up to rounding.
-        show, resume, save_every: see `RunOptions`.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Raises:
         ValueError: a number is out of its range.
@@ -197,7 +201,7 @@ def density(
     """
     _check(steps, runs, points, sigma, margin)
     settings = {"file": "density 3", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
-    with Resumable(A, f"density of {A.name}", steps * runs, settings, **options) as run:
+    with Resumable(A, f"density of {A.name}", steps * runs, settings, show, resume, save_every) as run:
         matrices = _lanczos(A, steps, runs, seed, run)
     rule = stacked([gauss(alphas, betas) for alphas, betas in matrices], steps)
     least = width(rule.nodes) if sigma is None else float(sigma)

@@ -11,14 +11,15 @@ by one product, one with large entries beside the diagonal by many.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import SampleSize, SamplingOptions
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.resume import from_host
 from pipeline.curvature.estimates.sampling import OnProgress, SampledResult, sampled_products
 from pipeline.curvature.linear import LinearMap, finite
@@ -72,7 +73,14 @@ class Diagonal(SampledResult):
 def diagonal(
     A: LinearMap,
     samples: int = 100,
-    **options: Unpack[SamplingOptions],
+    *,
+    rel: float | None = None,
+    abs: float | None = None,
+    min_samples: int = 10,
+    seed: int = 0,
+    show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Diagonal:
     """The diagonal of A, estimated without bias, with an error for each entry.
 
@@ -84,9 +92,10 @@ def diagonal(
         samples: the most products to spend.
         rel: end where the root mean square of the standard errors is at most this times that of the entries.
         abs: end where it is at most this. Of two bounds the looser one holds.
-        min_samples: draws before the first look at the error, 10 by default.
-        seed: of the random vectors; equal seeds give equal results. 0 by default.
-        show, resume, save_every: see `RunOptions`.
+        min_samples: draws before the first look at the error.
+        seed: of the random vectors; equal seeds give equal results.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Raises:
         ValueError: an argument means nothing.
@@ -103,7 +112,7 @@ def diagonal(
         >>> found.values["0.weight"].round(decimals=9).tolist(), found.rms_stderr < 1e-9
         ([[2.0, 8.0, 18.0]], True)
     """
-    sampling = SampleSize(A, samples, "rademacher", **options)
+    sampling = SampleSize(A, samples, "rademacher", rel, abs, min_samples, seed, show, resume, save_every)
     with sampling.resumable("diagonal") as run:
         running = _RunningMoments(A, sampling.is_exact)
         if run.saved_state is not None:

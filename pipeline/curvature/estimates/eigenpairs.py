@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.lanczos import EigenpairGoal, LanczosRun
-from pipeline.curvature.estimates.resume import Resumable, RunOptions
+from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.ritz import WHICH, wanted
 from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.results.result import Result
@@ -87,7 +88,9 @@ def top_eigenpairs(
     block: int | None = None,
     max_basis: int | None = None,
     miss: float = 1e-4,
-    **options: Unpack[RunOptions],
+    show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Eigenpairs:
     """The outermost eigenpairs of a symmetric matrix, by block Lanczos with full reorthogonalisation.
 
@@ -110,8 +113,12 @@ def top_eigenpairs(
             one found by more than max(tol, 1e-6, square root of the dtype's eps) of the largest (rounding aside; with
             `max_basis` it is a guide only). 1: do not look for any, which halves the products and shows `block` copies
             of an eigenvalue at most.
-        show, resume, save_every: see `RunOptions`. A run that ends at `max_products` keeps its file, to go on with a
-            larger number.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume: a file (over several processes one each, `.rank{r}of{n}` before the suffix). The state is saved there
+            every `save_every` seconds, at an exception, and at `max_products`. If there is such a file already, the
+            run goes on from it, and gives to the bit what it would have given without the interruption. A run that
+            is done deletes its file; one that ended at `max_products` keeps it, to go on with a larger number.
+        save_every: seconds.
 
     Raises:
         ValueError: k, which, tol or another argument makes no sense; ResumeError: the file is another run's.
@@ -136,7 +143,7 @@ def top_eigenpairs(
     goal = _checked(A, goal, max_products)
     run = LanczosRun(A, goal)
     title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 3", **asdict(goal)}
-    with Resumable(A, title, max_products, settings, **options) as resumable:
+    with Resumable(A, title, max_products, settings, show, resume, save_every) as resumable:
         if resumable.saved_state is not None:
             run.go_on(resumable.saved_state)
         _advance(run, max_products, resumable.record)

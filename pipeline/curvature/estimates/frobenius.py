@@ -9,11 +9,11 @@ more where many eigenvalues are of one order, as 2 |A|^4 a pair; they are not us
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Unpack
 
-from pipeline.curvature.estimates.arguments import SampleSize, SamplingOptions
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.sampling import SampledNumber, estimate, paired_dots
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
@@ -41,7 +41,13 @@ def frobenius_squared(
     samples: int = 100,
     *,
     kind: str = "rademacher",
-    **options: Unpack[SamplingOptions],
+    rel: float | None = None,
+    abs: float | None = None,
+    min_samples: int = 10,
+    seed: int = 0,
+    show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Norm:
     """The squared Frobenius norm of A, estimated without bias.
 
@@ -54,9 +60,10 @@ def frobenius_squared(
         kind: of random vectors, "rademacher" or "normal".
         rel: end where the standard error is at most this times the value.
         abs: end where it is at most this. Of two bounds the looser one holds.
-        min_samples: draws before the first look at the error, 10 by default, which few draws often make far too small.
-        seed: of the random vectors; equal seeds give equal results. 0 by default.
-        show, resume, save_every: see `RunOptions`.
+        min_samples: draws before the first look at the error, which few draws often make far too small.
+        seed: of the random vectors; equal seeds give equal results.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Raises:
         ValueError: an argument means nothing.
@@ -73,7 +80,7 @@ def frobenius_squared(
         squared Frobenius norm of Hessian  392 +- 0  (norm 19.799)
           3 products, stopped by: exact
     """
-    sampling = SampleSize(A, samples, kind, **options)
+    sampling = SampleSize(A, samples, kind, rel, abs, min_samples, seed, show, resume, save_every)
     drawn = estimate(sampling, lambda _, products: paired_dots(A.space, products, products), "Frobenius norm")
     value, stderr = float(drawn.mean), float(drawn.stderr)
     return Norm(value, stderr, drawn.spent, drawn.stopped, drawn.values[:, 0], A.name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypedDict
 
 import torch
 
@@ -18,16 +17,6 @@ from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.systems import METHODS, VecLike, scales_of, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.space import Vec
-
-
-class SystemOptions(TypedDict, total=False):
-    """The options that say which system is solved, and how: see `solve`."""
-
-    damping: float
-    tol: float
-    max_products: int | None
-    preconditioner: VecLike | None
-    method: str
 
 
 class ConvergenceError(RuntimeError):

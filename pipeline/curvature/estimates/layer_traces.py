@@ -8,14 +8,15 @@ What HAWQ (Dong et al. 2019, arXiv 1911.03852) chooses the bits of each layer by
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import SampleSize, SamplingOptions
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.sampling import SampledResult, estimate
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus, table
@@ -63,7 +64,14 @@ def layer_traces(
     A: LinearMap,
     groups: Mapping[str, Sequence[str]] | None = None,
     samples: int = 100,
-    **options: Unpack[SamplingOptions],
+    *,
+    rel: float | None = None,
+    abs: float | None = None,
+    min_samples: int = 10,
+    seed: int = 0,
+    show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> LayerTraces:
     """The trace of each layer's own block of A, all from the same products.
 
@@ -76,9 +84,10 @@ def layer_traces(
         samples: the most products to spend.
         rel: end where every layer's standard error is at most this times the magnitude of its trace.
         abs: end where every one is at most this. Of two bounds the looser one holds for each layer.
-        min_samples: draws before the first look at the errors, 10 by default, which few draws often make far too small.
-        seed: of the random vectors; equal seeds give equal results. 0 by default.
-        show, resume, save_every: see `RunOptions`.
+        min_samples: draws before the first look at the errors, which few draws often make far too small.
+        seed: of the random vectors; equal seeds give equal results.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Returns:
         the same numbers on every process.
@@ -101,7 +110,7 @@ def layer_traces(
           layer   trace  entries  mean eigenvalue
           front  4 +- 0        2                2
     """
-    sampling = SampleSize(A, samples, "rademacher", **options)
+    sampling = SampleSize(A, samples, "rademacher", rel, abs, min_samples, seed, show, resume, save_every)
     entries, names_of = _counted_entries(A.space), layers_of(A.space, groups)
 
     def by_layer(vectors: list[Vec], products: list[Vec]) -> Tensor:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypedDict
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,22 +33,6 @@ from pipeline.curvature.space import Space, Vec
 from pipeline.data.pytrees import versions
 
 SavedValue: TypeAlias = Any  # tensors, numbers, text, None, and lists, tuples and dicts of them
-
-
-class RunOptions(TypedDict, total=False):
-    """The options of every estimator's run.
-
-    Attributes:
-        show: a progress bar, on one process. None, the default: where it goes to a terminal.
-        resume: a file (over several processes one each, `.rank{r}of{n}` before the suffix). The state is saved there
-            every `save_every` seconds, and at an exception. If there is such a file already, the run goes on from it,
-            and gives to the bit what it would have given without the interruption. A run that is done deletes its file.
-        save_every: seconds, 300 by default.
-    """
-
-    show: bool | None
-    resume: str | os.PathLike[str] | None
-    save_every: float
 
 
 class ResumeError(ValueError):
@@ -183,7 +167,9 @@ class Resumable:
         title: of the bar: "trace of Hessian".
         total: the number of products. None: nobody knows.
         settings: of the run, besides the matrix.
-        show, resume, save_every: see `RunOptions`; no file: nothing is saved.
+        show: whether to show the bar, on one process. None: where it goes to a terminal.
+        resume: the file, or None: nothing is saved.
+        save_every: seconds.
 
     Attributes:
         saved_state: the state to go on from, or None.
@@ -197,7 +183,7 @@ class Resumable:
     """
 
     def __init__(
-        self, A: LinearMap, title: str, total: int | None, settings: Mapping[str, SavedValue] = {}, *,
+        self, A: LinearMap, title: str, total: int | None, settings: Mapping[str, SavedValue] = {},
         show: bool | None = None, resume: str | os.PathLike[str] | None = None, save_every: float = 300.0,
     ) -> None:  # fmt: skip
         settings = {} if resume is None else {**settings_of(A), **settings}

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor
 
-from pipeline.curvature.estimates.inverse import Inverse, SystemOptions
+from pipeline.curvature.estimates.inverse import Inverse
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.systems import VecLike, fitting, solved
 from pipeline.curvature.linear import LinearMap
@@ -56,10 +56,14 @@ def solve(
     b: VecLike,
     *,
     start: VecLike | None = None,
+    damping: float = 0.0,
+    tol: float = 1e-6,
+    max_products: int | None = None,
+    preconditioner: VecLike | None = None,
+    method: str = "cg",
     show: bool | None = None,
     resume: str | os.PathLike[str] | None = None,
     save_every: float = 300.0,
-    **options: Unpack[SystemOptions],
 ) -> Solution:
     """Solves (A + damping I) x = b.
 
@@ -78,7 +82,8 @@ def solve(
         method: "cg", the default, conjugate gradients, for A + damping I positive definite; "minres" for any that has
             an inverse; it leaves alone what lies along eigenvalues below about 1e-9 of the largest, in float32 below
             7e-4.
-        show, resume, save_every: see `RunOptions`.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Raises:
         IndefiniteError: by "cg", where A + damping I is not positive definite.
@@ -97,7 +102,9 @@ def solve(
         >>> solution.converged, solution.x["0.weight"].round(decimals=6).tolist()
         (True, [[1.0, 2.0, 1.0]])
     """
-    system = Inverse(A, **options)
+    system = Inverse(
+        A, damping=damping, tol=tol, max_products=max_products, preconditioner=preconditioner, method=method
+    )
     vec, guess = fitting(A.space, b, "b"), None if start is None else fitting(A.space, start, "start")
     settings = {} if resume is None else _settings(system, vec, guess)
     title = f"solve with {A.name}"

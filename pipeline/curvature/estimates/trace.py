@@ -14,12 +14,12 @@ held, which are 24 products of XTrace but may be 60 of Hutch++, it was 1.5 to 6 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Unpack
 
-from pipeline.curvature.estimates.arguments import SampleSize, SamplingOptions
+from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.hutchpp import hutchpp
 from pipeline.curvature.estimates.sampling import SampledNumber, estimate, paired_dots
 from pipeline.curvature.estimates.xtrace import xtrace
@@ -54,7 +54,13 @@ def trace(
     method: str = "hutchinson",
     kind: str | None = None,
     sketch: int | None = None,
-    **options: Unpack[SamplingOptions],
+    rel: float | None = None,
+    abs: float | None = None,
+    min_samples: int = 10,
+    seed: int = 0,
+    show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Trace:
     """The trace of A, estimated without bias.
 
@@ -77,10 +83,11 @@ def trace(
             "rademacher", whose variance is smaller. The sketch of Hutch++ is always normal.
         rel: end where the standard error is at most this times the value's magnitude.
         abs: end where it is at most this. Of two bounds the looser one holds.
-        min_samples: draws before the first look at the error, 10 by default.
+        min_samples: draws before the first look at the error.
         sketch: columns of the sketch of Hutch++, which are held in memory; None: a third of the samples.
-        seed: of the random vectors; equal seeds give equal results. 0 by default.
-        show, resume, save_every: see `RunOptions`.
+        seed: of the random vectors; equal seeds give equal results.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Returns:
         the same numbers on every process.
@@ -102,7 +109,7 @@ def trace(
         ('exact', True)
     """
     chosen = _chosen_kind(method, kind, sketch)
-    sampling = SampleSize(A, samples, chosen, **options)
+    sampling = SampleSize(A, samples, chosen, rel, abs, min_samples, seed, show, resume, save_every)
     if sampling.is_exact or samples < 4:
         method = "hutchinson"
     if method == "hutchinson":
