@@ -32,6 +32,7 @@ from pipeline.distributed.connections import Connections, RankPairs
 from pipeline.distributed.failure.errors import Failure, RankError, exception_of, of_exception, silence
 from pipeline.distributed.failure.heartbeat import in_words
 from pipeline.distributed.failure.monitor import FailureMonitor
+from pipeline.distributed.failure.store_watchdog import watch
 from pipeline.distributed.rendezvous import AbortableRendezvous
 from pipeline.distributed.tree import TreePlace, all_to_all, place_in_tree, tree_pairs
 from pipeline.transports.channel import ChannelError
@@ -61,10 +62,9 @@ class RankGroup:
         self.calls_since = 0  # calls since the last failure, after which ranks may differ in `calls`
         self.pipes = 0
         self.is_in_call = False
-        self.heartbeat = heartbeat
         prefix = f"penstock/{group.group_name}/{number}"
         store = dist.distributed_c10d._get_default_store()
-        self.monitor = FailureMonitor(store, f"{prefix}/monitor", self.rank, self.size, heartbeat, timeout)
+        self.monitor = FailureMonitor(heartbeat)
         rendezvous = AbortableRendezvous(store, f"{prefix}/rendezvous", self.size)
         patience, carrier = timedelta(seconds=timeout + _LATER), nccl_of(group, self.device)
 
@@ -74,6 +74,7 @@ class RankGroup:
         self.connections = Connections(self.rank, self.device, rendezvous, self.monitor, new_channels)
         self.connections.connect(tree_pairs(self.size))
         self.connections.agree()
+        watch(self.monitor, store, f"{prefix}/monitor", self.rank, self.size, timeout)
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
         """A copy of a Pipe runs on the same ranks."""
@@ -127,7 +128,7 @@ class RankGroup:
         """The values of all ranks, by rank: what JSON can hold. Numbers arrive bit by bit."""
         self.monitor.at = "a meeting of all ranks"
         rows = all_to_all(self.connections, self.rank, self.size, json.dumps(value).encode())
-        self.monitor.has_met = True
+        self.monitor.latest.has_met = True
         return list(map(json.loads, rows))
 
     def refuse_shared_devices(self) -> None:
@@ -220,8 +221,7 @@ class RankGroup:
     def farewell(self) -> None:
         """End the monitor and drop the connections: the script ends."""
         self.monitor.farewell()
-        self.monitor.stop()
-        self.connections.drain(self.heartbeat)
+        self.connections.drain(self.monitor.heartbeat)
         self.close()
 
 
@@ -260,6 +260,7 @@ def ranks_of(group: Any, heartbeat: float, timeout: float) -> RankGroup | None:
     if key not in _groups:
         of_group = [ranks for ranks in _groups.values() if ranks.group.group_name == group.group_name]
         _groups[key] = RankGroup(group, heartbeat, timeout, len(of_group))  # the same number on the group's other ranks
+        atexit.register(_farewell)  # before _destroy, since the store may live in this process
     return _groups[key]
 
 
@@ -298,7 +299,6 @@ def _destroy(process: int) -> None:
         dist.destroy_process_group()
 
 
-@atexit.register
 def _farewell() -> None:
     for (process, *_), ranks in _groups.items():
         if process == os.getpid():

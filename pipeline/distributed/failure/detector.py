@@ -29,7 +29,7 @@ class FailureDetector:
     """
 
     def __init__(self, rank: int, size: int, heartbeat: float, timeout: float) -> None:
-        self._rank = rank
+        self.rank = rank
         self._size = size
         self._heartbeat = heartbeat
         self._timeout = timeout
@@ -54,7 +54,7 @@ class FailureDetector:
 
     def accusation(self, now: float) -> Failure | None:
         """The failure of the call that this rank is in, or None."""
-        own_beat = self._beats.get(self._rank)
+        own_beat = self._beats.get(self.rank)
         if own_beat is None or not own_beat.is_in:
             return None
         return (
@@ -70,8 +70,8 @@ class FailureDetector:
 
     def without_store(self, own_beat: Heartbeat, reason: str) -> Failure:
         """The failure of this rank's call where the store, and so the others, cannot be seen any more."""
-        message = f"{reason} rank {self._rank} is {own_beat.described()}."
-        return silence(self._rank, own_beat.call, message, self.waits(excluded=self._rank))
+        message = f"{reason} rank {self.rank} is {own_beat.described()}."
+        return silence(self.rank, own_beat.call, message, self.waits(excluded=self.rank))
 
     def needy(self, call: Heartbeat, serials: Mapping[int, int], now: float, patience: float) -> list[int]:
         """The ranks that may still need this one for a call that it has left.
@@ -92,19 +92,19 @@ class FailureDetector:
         ]
 
     def _others(self) -> dict[int, Heartbeat]:
-        return {rank: beat for rank, beat in self._beats.items() if rank != self._rank}
+        return {rank: beat for rank, beat in self._beats.items() if rank != self.rank}
 
     def _stood(self, rank: int) -> str:
         beat = self._beats.get(rank)
         if beat is None:
             return "has not been heard of yet"
-        return f"{'is' if rank == self._rank else 'was'} {beat.described()}"
+        return f"{'is' if rank == self.rank else 'was'} {beat.described()}"
 
     def _ended(self, own_beat: Heartbeat) -> Failure | None:
         for rank, beat in self._others().items():
             if beat.ended and not beat.has_left(own_beat):
                 place = f" at {beat.at} in {beat.call}" if beat.has_entered(own_beat) and beat.at else ""
-                message = f"rank {rank} {beat.ended}{place} while rank {self._rank} waits in {own_beat.call} for it."
+                message = f"rank {rank} {beat.ended}{place} while rank {self.rank} waits in {own_beat.call} for it."
                 return silence(rank, own_beat.call, message, self.waits(excluded=rank))
         return None
 
@@ -112,16 +112,16 @@ class FailureDetector:
         for rank, beat in self._others().items():
             if beat.generation > own_beat.generation:
                 message = (
-                    f"{own_beat.call} was given up by the others while rank {self._rank} was not heard of: rank {rank} "
+                    f"{own_beat.call} was given up by the others while rank {self.rank} was not heard of: rank {rank} "
                     f"is {beat.described()}, {beat.generation - own_beat.generation} failures later."
                 )
-                return silence(self._rank, own_beat.call, message)
+                return silence(self.rank, own_beat.call, message)
         return None
 
     def _silent(self, own_beat: Heartbeat, now: float) -> Failure | None:
         needed = [rank for rank, beat in self._others().items() if not beat.has_left(own_beat)]
         silent_seconds = {rank: now - self._changed_at[rank] for rank in needed}
-        rank = max(silent_seconds, key=silent_seconds.__getitem__, default=self._rank)
+        rank = max(silent_seconds, key=silent_seconds.__getitem__, default=self.rank)
         if silent_seconds.get(rank, 0.0) <= self._heartbeat:
             return None
         message = (
@@ -141,7 +141,7 @@ class FailureDetector:
             f"nothing moves on any rank for {self._timeout:g} s (timeout={self._timeout}) in {own_beat.call}, though "
             f"all ranks are alive. If one action may take that long, give a larger timeout."
         )
-        return silence(self._rank, own_beat.call, message, self.waits())
+        return silence(self.rank, own_beat.call, message, self.waits())
 
     def _missed(self, absent: list[int], own_beat: Heartbeat) -> str:
         parts = []

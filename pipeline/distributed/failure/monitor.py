@@ -1,10 +1,10 @@
 """The failure monitor: it ends the waits of a rank when another has failed, went silent, or will not enter the call.
 
-    main thread                        monitor's thread                         the others' threads
+    main thread                        store_exchange.py's thread               the others' threads
     enter, at, steps, leave ─state──►  a beat, once a second     ◄──store──►  beats
     fail(failure)           ────────►  the failure, first wins   ◄──store──►  looked for, ten times a second
     a wait ends, verdict()  ◄─abort()  there is a failure, or a silence that is one
-                            ◄─abort()  watchdog thread: the store itself does not answer
+                            ◄─abort()  store_watchdog.py's thread: the store itself does not answer
 
 The main thread never touches the store, which may hold its caller for as long as the process that hosts it is stopped.
 
@@ -14,65 +14,68 @@ and raises its error.
 
 from __future__ import annotations
 
-import atexit
-import os
-import weakref
-from collections.abc import Callable
-from functools import partial
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import torch.distributed as dist
-
-from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.errors import Failure
-from pipeline.distributed.failure.local_status import LocalStatus
-from pipeline.distributed.failure.store_exchange import PARTING, StoreExchange
-from pipeline.distributed.failure.store_keys import StoreKeys
-from pipeline.distributed.failure.store_watchdog import StoreWatchdog
+from pipeline.distributed.failure.heartbeat import Heartbeat, in_words
 
 POSTING = 2.0  # seconds that `fail` waits at most for its record
+PARTING = 5.0  # seconds for which a rank that has ended waits at most for others, which may need the store it hosts
+JOINING = 1.0  # seconds to wait for the end of a thread, which may be held by a store that does not answer
+
+
+@dataclass(eq=False)
+class LatestCall:
+    """The call that this rank entered last: its generation, its number there, its name.
+
+    Attributes:
+        abort: wakes the main thread. None: it has left the call.
+        has_met: whether it has heard from all ranks in the call.
+    """
+
+    generation: int = -1
+    number: int = 0
+    call: str = ""
+    abort: Callable[[], object] | None = None
+    has_met: bool = True
 
 
 class FailureMonitor:
-    """One rank's part in noticing failures. Every rank makes one, with the same prefix. Its threads end with it.
+    """One rank's part in noticing failures: where it is, and what is known; `store_watchdog.watch` starts its threads.
 
     The main thread assigns `at`, what it waits for or does, before each wait and action: a str, or a tuple whose parts
-    are joined when they are read. It raises `steps` with each progress, and sets `has_met` once it has heard from all
-    ranks in the call. These are plain attributes, since they are written often.
+    are joined when they are read. It raises `steps` with each progress, and sets `latest.has_met`. These are plain
+    attributes, since they are written often.
 
     Args:
-        store: any store of torch.distributed; it is cloned.
-        prefix: of every key; no two monitors in a store's life share one.
-        rank: this rank.
-        size: how many ranks there are.
         heartbeat: seconds after which a rank that gives no sign of life is given up. A library that holds Python's lock
             for longer than that looks the same.
-        timeout: seconds after which a call is given up in which nothing moves on any rank.
 
-    >>> monitor = FailureMonitor(dist.HashStore(), "doc", rank=0, size=1)
+    >>> monitor = FailureMonitor(heartbeat=10.0)
     >>> monitor.enter(0, "step 7", abort=lambda: None)
     >>> monitor.at = ("2B3", "for the gradient of", "h3")  # before each wait and action
     >>> monitor.steps += 1                                 # after it
     >>> monitor.leave()
-    >>> monitor.stop()
     """
 
-    def __init__(
-        self, store: dist.Store, prefix: str, rank: int, size: int, heartbeat: float = 10.0, timeout: float = 300.0
-    ) -> None:
+    def __init__(self, heartbeat: float) -> None:
+        self.heartbeat = heartbeat
         self.at: object = ""
         self.steps = 0
-        self.has_met = True
-        self._heartbeat = heartbeat
-        self._status = status = LocalStatus(rank, weakref.ref(self))
-        detector = FailureDetector(rank, size, heartbeat, timeout)
-        self._thread = StoreExchange(status, StoreKeys(store, prefix, rank, size), detector, heartbeat)
-        self._watchdog = StoreWatchdog(status, self._thread, detector, heartbeat)
-        at_exit = partial(_end_with_script, status, self._thread, self._watchdog, os.getpid())
-        self._drop = weakref.finalize(self, status.drop)  # the threads then end once no other rank needs them
-        self._drop.atexit = False
-        atexit.register(at_exit)
-        self._thread.begin(at_end=partial(_forget, self._watchdog, at_exit))
-        self._watchdog.start()
+        self.threads: Sequence[threading.Thread] = ()
+        self.changed = threading.Condition()
+        self.hurried = threading.Event()  # the thread takes its next turn now
+        self.failure: Failure | None = None  # of this generation
+        self.ended = ""
+        self.awaited = ""  # by the main thread: a "verdict", or a "parting": no other rank is in the call before
+        self.has_parted = False  # the threads end after their turn
+        self.latest = LatestCall()
+        self._unposted: list[tuple[int, Failure]] = []
+
+    # ------------------------------------------------------------------ what the main thread does
 
     def enter(self, generation: int, call: str, abort: Callable[[], None]) -> None:
         """Enter a call, as all ranks do.
@@ -84,16 +87,25 @@ class FailureMonitor:
                 and not wait itself.
 
         Raises:
-            RuntimeError: this monitor was stopped.
+            RuntimeError: this monitor has ended.
             ValueError: there was a later generation.
         """
         self.at = ""
-        number = self._status.enter(generation, call, abort)
-        self.has_met = number == 1  # there is no call before, which others may be in
+        with self.changed:
+            if self.ended:
+                raise RuntimeError(f"this rank {self.ended}: it cannot enter {call}")
+            number = self.latest.number + 1
+            if generation < self.latest.generation:
+                raise ValueError(f"generation {generation} is over: this rank is in {self.latest.generation}")
+            if generation > self.latest.generation:
+                number, self.failure = 1, None
+            has_met = number == 1  # there is no call before, which others may be in
+            self.latest = LatestCall(generation, number, call, abort, has_met)
 
     def leave(self) -> None:
         """Leave the call, which succeeded on this rank. From here on its abort is not called, nor under way."""
-        self._status.leave()
+        with self.changed:
+            self.latest.abort = None
 
     def fail(self, failure: Failure) -> None:
         """Report a failure of this rank to the others. If another rank was first, its failure stays the one for all.
@@ -103,13 +115,18 @@ class FailureMonitor:
         what this rank has sent, and the failure is none of that call. Where the store does not answer, this returns
         after two seconds more at most, and the record is posted when it answers again.
         """
-        with self._status.changed:  # so that the thread looks after this
-            self._thread.hurry()
-            if failure.traceback and not self.has_met:
-                self._status.withdraw(min(PARTING, self._heartbeat))
-            self._status.leave()
-            self._thread.hurry()
-            self._status.tell(failure, min(POSTING, self._heartbeat))
+        with self.changed:  # so that the thread looks after this
+            self.latest.abort = None
+            self.hurried.set()
+            if failure.traceback and not self.latest.has_met:
+                self.awaited = "parting"
+                self._wait(lambda: not self.awaited, min(PARTING, self.heartbeat))
+                self.awaited = ""
+                self.hurried.set()
+            if self.failure is None:
+                self._unposted.append((self.latest.generation, failure))
+                self._wait(lambda: False, min(POSTING, self.heartbeat))
+                self.failure = self.failure or failure
 
     def verdict(self, grace: float) -> Failure | None:
         """The failure of this generation, or None if there is none after `grace` seconds.
@@ -117,48 +134,98 @@ class FailureMonitor:
         It is the same on all ranks (where the store did not answer: of the same kind). If there is one, the call is
         over.
         """
-        with self._status.changed:
-            self._thread.hurry()
-            failure = self._status.ask(grace)
-            if failure is not None:
-                self._status.leave()
-            return failure
+        with self.changed:
+            self.hurried.set()
+            self.awaited = "verdict"
+            try:
+                self._wait(lambda: False, grace)
+            finally:
+                self.awaited = ""
+            if self.failure is not None:
+                self.latest.abort = None
+            return self.failure
+
+    def _wait(self, is_done: Callable[[], bool], seconds: float) -> None:
+        """Wait until it is done, a failure is known, or this rank has ended."""
+        self.changed.wait_for(lambda: is_done() or self.failure is not None or self.ended, seconds)
 
     def farewell(self) -> None:
-        """Note that this rank ends its script: the others need not wait for it. Runs at exit by itself.
+        """Note that this rank ends its script: the others need not wait for it.
 
         Waits for ranks that are still in a call that this one has left, five seconds at most: the store may live in
         this process, and they need it.
         """
-        _part(self._status, self._thread)
+        with self.changed:
+            self.ended = self.ended or "ended its script"
+            self.changed.notify_all()
+            self.hurried.set()
+            self.changed.wait_for(lambda: self.has_parted, PARTING)
+        self.stop()
 
     def stop(self) -> None:
         """End the threads at once, and report that to the others. May be called again."""
-        self._drop()
-        self._status.leave()
-        _join(self._thread, self._watchdog)
+        self.leave()
+        self.ended = self.ended or "ended its script"
+        self.has_parted = True
+        self.hurried.set()
+        for thread in self.threads:
+            thread.join(JOINING)
 
+    # ------------------------------------------------------------------ what the threads do
 
-def _part(status: LocalStatus, thread: StoreExchange) -> None:
-    status.end("ended its script")
-    thread.hurry()
-    with status.changed:
-        status.changed.wait_for(lambda: status.has_parted or not thread.is_alive(), PARTING)
+    def beat(self, serial: int) -> Heartbeat:
+        """The present heartbeat of this rank."""
+        with self.changed:
+            latest, at = self.latest, in_words(self.at)
+            is_in = latest.abort is not None
+            return Heartbeat(serial, latest.generation, latest.number, latest.call, is_in, at, self.steps, self.ended)
 
+    def asked(self) -> int | None:
+        """The generation whose failure the main thread needs and does not have."""
+        with self.changed:
+            wants = (self.latest.abort is not None or self.awaited == "verdict") and self.failure is None
+            return self.latest.generation if wants else None
 
-def _forget(watchdog: StoreWatchdog, at_exit: Callable[[], None]) -> None:
-    watchdog.end()
-    atexit.unregister(at_exit)
+    def unposted(self) -> list[tuple[int, Failure]]:
+        """The failures to be posted, with their generations, oldest first."""
+        with self.changed:
+            return list(self._unposted)
 
+    def posted(self, generation: int, first: Failure) -> None:
+        """Note that the oldest of these was posted. The failure of that generation is `first`."""
+        with self.changed:
+            del self._unposted[0]
+            self.deliver(generation, first)
 
-def _join(thread: StoreExchange, watchdog: StoreWatchdog) -> None:
-    watchdog.end()
-    thread.end()
-    watchdog.await_end()
-    thread.await_end()
+    def lose(self, failure: Failure) -> None:
+        """Record a failure that cannot be posted yet, since the store does not answer."""
+        with self.changed:
+            if self.failure is None:
+                self._unposted.append((self.latest.generation, failure))
+            self.deliver(self.latest.generation, failure)
 
+    def deliver(self, generation: int, failure: Failure) -> None:
+        """Give the main thread a failure, unless it has one."""
+        with self.changed:
+            if generation == self.latest.generation:
+                self.failure = self.failure or failure
+            self.wake()
+            self.changed.notify_all()
 
-def _end_with_script(status: LocalStatus, thread: StoreExchange, watchdog: StoreWatchdog, process: int) -> None:
-    if os.getpid() == process:  # and not in a fork of the rank, which has no threads, and is not the rank
-        _part(status, thread)
-        _join(thread, watchdog)
+    def wake(self) -> None:
+        """If the main thread is in a call of a generation that has failed, abort that call, once."""
+        with self.changed:  # held while aborting, so that no abort is under way when `leave` returns
+            if self.failure is None or self.latest.abort is None:
+                return
+            abort, self.latest.abort = self.latest.abort, int  # nothing more: the main thread is still in the call
+            try:
+                abort()
+            except Exception:
+                traceback.print_exc()  # the thread must go on: without its beats this rank would be accused
+
+    def part(self) -> None:
+        """Note that no other rank needs this one any more: for good, or for the call before the one that failed."""
+        with self.changed:
+            self.has_parted = self.awaited != "parting"
+            self.awaited = "" if self.awaited == "parting" else self.awaited
+            self.changed.notify_all()

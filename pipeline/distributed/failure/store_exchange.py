@@ -10,6 +10,7 @@ store_watchdog.py acts in its place.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from time import monotonic
 
@@ -17,58 +18,45 @@ import torch.distributed as dist
 
 from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.heartbeat import Heartbeat
-from pipeline.distributed.failure.local_status import LocalStatus
+from pipeline.distributed.failure.monitor import PARTING, FailureMonitor
 from pipeline.distributed.failure.store_keys import StoreKeys
-from pipeline.distributed.failure.thread import WatchingThread
 
 PAUSE = 0.1  # seconds between two looks for a failure
 SHORT_PAUSE = 0.02  # while the main thread waits for the verdict
 BEAT = 1.0  # seconds between two signs of life, or a quarter of `heartbeat`
-PARTING = 5.0  # seconds for which a rank that has ended waits at most for others, which may need the store it hosts
 
 
-class StoreExchange(WatchingThread):
+class StoreExchange(threading.Thread):
     """The use that a monitor makes of the store, turn by turn.
 
     Args:
-        status: of this rank.
+        monitor: of this rank.
         keys: the keys.
         detector: the rules.
-        heartbeat: seconds.
     """
 
-    def __init__(self, status: LocalStatus, keys: StoreKeys, detector: FailureDetector, heartbeat: float) -> None:
-        super().__init__("pipe monitor", min(PAUSE, heartbeat / 4))
+    def __init__(self, monitor: FailureMonitor, keys: StoreKeys, detector: FailureDetector) -> None:
+        super().__init__(name="pipe monitor", daemon=True)
         self.turn_began: float | None = None  # of the turn under way
         self._loss_reason: str | None = None  # why the store is
-        self._at_end: Callable[[], object] = int  # nothing
-        self._status = status
+        self._monitor = monitor
         self._keys = keys
         self._detector = detector
-        self._heartbeat = heartbeat
+        self._pause = min(PAUSE, monitor.heartbeat / 4)
+        self._period = min(BEAT, monitor.heartbeat / 4)
         self._last_awake = monotonic()
         self._next_beat = 0.0
         self._latest = Heartbeat(-1, -1, 0, "", False, "", 0, "")  # of this rank, in the store
         self._previous = self._latest  # at the turn before
         self._parting: tuple[float, dict[int, int]] | None = None  # since when, and the others' beats then
 
-    @property
-    def _period(self) -> float:
-        return min(BEAT, self._heartbeat / 4)
-
-    def begin(self, at_end: Callable[[], object]) -> None:
-        """Start the thread; it does that at its end."""
-        self._at_end = at_end
-        self.start()
-
     def run(self) -> None:
-        while not (self._is_over or self._status.has_parted):
+        while not self._monitor.has_parted:
             self._guarded(self.turn)
-            self._wake.wait(SHORT_PAUSE if self._status.is_asking else self._pause)
-            self._wake.clear()
+            self._monitor.hurried.wait(SHORT_PAUSE if self._monitor.awaited == "verdict" else self._pause)
+            self._monitor.hurried.clear()
         self._guarded(self._last_beat)
-        self._status.part()
-        self._at_end()
+        self._monitor.part()
 
     def _guarded(self, work: Callable[[], object]) -> None:
         self.turn_began = monotonic()
@@ -91,19 +79,19 @@ class StoreExchange(WatchingThread):
         """Post and look for failures; when a beat is due, exchange beats and judge by them."""
         self._check_clock()
         self._post()
-        generation = self._status.asked()
+        generation = self._monitor.asked()
         failure = None if generation is None else self._keys.failure(generation)
         if generation is not None and failure is not None:
-            self._status.deliver(generation, failure)
-        self._status.wake()
-        if self._is_due(self._status.beat(0)):
+            self._monitor.deliver(generation, failure)
+        self._monitor.wake()
+        if self._is_due(self._monitor.beat(0)):
             self._post()  # before a beat that is of a later generation
             self._exchange(self._beat())
 
     def _post(self) -> None:
-        while unposted := self._status.unposted():
+        while unposted := self._monitor.unposted():
             generation, failure = unposted[0]
-            self._status.posted(generation, self._keys.post(generation, failure))
+            self._monitor.posted(generation, self._keys.post(generation, failure))
 
     def _is_due(self, own_beat: Heartbeat) -> bool:
         """A beat is due in time; and early when this rank pauses where it was not seen, since others may then part."""
@@ -113,10 +101,10 @@ class StoreExchange(WatchingThread):
         return (pauses and is_news) or self._is_parting(own_beat) or monotonic() >= self._next_beat
 
     def _is_parting(self, own_beat: Heartbeat) -> bool:
-        return bool(own_beat.ended) or self._status.is_withdrawing
+        return bool(own_beat.ended) or self._monitor.awaited == "parting"
 
     def _beat(self) -> Heartbeat:
-        self._latest = self._status.beat(self._latest.serial + 1)
+        self._latest = self._monitor.beat(self._latest.serial + 1)
         self._keys.say(self._latest)
         return self._latest
 
@@ -125,10 +113,10 @@ class StoreExchange(WatchingThread):
         self._keys.forget_before(own_beat.generation)
         now = self._check_clock()
         self._next_beat = now + self._period
-        self._detector.see({**beats, self._status.rank: own_beat}, now)
+        self._detector.see({**beats, self._detector.rank: own_beat}, now)
         failure = self._detector.accusation(now)
-        if failure is not None and self._status.asked() == own_beat.generation:
-            self._status.deliver(own_beat.generation, self._keys.post(own_beat.generation, failure))
+        if failure is not None and self._monitor.asked() == own_beat.generation:
+            self._monitor.deliver(own_beat.generation, self._keys.post(own_beat.generation, failure))
         if self._is_parting(own_beat):
             self._part(own_beat, beats, now)
         else:
@@ -137,7 +125,7 @@ class StoreExchange(WatchingThread):
     def _check_clock(self) -> float:
         """Now. If this thread has not run for long (stopped, or held by the store), missed beats prove nothing."""
         now = monotonic()
-        if now - self._last_awake > self._heartbeat / 2:
+        if now - self._last_awake > self._monitor.heartbeat / 2:
             self._detector.restart(now)
         self._last_awake = now
         return now
@@ -148,17 +136,17 @@ class StoreExchange(WatchingThread):
         start, serials = self._parting
         left_call = own_beat if own_beat.ended else own_beat._replace(number=own_beat.number - 1)
         needy_ranks = self._detector.needy(left_call, serials, now, 3 * self._period)
-        if now - start > min(PARTING, self._heartbeat) or not needy_ranks:
-            self._status.part()
+        if now - start > min(PARTING, self._monitor.heartbeat) or not needy_ranks:
+            self._monitor.part()
 
     def _without_store(self, reason: str) -> None:
         """The turn after the store was lost, for this reason: this rank can only judge for itself."""
-        own_beat = self._status.beat(0)
-        for generation, failure in self._status.unposted():
-            self._status.posted(generation, failure)
-        if self._status.asked() is not None:
-            cause = f"rank {self._status.rank} lost the store of torch.distributed: {reason}"
-            self._status.deliver(own_beat.generation, self._detector.without_store(own_beat, cause))
-        self._status.wake()
+        own_beat = self._monitor.beat(0)
+        for generation, failure in self._monitor.unposted():
+            self._monitor.posted(generation, failure)
+        if self._monitor.asked() is not None:
+            cause = f"rank {self._detector.rank} lost the store of torch.distributed: {reason}"
+            self._monitor.deliver(own_beat.generation, self._detector.without_store(own_beat, cause))
+        self._monitor.wake()
         if self._is_parting(own_beat):
-            self._status.part()
+            self._monitor.part()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from pipeline.distributed.failure.errors import RankError, exception_of, of_exception
 from pipeline.distributed.failure.monitor import FailureMonitor
+from pipeline.distributed.failure.store_watchdog import watch
 from scheduler.action import Action
 
 PATIENCE = 30.0  # seconds for anything that a test waits for
@@ -48,8 +49,16 @@ class Rank:
         self.store = _store(*store)
         self.groups: dict[int, dist.ProcessGroupGloo] = {}
         self.aborts = 0
-        self.monitor: FailureMonitor | None = FailureMonitor(self.store, "watch", rank, size, heartbeat, timeout)
-        return os.getpid()
+        self.monitor = FailureMonitor(heartbeat)
+        watch(self.monitor, self.store, "watch", rank, size, timeout)
+        self.process = os.getpid()
+        atexit.register(self.end)
+        return self.process
+
+    def end(self) -> None:
+        """As at the end of a script, and not in a fork of it."""
+        if os.getpid() == self.process:
+            self.monitor.farewell()
 
     def connect(self, generation: int) -> None:
         """A group of two for each other rank."""
@@ -119,7 +128,7 @@ class Rank:
         is_over = threading.Event()
 
         def hold() -> None:
-            with self.monitor._status.changed:
+            with self.monitor.changed:
                 is_held.set()
                 is_over.wait()
 
@@ -130,7 +139,6 @@ class Rank:
         process = os.fork()  # a lock that is held now is held for ever in the child
         if process == 0:
             signal.alarm(10)
-            self.monitor = None
             atexit._run_exitfuncs()
             os._exit(0)
         is_over.set()
@@ -163,9 +171,6 @@ class Rank:
         self.monitor.stop()
         self.monitor.stop()
         return self.left()
-
-    def drop(self) -> None:
-        self.monitor = None
 
     def left(self) -> list[str]:
         return sorted(set(_threads()) - set(self.threads))

@@ -1,12 +1,10 @@
 """A failure anywhere is known everywhere, in seconds, in words; and nobody is accused who only waits."""
 
-import gc
 import random
 import signal
 import socket
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,11 +15,10 @@ import pytest
 import torch.distributed as dist
 from monitor_scripts import Nursery, Remote, every
 
-from pipeline.distributed.failure import store_exchange
+from pipeline.distributed.failure import store_exchange, store_watchdog
 from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.errors import Failure, of_exception, silence
 from pipeline.distributed.failure.heartbeat import Heartbeat
-from pipeline.distributed.failure.local_status import LocalStatus
 from pipeline.distributed.failure.monitor import FailureMonitor
 from pipeline.distributed.failure.store_exchange import StoreExchange
 from pipeline.distributed.failure.store_keys import KEPT, StoreKeys
@@ -196,7 +193,7 @@ def failure(rank: int = 1, message: str = "no") -> Failure:
 
 
 def test_a_call_is_aborted_once() -> None:
-    status, aborts = LocalStatus(0, lambda: None), []
+    status, aborts = FailureMonitor(10.0), []
     status.enter(0, "step 1", lambda: aborts.append(1))
     for _ in range(3):
         status.deliver(0, failure())
@@ -205,7 +202,7 @@ def test_a_call_is_aborted_once() -> None:
 
 
 def test_no_call_is_aborted_that_was_left_or_has_failed_here_or_is_of_a_later_generation() -> None:
-    status, aborts = LocalStatus(0, lambda: None), []
+    status, aborts = FailureMonitor(10.0), []
     status.enter(0, "step 1", lambda: aborts.append(1))
     status.leave()
     status.deliver(0, failure())
@@ -216,7 +213,7 @@ def test_no_call_is_aborted_that_was_left_or_has_failed_here_or_is_of_a_later_ge
 
 
 def test_a_call_in_a_generation_that_has_failed_is_aborted() -> None:
-    status, aborts = LocalStatus(0, lambda: None), []
+    status, aborts = FailureMonitor(10.0), []
     status.enter(0, "step 1", lambda: None)
     status.deliver(0, failure())
     status.enter(0, "step 2", lambda: aborts.append(2))
@@ -225,7 +222,7 @@ def test_a_call_in_a_generation_that_has_failed_is_aborted() -> None:
 
 
 def test_an_abort_that_raises_is_printed_and_the_failure_known_all_the_same(capsys: Any) -> None:
-    status = LocalStatus(0, lambda: None)
+    status = FailureMonitor(10.0)
     status.enter(0, "step 1", lambda: [][0])
     status.deliver(0, failure())
     assert status.failure == failure()
@@ -233,7 +230,7 @@ def test_an_abort_that_raises_is_printed_and_the_failure_known_all_the_same(caps
 
 
 def test_leaving_waits_for_an_abort_that_is_under_way() -> None:
-    status, order = LocalStatus(0, lambda: None), []
+    status, order = FailureMonitor(10.0), []
     begun = threading.Event()
 
     def abort() -> None:
@@ -252,7 +249,7 @@ def test_leaving_waits_for_an_abort_that_is_under_way() -> None:
 
 
 def test_what_is_known_of_a_generation_stays() -> None:
-    status = LocalStatus(0, lambda: None)
+    status = FailureMonitor(10.0)
     status.enter(0, "step 1", lambda: None)
     status.deliver(0, failure(1, "first"))
     status.deliver(0, failure(2, "second"))
@@ -260,18 +257,17 @@ def test_what_is_known_of_a_generation_stays() -> None:
 
 
 def test_a_generation_that_is_over_cannot_be_entered() -> None:
-    status = LocalStatus(3, lambda: None)
+    status = FailureMonitor(10.0)
     status.enter(2, "step 1", lambda: None)
-    with pytest.raises(ValueError, match="generation 1 is over: rank 3 is in 2"):
+    with pytest.raises(ValueError, match="generation 1 is over: this rank is in 2"):
         status.enter(1, "step 2", lambda: None)
 
 
 def test_where_the_main_thread_is_may_be_said_in_parts() -> None:
-    marks = types.SimpleNamespace(at="", steps=0)
-    status = LocalStatus(0, lambda: marks)
+    status = FailureMonitor(10.0)
     status.enter(0, "step 1", lambda: None)
     for at, text in [("2B3", "2B3"), (("2B3", "for", "h3", "from rank", 3), "2B3 for h3 from rank 3"), (None, "None")]:
-        marks.at = at
+        status.at = at
         assert status.beat(0).described() == f"at {text} in step 1"
 
 
@@ -345,9 +341,15 @@ def test_watches_with_other_prefixes_know_nothing_of_each_other(store: dist.Stor
 # ------------------------------------------------------------------------------------------------- within one process
 
 
+def watching(store: dist.Store, rank: int, size: int, heartbeat: float) -> FailureMonitor:
+    found = FailureMonitor(heartbeat)
+    store_watchdog.watch(found, store, "w", rank, size, timeout=300.0)
+    return found
+
+
 @pytest.fixture
 def watches(store: dist.Store) -> Iterator[list[FailureMonitor]]:
-    found = [FailureMonitor(store, "w", rank, 3, heartbeat=20.0) for rank in range(3)]
+    found = [watching(store, rank, 3, heartbeat=20.0) for rank in range(3)]
     yield found
     for watch in found:
         watch.stop()
@@ -387,7 +389,7 @@ def test_what_fails_before_the_ranks_meet_is_told_when_all_have_left_the_call_be
         watch.enter(0, "step 1", partial(aborts.append, 1))
     watches[0].leave()
     watches[0].enter(0, "step 2", partial(aborts.append, 2))
-    watches[0].has_met = has_met
+    watches[0].latest.has_met = has_met
     failing = threading.Thread(target=watches[0].fail, args=(raised,))
     failing.start()
     watches[1].leave()
@@ -407,7 +409,7 @@ def test_what_fails_before_the_ranks_meet_is_told_when_all_have_left_the_call_be
 def test_who_fails_waits_for_no_rank_that_is_gone_and_for_others_as_long_as_for_a_sign_of_life(
     store: dist.Store, is_gone: bool
 ) -> None:
-    watches = [FailureMonitor(store, "w", rank, 2, heartbeat=20.0 if is_gone else 0.4) for rank in range(2)]
+    watches = [watching(store, rank, 2, heartbeat=20.0 if is_gone else 0.4) for rank in range(2)]
     watches[1].enter(0, "step 0", lambda: None)
     for number in range(2):
         watches[0].enter(0, f"step {number}", lambda: None)
@@ -466,24 +468,24 @@ def names(within: float = 0.0) -> list[str]:
 
 
 def test_stopping_ends_the_threads_and_may_be_done_twice(store: dist.Store) -> None:
-    watch = FailureMonitor(store, "w", 0, 2)
+    watch = watching(store, 0, 2, heartbeat=20.0)
     assert sorted(names()) == ["pipe monitor", "pipe watchdog"]
     watch.enter(0, "step 1", lambda: None)
     watch.stop()
     watch.stop()
     assert names() == []
-    with pytest.raises(RuntimeError, match="rank 0 dropped its Pipe: it cannot enter step 2"):
+    with pytest.raises(RuntimeError, match="this rank ended its script: it cannot enter step 2"):
         watch.enter(0, "step 2", lambda: None)
     watch.farewell()
 
 
 def test_a_rank_that_stops_its_watch_is_known_to_have_done_so(store: dist.Store) -> None:
-    watches = [FailureMonitor(store, "w", rank, 2, heartbeat=20.0) for rank in range(2)]
+    watches = [watching(store, rank, 2, heartbeat=20.0) for rank in range(2)]
     watches[1].stop()
     watches[0].enter(0, "step 1", lambda: None)
     found = watches[0].verdict(QUICK)
     assert found is not None
-    assert found.message == "rank 1 dropped its Pipe while rank 0 waits in step 1 for it."
+    assert found.message == "rank 1 ended its script while rank 0 waits in step 1 for it."
     watches[0].stop()
 
 
@@ -491,7 +493,7 @@ def test_a_rank_that_parts_learns_soon_that_the_others_are_out_of_the_call(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_exchange, "BEAT", 60.0)
-    watches = [FailureMonitor(store, "w", rank, 2, heartbeat=400.0) for rank in range(2)]
+    watches = [watching(store, rank, 2, heartbeat=400.0) for rank in range(2)]
     for watch in watches:
         watch.enter(0, "step 1", lambda: None)
     time.sleep(0.3)
@@ -514,7 +516,7 @@ def test_what_the_main_thread_wants_is_done_at_once_however_long_the_pauses_are(
 ) -> None:
     monkeypatch.setattr(store_exchange, "BEAT", 60.0)
     monkeypatch.setattr(store_exchange, "PAUSE", 60.0)
-    watches = [FailureMonitor(store, "w", rank, 2, heartbeat=400.0) for rank in range(2)]
+    watches = [watching(store, rank, 2, heartbeat=400.0) for rank in range(2)]
     for watch in watches:
         watch.enter(0, "step 1", lambda: None)
     time.sleep(0.3)  # they pause now
@@ -529,11 +531,11 @@ def test_what_the_main_thread_wants_is_done_at_once_however_long_the_pauses_are(
 
 def test_the_watchdog_speaks_when_a_turn_takes_longer_than_heartbeat_of_which_this_process_was_awake() -> None:
     for stopped in (False, True):
-        status = LocalStatus(0, lambda: None)
+        status = FailureMonitor(10.0)
         status.enter(0, "step 1", lambda: None)
         detector = judge()
-        thread = StoreExchange(status, StoreKeys(dist.HashStore(), "w", 0, 2), detector, 10.0)
-        watchdog = StoreWatchdog(status, thread, detector, 10.0)
+        thread = StoreExchange(status, StoreKeys(dist.HashStore(), "w", 0, 2), detector)
+        watchdog = StoreWatchdog(status, thread, detector)
         thread.turn_began = began = time.monotonic()
         for second in range(1, 30):
             awake_since = 6 if stopped else 0
@@ -564,7 +566,7 @@ class HeldKeys(StoreKeys):
 
 
 def test_no_rank_is_seen_in_a_generation_before_the_failure_that_led_to_it_can_be() -> None:
-    status = LocalStatus(0, lambda: None)
+    status = FailureMonitor(10.0)
 
     def give_up() -> None:
         status.lose(failure(0, "the store does not answer"))
@@ -572,24 +574,8 @@ def test_no_rank_is_seen_in_a_generation_before_the_failure_that_led_to_it_can_b
 
     status.enter(0, "step 1", lambda: None)
     keys = HeldKeys(give_up)
-    StoreExchange(status, keys, judge(), 10.0).turn()
+    StoreExchange(status, keys, judge()).turn()
     assert keys.told == ["failure of 0", "beat of 1"]
-
-
-def test_a_watch_that_nobody_holds_ends_and_the_others_learn_it(store: dist.Store) -> None:
-    watches = [FailureMonitor(store, "w", rank, 2, heartbeat=20.0) for rank in range(2)]
-    for watch in watches:
-        watch.enter(0, "step 1", lambda: None)
-        watch.leave()
-    del watch
-    watches.pop()
-    gc.collect()
-    watches[0].enter(0, "step 2", lambda: None)
-    found = watches[0].verdict(QUICK)
-    assert found is not None
-    assert found.message == "rank 1 dropped its Pipe while rank 0 waits in step 2 for it."
-    watches[0].stop()
-    assert names(QUICK) == []
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
@@ -819,16 +805,11 @@ def test_a_rank_that_ends_its_script_is_named_to_ranks_that_wait_for_others(make
     assert found["message"].startswith("rank 2 ended its script while rank ")
 
 
-@pytest.mark.parametrize("is_dropped", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_a_rank_that_ends_before_the_others_have_finished_the_last_call_waits_for_them(
-    make: Make, is_dropped: bool
-) -> None:
+def test_a_rank_that_ends_before_the_others_have_finished_the_last_call_waits_for_them(make: Make) -> None:
     ranks = make(2, store="rank 0")
     every(ranks, "enter", 0, "step 7")
     ranks[1].post("steps", 2.5)
     ranks[0].do("leave")
-    if is_dropped:
-        ranks[0].do("drop")
     ranks[0].post("exit")
     assert ranks[1].answer()[0] is None
     assert ranks[1].do("verdict", 0.0) is None

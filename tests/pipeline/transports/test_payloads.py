@@ -397,10 +397,10 @@ def test_whoever_leaves_waits_for_payloads_under_way_but_not_for_ever():
 def test_ranks_that_leave_wait_for_payloads_before_they_close():
     done = []
     connections = SimpleNamespace(drain=lambda seconds: done.append(f"drain {seconds}"))
-    monitor = SimpleNamespace(farewell=lambda: done.append("farewell"), stop=lambda: done.append("stop"))
-    ranks = SimpleNamespace(monitor=monitor, connections=connections, heartbeat=3.0, close=lambda: done.append("close"))
+    monitor = SimpleNamespace(farewell=lambda: done.append("farewell"), heartbeat=3.0)
+    ranks = SimpleNamespace(monitor=monitor, connections=connections, close=lambda: done.append("close"))
     RankGroup.farewell(ranks)
-    assert done == ["farewell", "stop", "drain 3.0", "close"]
+    assert done == ["farewell", "drain 3.0", "close"]
 
 
 def test_giving_up_lets_what_both_ends_have_begun_arrive():
