@@ -169,7 +169,7 @@ class Pipe(FixedModule, StateDictMixin):
         count = check_count("chunks", chunks)
         plans = plans_of(schedule, layers_per_stage, count, layout, processes)
         if ranks is not None:
-            topology = topology_of(stages, plans.resolved(count).placement.lane_of, ranks, layout.values)
+            topology = topology_of(stages, plans.resolved(count).placement.lane_of, ranks)
             processes = replace(processes, topology=topology)
         self._settings = Settings(
             layout, processes, layers_per_stage, count, plans, check_policy(checkpoint),

@@ -28,13 +28,14 @@ import torch.distributed as dist
 from pipeline.common.accelerators import device_of_rank, identity, is_accelerator
 from pipeline.common.arguments import check_group
 from pipeline.common.interrupts import Deferral
-from pipeline.distributed.connections import Connections, RankPairs
+from pipeline.distributed.connections import Connections
 from pipeline.distributed.failure.errors import Failure, RankError, exception_of, of_exception, silence
 from pipeline.distributed.failure.heartbeat import in_words
 from pipeline.distributed.failure.monitor import FailureMonitor
 from pipeline.distributed.failure.store_watchdog import watch
 from pipeline.distributed.rendezvous import AbortableRendezvous
 from pipeline.distributed.tree import TreePlace, all_to_all, place_in_tree, tree_pairs
+from pipeline.execution.p2p_plan import RankPair
 from pipeline.transports.channel import ChannelError
 from pipeline.transports.distributed import Channels
 from pipeline.transports.nccl import nccl_of
@@ -67,13 +68,12 @@ class RankGroup:
         self.monitor = FailureMonitor(heartbeat)
         rendezvous = AbortableRendezvous(store, f"{prefix}/rendezvous", self.size)
         patience, carrier = timedelta(seconds=timeout + _LATER), nccl_of(group, self.device)
+        self.payload_place = "" if carrier is None else carrier.place
 
-        def new_channels(store: dist.Store, pairs: RankPairs) -> Channels:
-            return Channels(store, "channels", self.rank, pairs, patience, carrier)
+        def new_channels(store: dist.Store, pairs: Collection[RankPair]) -> Channels:
+            return Channels(store, self.rank, pairs, patience, carrier)
 
         self.connections = Connections(self.rank, self.device, rendezvous, self.monitor, new_channels)
-        self.connections.connect(tree_pairs(self.size))
-        self.connections.agree()
         watch(self.monitor, store, f"{prefix}/monitor", self.rank, self.size, timeout)
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
@@ -104,18 +104,18 @@ class RankGroup:
 
     # ----------------------------------------------------------------------------------------------------- messages
 
-    def carry(self, pairs: Collection[tuple[int, int]]) -> None:
-        """Connect the devices of these pairs of ranks, which have channels, where each has a device of its own.
+    def connect(self, pairs: Collection[RankPair]) -> None:
+        """Connect these ordered pairs of ranks, and their devices where each has a device of its own.
 
         All ranks call this with the same pairs, at the same place of a call.
         """
-        new_pairs = self.connections.uncarried(pairs)
+        new_pairs = self.connections.incomplete(pairs)
         if new_pairs:
-            places = self.exchange(self.connections.place)
+            places = self.exchange(self.payload_place)
             with_devices = [
                 (source, target) for source, target in new_pairs if "" != places[source] != places[target] != ""
             ]
-            self.connections.carry(new_pairs, with_devices)
+            self.connections.connect(new_pairs, with_devices)
 
     def finish(self, to: int) -> None:
         """Wait until a rank has received all that was sent to it."""
@@ -170,7 +170,8 @@ class RankGroup:
                 self.monitor.enter(self.generation, call, self.connections.abort)
             finally:
                 interrupts.end()
-            self.connections.build()
+            if self.connections.are_closed:
+                self.connections.connect(tree_pairs(self.size))
         except BaseException as error:
             self.fail(error, call)
 
@@ -178,7 +179,6 @@ class RankGroup:
         """Note that the call has succeeded here."""
         self.monitor.leave()
         self.is_in_call = False
-        self.connections.agree()
 
     def fail(self, error: BaseException, call: str, action: Action | None = None, progress: str = "") -> NoReturn:
         """Report a failure of the call here to all ranks, and raise the error that all raise.

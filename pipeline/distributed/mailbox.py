@@ -48,7 +48,7 @@ class RankMailbox(Mailbox):
     def begin(self, phase: int, messages: P2PPlan | None) -> None:
         assert messages is not None  # a plan over ranks has them
         self._messages = messages
-        self._ranks.carry(messages.pairs)
+        self._ranks.connect(messages.pairs)
         for (source, to), expected in messages.channels.items():
             links = self._ranks.connections
             link = links.receiver(source) if to == self._ranks.rank else links.sender(to)

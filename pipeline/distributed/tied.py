@@ -59,6 +59,7 @@ class TiedGradients(Gradients):
 
     def share_values(self, copies: Mapping[TiedParameter, Tensor]) -> None:
         """Write the owner's values into all copies of tied parameters."""
+        self._ranks.connect(self._assignment.tied_pairs)
         for tied, copy in copies.items():
             name = f"the values of '{tied.name}'"
             if self._ranks.rank == tied.owner:
@@ -70,7 +71,7 @@ class TiedGradients(Gradients):
                     copy.copy_(values)
 
     def join(self, parts: Sequence[StageGrad]) -> dict[int, Pair]:
-        self._ranks.carry(self._assignment.tied_pairs)
+        self._ranks.connect(self._assignment.tied_pairs)
         copies = set(map(id, self.copies.values()))
         pairs = joined([part for part in parts if id(part[1]) not in copies])
         for tied, copy in self.copies.items():

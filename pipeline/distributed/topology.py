@@ -1,7 +1,6 @@
-"""The topology of a Pipe over ranks: its number, the assignment of its stages, and the connected pairs of ranks.
+"""The topology of a Pipe over ranks: its number, and the assignment of its stages.
 
     module, balance, schedule  -->  StageAssignment: the rank of each stage, tied parameters
-                               -->  pairs of ranks that exchange beside the tree: neighbours, skips, ties
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from partition.names import first_names_of, sequential
 from pipeline.common.cadence import Cadence
 from pipeline.common.module_tables import tables_of
-from pipeline.data.values import Values
 from pipeline.distributed.assignment import StageAssignment, TiedParameter, assign
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.remote_layer import RemoteLayer
@@ -34,7 +32,6 @@ class PipeTopology(Topology):
         ranks: the ranks.
         number: of the Pipe, among those that run on these ranks.
         assignment: the assignment of stages.
-        pairs: the ordered pairs of ranks that exchange.
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
         holders: the ranks that have each parameter, by its first name.
         nothing: an empty one, for a rank without any.
@@ -45,7 +42,6 @@ class PipeTopology(Topology):
     ranks: RankGroup
     number: int
     assignment: StageAssignment
-    pairs: frozenset[tuple[int, int]]
     first_names: Mapping[str, str]
     named_references: Mapping[int, tuple[str, Callable[[], Tensor | None]]]
     holders: Mapping[str, Collection[int]]
@@ -143,16 +139,13 @@ class PipeTopology(Topology):
                 index += 1
 
 
-def topology_of(
-    stages: Sequence[nn.Sequential], rank_of: Sequence[int], ranks: RankGroup, values: Values
-) -> PipeTopology:
+def topology_of(stages: Sequence[nn.Sequential], rank_of: Sequence[int], ranks: RankGroup) -> PipeTopology:
     """The next Pipe on some ranks.
 
     Args:
         stages: the whole module's, of which only the structure is needed.
         rank_of: the rank of each stage.
         ranks: the ranks.
-        values: what crosses the stages.
     """
     assignment = assign(stages, rank_of, ranks.rank)
     number, ranks.pipes = ranks.pipes, ranks.pipes + 1
@@ -170,13 +163,12 @@ def topology_of(
     named_references = {
         key: (name, own_references.get(key) or ref(parameter)) for key, (name, parameter) in named.items()
     }
-    pairs = frozenset(_pairs(assignment, values))
     holders: dict[str, set[int]] = defaultdict(set)
     for stage, rank in zip(stages, rank_of, strict=True):
         for name, _ in stage.named_parameters():
             holders[first_names[name]].add(rank)
     nothing = nn.Parameter(torch.empty(0, device="cpu"))
-    return PipeTopology(ranks, number, assignment, pairs, first_names, named_references, holders, nothing)
+    return PipeTopology(ranks, number, assignment, first_names, named_references, holders, nothing)
 
 
 def _refuse_tie(name: str, change: str) -> NoReturn:
@@ -184,12 +176,3 @@ def _refuse_tie(name: str, change: str) -> NoReturn:
         f"parameter '{name}' {change} after the Pipe was built. Over ranks ties are those that it was built with, and "
         "load_state_dict(assign=True) cuts them: change the model first, and build the Pipe anew."
     )
-
-
-def _pairs(assignment: StageAssignment, values: Values) -> Iterator[tuple[int, int]]:
-    yield from assignment.tied_pairs
-    for row in values.between_stages():
-        producer, reader = assignment.rank_of[row.producer], assignment.rank_of[row.reader]
-        if producer != reader:
-            yield producer, reader
-            yield reader, producer

@@ -41,7 +41,6 @@ def join_ranks(
         descriptions = {SETTINGS: runtime.settings.words}
         seed = communicator.open(lambda values: descriptions, draws=materialize is not None)
         topology.ranks.refuse_shared_devices()
-        topology.ranks.connections.connect(topology.pairs)
         settle(stages, topology.assignment.own_stages, runtime.settings.layout.devices, materialize, lambda: seed)
         modules: dict[str, Any] = runtime.module._modules
         modes = runtime.settings.origin.modes

@@ -44,8 +44,7 @@ class Channels:
     Every rank that a pair names makes one, with the same pairs; it returns when those have connected.
 
     Args:
-        store: where ranks find each other.
-        prefix: of what is written there; new for every set of channels on one store.
+        store: where ranks find each other; no other channels are in it.
         rank: this process.
         pairs: (a, b) for each channel from rank a to rank b. Those without this rank are skipped.
         timeout: how long to wait for others: to connect, and for a message.
@@ -58,7 +57,6 @@ class Channels:
     def __init__(
         self,
         store: dist.Store,
-        prefix: str,
         rank: int,
         pairs: Iterable[tuple[int, int]],
         timeout: timedelta,
@@ -70,22 +68,27 @@ class Channels:
         self._ending = threading.Lock()
         self._waiters = Waiters()
         self._channels: dict[tuple[int, int], _GlooChannel] = {}
-        options = _options(timeout)
-        # In one order on all ranks: of the pairs not yet connected, both ranks of the first one are at it.
-        for pair in sorted(set(pairs)):
-            if rank in pair:
-                self._channels[pair] = _GlooChannel(store, prefix, pair, rank, options, self._waiters)
+        self.connect(store, pairs)
 
-    @property
-    def place(self) -> str:
-        """The place of this rank's payloads, which no other rank has. "": everything goes through the host."""
-        return "" if self._carrier is None else self._carrier.place
+    def connect(self, store: dist.Store, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect more pairs, as every rank does that they name; those that have channels are skipped.
+
+        Raises:
+            ChannelError: another rank did not connect in time.
+        """
+        options, channels = _options(self._timeout), {}
+        # In one order on all ranks: of the pairs not yet connected, both ranks of the first one are at it.
+        for pair in sorted(set(pairs) - self._channels.keys()):
+            if self._rank in pair:
+                channels[pair] = _GlooChannel(store, pair, self._rank, options, self._waiters)
+        with self._ending:
+            self._channels.update(channels)
 
     def carry(self, store: dist.Store, pair: tuple[int, int]) -> None:
         """Connect the devices of a channel: its ends have payloads from now on.
 
         Returns when both ranks have called this. Where several channels are connected, all ranks take them in one
-        order: see `Connections.carry`.
+        order: see `Connections.connect`.
 
         Args:
             store: where the two find each other; nothing else is in it.
@@ -157,7 +160,7 @@ class _GlooChannel(OutgoingChannel, IncomingChannel):
     payloads: Payloads | None = None
 
     def __init__(
-        self, store: dist.Store, prefix: str, pair: tuple[int, int], rank: int, options: Any, waiters: Waiters
+        self, store: dist.Store, pair: tuple[int, int], rank: int, options: Any, waiters: Waiters
     ) -> None:
         source, to = pair
         self.name = f"the channel from rank {source} to rank {to}"
@@ -168,7 +171,7 @@ class _GlooChannel(OutgoingChannel, IncomingChannel):
         self._told_handle: Handle | None = None
         self._count = 0
         try:
-            meeting_place = dist.PrefixStore(f"{prefix}/{source}to{to}", store)
+            meeting_place = dist.PrefixStore(f"channels/{source}to{to}", store)
             self._group = _gloo()(meeting_place, 1 - self._other, 2, options)
         except RuntimeError as error:
             raise ChannelError(f"{self.name} cannot be connected: {error}") from error

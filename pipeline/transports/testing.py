@@ -13,7 +13,7 @@ To try a channel, write a context manager that gives both its ends and a functio
     ... def over_gloo():
     ...     store = HashStore()
     ...     with ThreadPoolExecutor() as threads:
-    ...         connect = lambda rank: Channels(store, "", rank, [(0, 1)], timedelta(seconds=30))
+    ...         connect = lambda rank: Channels(store, rank, [(0, 1)], timedelta(seconds=30))
     ...         source, target = threads.map(connect, [0, 1])
     ...     yield ChannelEnds(source.outgoing(1), target.incoming(0), target.abort)
     ...     source.close()

@@ -60,7 +60,7 @@ def joined(devices: list[torch.device]) -> Iterator[list[Channels]]:
     store, found, carried = dist.HashStore(), dict[int, Channels](), carriers(devices)
 
     def connect(rank: int) -> None:
-        found[rank] = Channels(store, "gpu", rank, [(0, 1), (1, 0)], SOON, carried[rank])
+        found[rank] = Channels(store, rank, [(0, 1), (1, 0)], SOON, carried[rank])
         for pair in ((0, 1), (1, 0)) if carried[0].place != carried[1].place else ():
             found[rank].carry(dist.PrefixStore(f"{pair}", store), pair)
 

@@ -5,7 +5,7 @@
     sites      before, after   an action of any kind, before its work and after it
                layer           a layer's forward;  recompute: when that runs once more
                gradient        a layer's backward, in an autograd Function
-               loss, hook, post hook, optimizer; open: a call begins;  connect, materialize: when a Pipe is built
+               loss, hook, post hook, optimizer; open: a call begins;  connect: its first phase;  materialize: a Pipe
                script: between calls;  begin: before there is a Pipe
     manners    a name of EXCEPTIONS; kill, stop, sleep
 """
@@ -182,10 +182,10 @@ def watch_actions() -> None:
 
 
 def _connecting(connect: Callable[..., None]) -> Callable[..., None]:
-    def connecting(connections: Connections, pairs: Any) -> None:
-        if connections._channels:
+    def connecting(connections: Connections, *args: Any) -> None:
+        if not connections.are_closed:
             point("connect")
-        connect(connections, pairs)
+        connect(connections, *args)
 
     return connecting
 

@@ -93,7 +93,7 @@ class GradientReducer:
 
     def _send(self, grads: Mapping[int, Tensor]) -> None:
         if not self._grads:
-            self._ranks.carry(list(permutations(range(self._ranks.size), 2)))
+            self._ranks.connect(list(permutations(range(self._ranks.size), 2)))
             self._begin("sums")
         bucket = self._buckets[len(self._grads)]
         grads_sent = [grads.get(id(parameter)) for parameter in bucket.parameters]

@@ -10,7 +10,6 @@ Of its replicas a process knows those that have its own stages. Replica 0's init
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import permutations
 from typing import Any, NoReturn
 
 import torch
@@ -59,7 +58,6 @@ class Replicas:
             MismatchError: they are not set up alike.
         """
         ranks, call = self.ranks, f"Pipe {self.number} among the replicas"
-        ranks.connections.connect(permutations(range(ranks.size), 2))
         ranks.enter(call)
         try:
             descriptions = {

@@ -32,11 +32,14 @@ CPU = torch.device("cpu")
 
 
 class Counted:
-    """Stands for the channels of one request, and counts what is connected."""
+    """Stands for the channels, and counts what is connected."""
 
-    def __init__(self, pairs, rank: int, place: str) -> None:
-        self.place, self.carried = place, Counter()
-        self.pairs = [pair for pair in pairs if rank in pair]
+    def __init__(self, store: dist.Store, pairs, rank: int) -> None:
+        self.pairs, self.carried, self.rank = [], Counter(), rank
+        self.connect(store, pairs)
+
+    def connect(self, store: dist.Store, pairs) -> None:
+        self.pairs += [pair for pair in pairs if self.rank in pair and pair not in self.pairs]
 
     def carry(self, store: dist.Store, pair: tuple[int, int]) -> None:
         assert pair in self.pairs
@@ -61,31 +64,30 @@ class OneOf:
 
     def __init__(self, rank: int, places: list[str]) -> None:
         self.rank, self.size, self.pipes, self.exchanges = rank, len(places), 0, 0
-        self.places, self.made, self.rendezvous = places, [], Together()
+        self.places, self.payload_place, self.rendezvous = places, places[rank], Together()
         monitor = SimpleNamespace(at="")
         self.connections = Connections(rank, CPU, self.rendezvous, monitor, self.channels)  # type: ignore[arg-type]
         self.connections.connect(tree_pairs(self.size))
-        self.connections.build()
 
     def channels(self, store, pairs):
-        self.made.append(Counted(pairs, self.rank, self.places[self.rank]))
-        return self.made[-1]
+        self.made = Counted(store, pairs, self.rank)
+        return self.made
 
     def exchange(self, text: str) -> list[str]:
         assert text == self.places[self.rank]
         self.exchanges += 1
         return self.places
 
-    def carry(self, pairs) -> None:
-        RankGroup.carry(self, pairs)  # type: ignore[arg-type]  # it has what that needs
+    def connect(self, pairs) -> None:
+        RankGroup.connect(self, pairs)  # type: ignore[arg-type]  # it has what that needs
 
     @property
     def channel_count(self) -> int:
-        return sum(len(each.pairs) for each in self.made)
+        return len(self.made.pairs)
 
     @property
     def carried(self) -> list[tuple[int, int]]:
-        return sorted(pair for each in self.made for pair in each.carried.elements())
+        return sorted(self.made.carried.elements())
 
 
 GPUS = [f"GPU {rank}" for rank in range(RANKS)]
@@ -117,10 +119,9 @@ def connected(schedule, skips=(), tied: bool = False, places=GPUS, halves: bool 
     ranks = []
     for rank in range(schedule.lanes):
         one = OneOf(rank, places)
-        topology = topology_of(stages, rank_of, one, values)  # type: ignore[arg-type]
-        one.connections.connect(topology.pairs)
+        topology = topology_of(stages, rank_of, one)  # type: ignore[arg-type]
         for pairs in (*plans, topology.assignment.tied_pairs, *plans):
-            one.carry(pairs)
+            one.connect(pairs)
         ranks.append(one)
     return ranks
 
@@ -159,47 +160,44 @@ def test_an_evaluation_connects_no_way_back() -> None:
     schedule = by_name("1f1b", 4, 4)
     values = chain(4)
     one = OneOf(1, GPUS[:4])
-    one.connections.connect([(0, 1), (1, 0), (1, 2), (2, 1)])
     assert one.carried == []
-    one.carry(P2PPlan(schedule.forward_half(), values, schedule.placement, 1).pairs)
+    one.connect(P2PPlan(schedule.forward_half(), values, schedule.placement, 1).pairs)
     assert one.carried == [(0, 1), (1, 2)] and one.exchanges == 1
-    one.carry(P2PPlan(schedule.orders, values, schedule.placement, 1).pairs)
-    one.carry(P2PPlan(schedule.orders, values, schedule.placement, 1).pairs)
+    one.connect(P2PPlan(schedule.orders, values, schedule.placement, 1).pairs)
+    one.connect(P2PPlan(schedule.orders, values, schedule.placement, 1).pairs)
     assert one.carried == [(0, 1), (1, 0), (1, 2), (2, 1)] and one.exchanges == 2
 
 
 def test_what_is_connected_is_not_connected_again() -> None:
     one = OneOf(1, [""] * 4)
-    one.connections.connect([(1, 2), (2, 1)])
-    one.connections.build()
+    one.connect([(1, 2), (2, 1)])
     before = one.channel_count
-    one.connections.connect([(2, 1), (0, 1), (1, 2), (1, 3)])
-    one.connections.build()
-    assert list(one.made[-1].pairs) == [(1, 3)] and one.channel_count == before + 1
+    one.connect([(2, 1), (1, 2)])
+    assert one.exchanges == 1 and one.rendezvous.keys == ["0/1", "0/2"]
+    one.connect([(2, 1), (0, 1), (1, 2), (1, 3)])
+    assert one.made.pairs[-1] == (1, 3) and one.channel_count == before + 1 and one.exchanges == 2
 
 
-def test_ranks_without_a_device_of_their_own_have_no_payloads_and_no_rendezvous_for_them() -> None:
+def test_ranks_without_a_device_of_their_own_have_no_payloads() -> None:
     schedule = by_name("1f1b", 4, 4)
     for one in connected(schedule, places=["", "", "", ""], halves=False):
         assert one.carried == [] and one.exchanges == 1
-        assert one.rendezvous.keys == ["0/0", "0/1"]  # the tree's, and the Pipe's
+        assert one.rendezvous.keys == ["0/1", "0/2"]  # the tree's, and the phase's
     mixed = connected(schedule, places=["a", "a", "b", ""], halves=False)
     assert [one.carried for one in mixed] == [[], [(1, 2), (2, 1)], [(1, 2), (2, 1)], []]
-    assert {tuple(one.rendezvous.keys) for one in mixed} == {("0/0", "0/1", "0/2")}
+    assert {tuple(one.rendezvous.keys) for one in mixed} == {("0/1", "0/2")}
 
 
 def test_after_a_failure_what_was_connected_is_connected_again() -> None:
     schedule = by_name("1f1b", 4, 4)
     (one,) = connected(schedule, places=GPUS[:4])[1:2]
     before = one.carried
-    one.connections._agreed = len(one.connections._requests)
-    one.rendezvous.give_up = lambda: None
-    for each in one.made:
-        each.abort = each.close = lambda: None
+    one.rendezvous.give_up = one.made.abort = one.made.close = lambda: None
     one.connections.close()
-    one.made.clear()
-    one.connections.build()
-    assert one.carried == before != []
+    assert one.connections.are_closed
+    one.connections.connect(tree_pairs(4))
+    one.connect(before)
+    assert one.carried == before != [] and one.rendezvous.keys[-2:] == ["1/1", "1/2"]
 
 
 # ------------------------------------------------------------------------------------------------ no one waits for ever
@@ -216,14 +214,13 @@ def carrying(ranks: int, pairs, seed: int) -> tuple[list[OverGloo], list[Connect
         monitor = SimpleNamespace(at="")
 
         def channels(store: dist.Store, pairs) -> Channels:
-            return Channels(store, "channels", rank, pairs, timedelta(seconds=10), carriers[rank])
+            return Channels(store, rank, pairs, timedelta(seconds=10), carriers[rank])
 
         found[rank] = Connections(rank, CPU, Together(store), monitor, channels)  # type: ignore[arg-type]
         found[rank].connect(pairs)
-        found[rank].build()
         threading.Event().wait(chance.random() / 20)
         try:
-            found[rank].carry(tuple(pairs), chance.sample(pairs, len(pairs)))
+            found[rank].connect(pairs, chance.sample(pairs, len(pairs)))
         except ChannelError as error:
             wrong.append(str(error))
 
@@ -244,8 +241,6 @@ def test_ranks_that_each_need_the_other_first_do_not_wait_for_each_other(ranks: 
         connections[one].outgoing(other).payloads.send(torch.full((3,), one, dtype=torch.uint8))
         assert connections[other].incoming(one).payloads.post(3).take().tolist() == [one] * 3
     for each in connections:
-        for channels in each._channels:
-            channels.drain(5)
+        each.drain(5)
     for each in connections:
-        for channels in each._channels:
-            channels.close()
+        each._channels.close()

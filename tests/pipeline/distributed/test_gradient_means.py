@@ -58,7 +58,7 @@ def reduced(replicas: int, buckets: int):
         def run(rank: int) -> None:
             connections = Connections(rank, pairs, began[rank])
             ranks = SimpleNamespace(rank=rank, size=replicas, connections=connections, monitor=SimpleNamespace(at=""))
-            ranks.carry = lambda pairs: None
+            ranks.connect = lambda pairs: None
             reducer = GradientReducer(ranks, "it", layout)  # type: ignore[arg-type]
             grads = {id(parameter): gradient(rank, index) for index, parameter in enumerate(parameters)}
             while reducer.early is not None:

@@ -59,7 +59,7 @@ class Ranks:
         self.monitor = SimpleNamespace(at=("an action",))
         self.connections, self._links = self, links
 
-    def carry(self, pairs) -> None:
+    def connect(self, pairs) -> None:
         """There are no devices."""
 
     def sender(self, to: int) -> Link:

@@ -152,7 +152,7 @@ def story(store, rank, ranks):
     before = threads_and_sockets()
     pairs = all_pairs(ranks)
     random.Random(rank).shuffle(pairs)
-    channels = Channels(store, "0", rank, pairs, SOON)
+    channels = Channels(dist.PrefixStore("0", store), rank, pairs, SOON)
     seen["threads and sockets of channels"] = tuple(
         now - then for now, then in zip(threads_and_sockets(), before, strict=True)
     )
@@ -180,7 +180,7 @@ def story(store, rank, ranks):
     meeting.wait()
     channels.abort()
     channels.close()
-    channels = Channels(store, "1", rank, pairs, SOON)
+    channels = Channels(dist.PrefixStore("1", store), rank, pairs, SOON)
     seen["came as sent again"] = exchange(channels, rank, ranks) and letters(channels, rank, ranks)
     meeting.wait()
     channels.close()
@@ -241,14 +241,14 @@ def test_no_thread_and_no_socket_is_left_after_close(seen):
 
 
 def vanish(store, rank, ranks):
-    channels = Channels(store, "0", rank, all_pairs(ranks), SOON)
+    channels = Channels(dist.PrefixStore("0", store), rank, all_pairs(ranks), SOON)
     channels.outgoing(0).send(torch.ones(1, dtype=torch.uint8)).wait()
     os._exit(1)
 
 
 def test_the_end_of_the_other_process_wakes_who_waits_for_it():
     with company(vanish, 2) as (store, _):
-        channels = Channels(store, "0", 0, all_pairs(2), SOON)
+        channels = Channels(dist.PrefixStore("0", store), 0, all_pairs(2), SOON)
         waiters = [
             Waiter(channels.incoming(1).post(torch.zeros(4, dtype=torch.uint8), extra=True).wait),
             Waiter(channels.outgoing(1).send(torch.zeros(4, dtype=torch.uint8)).wait),
@@ -265,7 +265,7 @@ LONG = 64 << 20  # bytes, more than sockets have room for
 
 def stop_within(store, rank, ranks):
     """Stop this process while a message is under way each way: some of it has gone, and not all."""
-    channels = Channels(store, "0", rank, all_pairs(ranks), SOON)
+    channels = Channels(dist.PrefixStore("0", store), rank, all_pairs(ranks), SOON)
     handles = [channels.incoming(0).post(torch.zeros(LONG, dtype=torch.uint8))]
     store.set("process", str(os.getpid()))
     store.wait(["posted"], SOON)
@@ -277,7 +277,7 @@ def stop_within(store, rank, ranks):
 def woken_within_messages():
     """See that an abort wakes who waits; False where the process was stopped too late: its whole message had come."""
     with company(stop_within, 2) as (store, _):
-        channels = Channels(store, "0", 0, all_pairs(2), timedelta(seconds=20))
+        channels = Channels(dist.PrefixStore("0", store), 0, all_pairs(2), timedelta(seconds=20))
         other = int(store.get("process"))
         posted = channels.incoming(1).post(torch.zeros(LONG, dtype=torch.uint8))
         store.set("posted", "")
@@ -312,7 +312,7 @@ def together(ranks, pairs=None, timeout=SOON):
     def connect(rank):
         mine = list(pairs or all_pairs(ranks))
         random.Random(rank).shuffle(mine)
-        found[rank] = Channels(store, "it", rank, mine, timeout)
+        found[rank] = Channels(dist.PrefixStore("it", store), rank, mine, timeout)
 
     threads = [threading.Thread(target=connect, args=(rank,), daemon=True) for rank in range(ranks)]
     for step in (threading.Thread.start, lambda thread: thread.join(30)):
@@ -401,7 +401,7 @@ def test_channels_lead_from_this_rank_to_those_that_were_named():
 
 def test_a_rank_that_does_not_come_is_named():
     with pytest.raises(ChannelError, match="the channel from rank 0 to rank 1 cannot be connected"):
-        Channels(dist.HashStore(), "it", 0, [(0, 1)], timedelta(milliseconds=200))
+        Channels(dist.HashStore(), 0, [(0, 1)], timedelta(milliseconds=200))
 
 
 def test_a_message_that_does_not_come_in_time_ends_the_channel():
@@ -420,4 +420,4 @@ def test_the_interface_that_the_environment_names_is_used(monkeypatch):
         channels[1].incoming(0).post(torch.zeros(1, dtype=torch.uint8)).wait()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(RuntimeError, match="no-such-interface"):
-        Channels(dist.HashStore(), "it", 0, [(0, 1)], SOON)
+        Channels(dist.HashStore(), 0, [(0, 1)], SOON)

@@ -40,8 +40,8 @@ def gloo_pair(carriers=(None, None)):
     store, ends = dist.HashStore(), {}
 
     def connect(rank):
-        ends[rank] = Channels(store, "suite", rank, [(0, 1)], timedelta(seconds=30), carriers[rank])
-        if ends[rank].place:
+        ends[rank] = Channels(store, rank, [(0, 1)], timedelta(seconds=30), carriers[rank])
+        if carriers[rank]:
             ends[rank].carry(dist.PrefixStore("payloads", store), (0, 1))
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
