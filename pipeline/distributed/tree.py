@@ -5,8 +5,9 @@
     all to all    rows go up, each rank's subtree as one message; the whole goes down      2 (n - 1) messages
     broadcast     from any rank outwards                                                     n - 1 messages
 
-A message says how long it is, and buffers are posted for the longest, so ranks that exchange different things find that
-out. Where a rank has more than 16 KB, the rest of all goes in a second turn. No rank waits for what it sends: the
+A row is JSON: how long the value of a rank is, and the value. A message is rows with commas between them, and ends with
+a zero byte. Buffers are posted for the longest, so ranks that exchange different things find that out. Where a rank has
+more than 16 KB, it sends the length alone, and all send all in a second turn. No rank waits for what it sends: the
 answer from above, or the next row from below, shows that it has come.
 
 A subtree is a range of ranks that begins with its root, so rows that are joined on their way up are in the order of the
@@ -22,9 +23,9 @@ grows with the logarithm of n: 512 ranks are four levels, no rank has more than 
 from __future__ import annotations
 
 import ctypes
-import struct
+import json
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from pipeline.distributed.connections import Connections
 
 CHILDREN = 8  # the most that a rank has
 ROOM = 2**14  # bytes of a rank that go at once
-_LENGTH = struct.Struct("<q")
+_FRAME = 32  # bytes of a row around its value, at most
 
 
 class TreePlace(NamedTuple):
@@ -88,60 +89,50 @@ def tree_pairs(size: int) -> list[tuple[int, int]]:
     return [(rank, neighbour) for rank, place in enumerate(places) for neighbour in place.neighbours]
 
 
-def all_to_all(connections: Connections, rank: int, size: int, data: bytes) -> list[bytes]:
-    """The bytes that each rank gives, by rank.
+def all_to_all(connections: Connections, rank: int, size: int, value: Any) -> list[Any]:
+    """The values that the ranks give, by rank: what JSON can hold.
 
     Raises:
         ChannelError: a channel died.
     """
-    rows = _turn(connections, place_in_tree(rank, size), size, data, ROOM)
-    longest = max(length for length, _ in rows)
-    if longest <= ROOM:
-        return [beginning for _, beginning in rows]
-    rests = _turn(connections, place_in_tree(rank, size), size, data[ROOM:], longest - ROOM)
-    return [beginning + rest for (_, beginning), (_, rest) in zip(rows, rests, strict=True)]
+    place, text = place_in_tree(rank, size), json.dumps(value).encode()
+    row = b"[%d, %b]" % (len(text), text)
+    rows = _turn(connections, place, size, row if len(text) <= ROOM else b"[%d]" % len(text), ROOM)
+    longest = max(length for length, *_ in rows)
+    if longest > ROOM:
+        rows = _turn(connections, place, size, row, longest)
+    return [row_value for _, row_value in rows]
 
 
-def _turn(connections: Connections, place: TreePlace, size: int, data: bytes, room: int) -> list[tuple[int, bytes]]:
-    """For each rank how much it has, and the beginning of that: as much as there is room for."""
+def _turn(connections: Connections, place: TreePlace, size: int, row: bytes, room: int) -> list[Any]:
+    """The rows of all ranks, in each of which there is room for a value of so many bytes."""
     buffers = [_buffer(len(child), room) for child in place.children]
     posted = [
         connections.incoming(child.start).post(buffer) for child, buffer in zip(place.children, buffers, strict=True)
     ]
     for handle in posted:
         handle.wait()
-    content = b"".join([_LENGTH.pack(len(data)), data[:room], *map(_content, buffers)])
+    rows = b",".join([row, *map(_received, buffers)])
     if place.parent is not None:
-        connections.outgoing(place.parent).tell(_message(content))
+        connections.outgoing(place.parent).tell(_message(rows))
         buffer = _buffer(size, room)
         connections.incoming(place.parent).post(buffer).wait()
-        content = _content(buffer)
+        rows = _received(buffer)
     if place.children:
-        message = _message(content)
+        message = _message(rows)
         for child in place.children:
             connections.outgoing(child.start).tell(message)
-    return _rows(content, room)
+    all_rows: list[Any] = json.loads(b"[%b]" % rows)
+    return all_rows
 
 
 def _buffer(ranks: int, room: int) -> Tensor:
-    return torch.empty(_LENGTH.size + ranks * (_LENGTH.size + room), dtype=torch.uint8, device="cpu")
+    return torch.empty(ranks * (_FRAME + room), dtype=torch.uint8, device="cpu")
 
 
-def _message(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(_LENGTH.pack(len(content)) + content), dtype=torch.uint8)
+def _message(rows: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(rows + b"\0"), dtype=torch.uint8)
 
 
-def _content(message: Tensor) -> bytes:
-    address = message.data_ptr()
-    (length,) = _LENGTH.unpack(ctypes.string_at(address, _LENGTH.size))
-    return ctypes.string_at(address + _LENGTH.size, length)
-
-
-def _rows(content: bytes, room: int) -> list[tuple[int, bytes]]:
-    rows, begin = [], 0
-    while begin < len(content):
-        (length,) = _LENGTH.unpack_from(content, begin)
-        begin, end = begin + _LENGTH.size, begin + _LENGTH.size + min(length, room)
-        rows.append((length, content[begin:end]))
-        begin = end
-    return rows
+def _received(message: Tensor) -> bytes:
+    return ctypes.string_at(message.data_ptr())

@@ -390,7 +390,7 @@ def ends_late(make: Make, stages: int) -> Found:
     rank, size, meetings, post = dist.get_rank(), dist.get_world_size(), itertools.count(1), _GlooChannel.post
     vote = 2  # after the comparison of calls
 
-    def slow(connections: Any, own: int, ranks: int, data: bytes) -> list[bytes]:
+    def slow(connections: Any, own: int, ranks: int, data: Any) -> list[Any]:
         is_late = next(meetings) == vote and own == size - 1
         with patch.object(_GlooChannel, "post", lambda *given: time.sleep(0.5 * is_late) or post(*given)):
             return all_to_all(connections, own, ranks, data)
