@@ -3,7 +3,7 @@
     rank a                                                     rank b
     OutgoingChannel.send(buffer) -> Handle   ~~ in order ~~>   IncomingChannel.post(buffer) -> Handle
     OutgoingChannel.send(buffer, extra=True) ~~ in order ~~>   IncomingChannel.post(buffer, extra=True)
-    OutgoingChannel.payloads.send(buffer)    ~~ in order ~~>   IncomingChannel.payloads.post(nbytes) -> ExpectedPayload
+    OutgoingChannel.payloads.send(buffer)    ~~ in order ~~>   IncomingChannel.payloads.post(nbytes) -> take()
 
 A channel is one ordered pair of ranks and two streams: the usual one and an extra one. On each stream the first buffer
 sent fills the first buffer posted, the second the second; what happens on one stream never waits for the other.
@@ -19,6 +19,7 @@ Either both ends have that stream, or neither; both may get it later, between tw
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,20 +45,6 @@ class Handle(ABC):
     def collect(self) -> None:
         """`wait`, for what is known to have ended: the other end has received it, or what was sent after it."""
         self.wait()
-
-
-class ExpectedPayload(ABC):
-    """A payload that is to come."""
-
-    @abstractmethod
-    def take(self) -> Tensor:
-        """The payload, once: [bytes] uint8, on the device, for use in the stream that is current now.
-
-        Where the device is a GPU, that stream waits for it, and the host does not.
-
-        Raises:
-            ChannelError: the channel died before.
-        """
 
 
 class PayloadSender(ABC):
@@ -89,11 +76,16 @@ class PayloadReceiver(ABC):
     """The receiving end of the payloads of a channel."""
 
     @abstractmethod
-    def post(self, nbytes: int) -> ExpectedPayload:
+    def post(self, nbytes: int) -> Callable[[], Tensor]:
         """Begin to receive the next payload, and return at once.
 
         Args:
             nbytes: exactly as many as will be sent.
+
+        Returns:
+            What gives the payload, once: [bytes] uint8, on the device, for use in the stream that is current then.
+            Where the device is a GPU, that stream waits for it, and the host does not. A ChannelError: the channel died
+            before.
 
         Raises:
             ChannelError: the channel is dead.

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from time import perf_counter
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from pipeline.common.accelerators import is_accelerator
 from pipeline.data.pytrees import LINE
-from pipeline.transports.channel import ExpectedPayload, Handle, IncomingChannel, OutgoingChannel, PayloadSender
+from pipeline.transports.channel import Handle, IncomingChannel, OutgoingChannel, PayloadSender
 from pipeline.transports.message import Message, MessageSpec, describe
 from pipeline.transports.packing import Packing
 from pipeline.transports.spec_cache import HEADER, MessageSeries, SpecCache
@@ -198,7 +198,7 @@ class Receiver:
         spec, buffer, start, payload = self._arrived.pop(index)
         if payload is None:
             return spec.message(spec.packing.unpack(buffer, start, self._device))
-        buffer = payload.take()
+        buffer = payload()
         return spec.message(spec.packing.unpack(buffer, 0, buffer.device))
 
     def finish(self) -> None:
@@ -260,7 +260,7 @@ class _Arrival(NamedTuple):
     spec: MessageSpec
     buffer: Tensor
     start: int
-    payload: ExpectedPayload | None
+    payload: Callable[[], Tensor] | None
 
 
 def _goes_as_payload(packing: Packing, tensors: Sequence[Tensor | None], payloads: PayloadSender | None) -> bool:

@@ -1,7 +1,7 @@
 """Payloads: the tensors of a message sent from device to device, beside its header.
 
     rank 0                                                        rank 1
-    Payloads.send(buffer)    ---- group of two, in order --->    Payloads.post(nbytes) -> ExpectedPayload
+    Payloads.send(buffer)    ---- group of two, in order --->    Payloads.post(nbytes) -> take
     kept until it has gone                                       take(): the current stream waits, the host does not
 
 A Carrier is what they travel over: it makes the groups and knows how its device is waited for. NCCL's is in
@@ -19,8 +19,9 @@ neighbour, on a line four, and none holds more than one transfer at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.transports.channel import ChannelError, ExpectedPayload, PayloadReceiver, PayloadSender
+from pipeline.transports.channel import ChannelError, PayloadReceiver, PayloadSender
 
 _PAUSE = 0.001  # seconds between two looks at what is under way
 
@@ -104,7 +105,7 @@ class Payloads(PayloadSender, PayloadReceiver):
             if rank == 0:
                 self.send(torch.zeros(1, dtype=torch.uint8, device=self.device))
             else:
-                self.post(1).take()
+                self.post(1)()
         except BaseException:
             self.close()
             raise
@@ -120,14 +121,23 @@ class Payloads(PayloadSender, PayloadReceiver):
             raise self.error() from error
         self._keep(work, buffer)
 
-    def post(self, nbytes: int) -> ExpectedPayload:
+    def post(self, nbytes: int) -> Callable[[], Tensor]:
         group = self._alive()
         try:
             buffer, work = self._carrier.receive(group, nbytes)
         except RuntimeError as error:
             raise self.error() from error
         self._keep(work, None)
-        return _CarriedPayload(self, self._carrier, buffer, work)
+        return partial(self._take, buffer, work)
+
+    def _take(self, buffer: Tensor, work: Any) -> Tensor:
+        try:
+            payload = self._carrier.take(buffer, work)
+        except RuntimeError as error:
+            raise self.error() from error
+        if self.is_given_up:  # then it may hold anything: the stream waits, and would not raise
+            raise self.error()
+        return payload
 
     @property
     def is_idle(self) -> bool:
@@ -163,25 +173,6 @@ class Payloads(PayloadSender, PayloadReceiver):
         first = next((index for index, (earlier, _) in enumerate(self._under_way) if not ended(earlier)), None)
         remaining = [] if first is None else self._under_way[first:]
         self._under_way = [*remaining, (work, buffer)]  # a new list: other threads may be reading the old one
-
-
-class _CarriedPayload(ExpectedPayload):
-    __slots__ = ("_payloads", "_carrier", "_buffer", "_work")
-
-    def __init__(self, payloads: Payloads, carrier: Carrier, buffer: Tensor, work: Any) -> None:
-        self._payloads = payloads
-        self._carrier = carrier
-        self._buffer = buffer
-        self._work = work
-
-    def take(self) -> Tensor:
-        try:
-            payload = self._carrier.take(self._buffer, self._work)
-        except RuntimeError as error:
-            raise self._payloads.error() from error
-        if self._payloads.is_given_up:  # then it may hold anything: the stream waits, and would not raise
-            raise self._payloads.error()
-        return payload
 
 
 def drain(payloads: Iterable[Payloads], seconds: float) -> None:

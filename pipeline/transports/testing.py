@@ -37,15 +37,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.transports.channel import (
-    ChannelError,
-    ExpectedPayload,
-    Handle,
-    IncomingChannel,
-    OutgoingChannel,
-    PayloadReceiver,
-    PayloadSender,
-)
+from pipeline.transports.channel import ChannelError, Handle, IncomingChannel, OutgoingChannel, PayloadSender
 
 
 class ChannelEnds(NamedTuple):
@@ -88,36 +80,101 @@ def _run(check: Callable[[ChannelEnds], None], make_pair: MakePair, seconds: flo
         raise AssertionError(f"{name}: {type(thread.error).__name__}: {thread.error}") from thread.error
 
 
-def _buffers_arrive_in_the_order_in_which_they_were_sent(pair: ChannelEnds) -> None:
+class _Way(NamedTuple):
+    """A way through a channel: one of its two streams, or its payloads.
+
+    Attributes:
+        name: of what goes there.
+        device: where it is.
+        least: the fewest bytes.
+        send: begins to send a buffer; what it returns waits until that has gone.
+        post: begins to receive so many bytes; what it returns waits for them.
+    """
+
+    name: str
+    device: torch.device
+    least: int
+    send: Callable[[Tensor], Callable[[], object]]
+    post: Callable[[int], Callable[[], Tensor]]
+
+
+def _stream(pair: ChannelEnds, extra: bool) -> _Way:
+    def post(nbytes: int) -> Callable[[], Tensor]:
+        buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        handle = pair.incoming.post(buffer, extra)
+
+        def take() -> Tensor:
+            handle.wait()
+            return buffer
+
+        return take
+
+    name = "extra buffer" if extra else "buffer"
+    return _Way(name, torch.device("cpu"), 0, lambda buffer: pair.outgoing.send(buffer, extra).wait, post)
+
+
+def _ways(pair: ChannelEnds) -> list[_Way]:
+    ways = [_stream(pair, extra) for extra in (False, True)]
+    out, into = pair.outgoing.payloads, pair.incoming.payloads
+    if out is None or into is None:
+        return ways
+
+    def post(nbytes: int) -> Callable[[], Tensor]:
+        take = into.post(nbytes)
+        return lambda: take().cpu()
+
+    def send(buffer: Tensor) -> Callable[[], object]:
+        out.send(buffer.to(out.device, copy=True))
+        return int  # it has gone when it has come
+
+    return [*ways, _Way("payload", out.device, 1, send, post)]
+
+
+def _what_is_sent_arrives_in_order(way: _Way) -> None:
     sent = [_bytes(16, seed) for seed in range(20)]
-    posted = [torch.zeros(16, dtype=torch.uint8) for _ in sent]
-    sends = [pair.outgoing.send(buffer) for buffer in sent]
-    receives = [pair.incoming.post(buffer) for buffer in posted]
-    _wait(receives, sends)
-    _assert_same(posted, sent)
+    _end(way, sent, [way.send(buffer) for buffer in sent], [way.post(16) for _ in sent])
 
 
-def _receives_may_be_posted_before_anything_is_sent(pair: ChannelEnds) -> None:
-    sent = [_bytes(5 * seed, seed) for seed in range(10)]
-    posted = [torch.zeros_like(buffer) for buffer in sent]
-    receives = [pair.incoming.post(buffer) for buffer in posted]
-    sends = [pair.outgoing.send(buffer) for buffer in sent]
-    _wait(receives, sends)
-    _assert_same(posted, sent)
+def _what_is_sent_may_be_expected_before(way: _Way) -> None:
+    sent = [_bytes(way.least + 5 * seed, seed) for seed in range(10)]
+    expected, received = [way.post(len(buffer)) for buffer in sent], list[Tensor]()
+    thread = _Thread(lambda: received.extend([take() for take in expected]))
+    time.sleep(0.02)  # let whoever does not wait go wrong
+    gone = [way.send(buffer) for buffer in sent]
+    thread.end("whoever expects it")
+    _end(way, sent, gone, [partial(received.__getitem__, index) for index in range(len(sent))])
 
 
-def _buffers_of_nothing_to_4_megabytes_arrive_whole(pair: ChannelEnds) -> None:
-    for size in (0, 1, 63, 64, 65, 4096, 65_537, 4 << 20):
-        sent, posted = _bytes(size, size), torch.zeros(size, dtype=torch.uint8)
-        _wait([pair.incoming.post(posted)], [pair.outgoing.send(sent)])
-        _assert_same([posted], [sent])
+def _what_is_sent_arrives_whole_up_to_4_megabytes(way: _Way) -> None:
+    for size in (way.least, 1, 63, 64, 65, 4096, 65_537, 4 << 20):
+        sent = _bytes(size, size)
+        _end(way, [sent], [way.send(sent)], [way.post(size)])
+
+
+def _what_is_sent_need_not_be_kept_by_the_sender(way: _Way) -> None:
+    gone = [way.send(_bytes(10_000, seed)) for seed in range(10)]
+    gc.collect()
+    others = [_bytes(10_000, 100 + seed).to(way.device) for seed in range(10)]
+    _end(way, [_bytes(10_000, seed) for seed in range(10)], gone, [way.post(len(other)) for other in others])
+
+
+def _no_way_waits_for_another(pair: ChannelEnds) -> None:
+    for way in _ways(pair):
+        others = [other for other in _ways(pair) if other.name != way.name]
+        expected = [other.post(64) for other in others]
+        first, last, between = _bytes(64, 0), _bytes(64, 1), _bytes(64, 2)
+        gone = [way.send(first), way.send(last)]  # and the last is not expected yet
+        _end(way, [first], [], [way.post(64)])
+        for other, take in zip(others, expected, strict=True):
+            _end(other, [between], [other.send(between)], [take])
+        _end(way, [last], gone, [way.post(64)])
 
 
 def _what_is_sent_fills_the_beginning_of_a_longer_buffer(pair: ChannelEnds) -> None:
     sent = [_bytes(size, size) for size in (0, 1, 64, 100_000)]
     posted = [torch.full((200_000,), 9, dtype=torch.uint8) for _ in sent]
     _wait([pair.incoming.post(buffer) for buffer in posted], [pair.outgoing.send(buffer) for buffer in sent])
-    _assert_same([buffer[: len(original)] for buffer, original in zip(posted, sent, strict=True)], sent)
+    _assert_same("buffer", [buffer[: len(original)] for buffer, original in zip(posted, sent, strict=True)], sent)
     untouched = [bool((buffer[len(original) :] == 9).all()) for buffer, original in zip(posted, sent, strict=True)]
     assert all(untouched), "what lies beyond a shorter buffer has changed"
 
@@ -129,28 +186,7 @@ def _handles_may_be_waited_for_in_any_order_and_again(pair: ChannelEnds) -> None
     receives = [pair.incoming.post(buffer) for buffer in posted]
     _wait(receives[::-1], sends[::-1])
     _wait(receives, sends)
-    _assert_same(posted, sent)
-
-
-def _the_two_streams_do_not_wait_for_each_other(pair: ChannelEnds) -> None:
-    sent = [_bytes(64, seed) for seed in range(4)]
-    posted = [torch.zeros_like(buffer) for buffer in sent]
-    waiting = [pair.incoming.post(buffer) for buffer in posted[:2]]
-    sends = [pair.outgoing.send(buffer, extra=True) for buffer in sent[2:]]
-    _wait([pair.incoming.post(buffer, extra=True) for buffer in posted[2:]], sends)
-    _assert_same(posted[2:], sent[2:])
-    sends = [pair.outgoing.send(buffer) for buffer in sent[:2]]
-    _wait(waiting, sends)
-    _assert_same(posted, sent)
-
-
-def _what_is_sent_need_not_be_kept_by_the_sender(pair: ChannelEnds) -> None:
-    sends = [pair.outgoing.send(_bytes(10_000, seed)) for seed in range(10)]
-    gc.collect()
-    others = [_bytes(10_000, 100 + seed) for seed in range(10)]
-    posted = [torch.zeros_like(buffer) for buffer in others]
-    _wait([pair.incoming.post(buffer) for buffer in posted], sends)
-    _assert_same(posted, [_bytes(10_000, seed) for seed in range(10)])
+    _assert_same("buffer", posted, sent)
 
 
 def _what_has_been_waited_for_may_change(pair: ChannelEnds) -> None:
@@ -167,7 +203,7 @@ def _what_has_been_waited_for_may_change(pair: ChannelEnds) -> None:
         time.sleep(0.01)  # let the sender go as far as it may
         pair.incoming.post(buffer).wait()
     thread.end("the sender")
-    _assert_same(posted, [_bytes(1000, seed) for seed in range(3)])
+    _assert_same("buffer", posted, [_bytes(1000, seed) for seed in range(3)])
 
 
 def _giving_up_wakes_whoever_waits_and_refuses_the_rest(pair: ChannelEnds) -> None:
@@ -194,107 +230,51 @@ def _both_ends_have_payloads_or_neither_has(pair: ChannelEnds) -> None:
     assert ends[0] == ends[1], "one end of the channel has payloads, and the other has not"
 
 
-def _payloads_arrive_in_the_order_in_which_they_were_sent(
-    out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds
-) -> None:
-    sent = [_bytes(size, seed) for seed, size in enumerate((16, 16, 1, 63, 64, 65, 4096, 16))]
-    for buffer in sent:
-        _send(out, buffer)
-    _assert_same(_taken([into.post(buffer.numel()) for buffer in sent]), sent)
-
-
-def _payloads_may_be_expected_before_they_are_sent(
-    out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds
-) -> None:
-    sent = [_bytes(100 + seed, seed) for seed in range(5)]
-    expected, received = [into.post(buffer.numel()) for buffer in sent], list[Tensor]()
-    thread = _Thread(lambda: received.extend(_taken(expected)))
-    time.sleep(0.02)  # let whoever does not wait go wrong
-    for buffer in sent:
-        _send(out, buffer)
-    thread.end("whoever expects payloads")
-    _assert_same(received, sent)
-
-
-def _payloads_of_megabytes_arrive_whole(out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds) -> None:
-    sent = [_bytes(4 << 20, seed) for seed in range(3)]
-    for buffer in sent:
-        _send(out, buffer)
-        _assert_same(_taken([into.post(buffer.numel())]), [buffer])
-
-
-def _payloads_and_the_two_streams_do_not_wait_for_each_other(
-    out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds
-) -> None:
-    sent = [_bytes(64, seed) for seed in range(4)]
-    posted = [torch.zeros_like(buffer) for buffer in sent]
-    waiting = [pair.incoming.post(posted[extra], extra=bool(extra)) for extra in (0, 1)]
-    _send(out, sent[2])
-    _assert_same(_taken([into.post(64)]), sent[2:3])
-    _send(out, sent[3])  # and this one is not expected yet
-    _wait(waiting, [pair.outgoing.send(sent[extra], extra=bool(extra)) for extra in (0, 1)])
-    _assert_same(posted[:2], sent[:2])
-    _assert_same(_taken([into.post(64)]), sent[3:])
-
-
-def _a_payload_need_not_be_kept_by_its_sender(out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds) -> None:
-    for seed in range(10):
-        _send(out, _bytes(10_000, seed))
-    gc.collect()
-    others = [_bytes(10_000, 100 + seed).to(out.device) for seed in range(10)]
-    received = _taken([into.post(buffer.numel()) for buffer in others])
-    _assert_same(received, [_bytes(10_000, seed) for seed in range(10)])
-
-
-def _giving_up_ends_payloads_as_well(out: PayloadSender, into: PayloadReceiver, pair: ChannelEnds) -> None:
+def _giving_up_ends_payloads_as_well(pair: ChannelEnds) -> None:
+    out, into = pair.outgoing.payloads, pair.incoming.payloads
+    if out is None or into is None:
+        return
     first, second = into.post(8), into.post(8)
-    thread = _Thread(lambda: (first.take(), None)[1])
+    thread = _Thread(first)
     _abort_soon(pair)
     thread.end("a payload", ChannelError, NoneType)  # where only a stream waits, the host has gone on
     for name, use in (
-        ("gives what was expected", second.take),
-        ("expects payloads", lambda: into.post(8).take()),
+        ("gives what was expected", second),
+        ("expects payloads", lambda: into.post(8)()),
         ("sends payloads", lambda: _send_on(out)),
     ):
         _assert_raises_channel_error(use, f"a channel that was given up still {name}")
 
 
-def _with_payloads(
-    check: Callable[[PayloadSender, PayloadReceiver, ChannelEnds], None]
-) -> Callable[[ChannelEnds], None]:
+def _on_each_way(check: Callable[[_Way], None]) -> Callable[[ChannelEnds], None]:
     def run(pair: ChannelEnds) -> None:
-        if pair.outgoing.payloads is not None and pair.incoming.payloads is not None:
-            check(pair.outgoing.payloads, pair.incoming.payloads, pair)
+        for way in _ways(pair):
+            check(way)
 
     run.__name__ = check.__name__
     return run
 
 
 CHECKS: tuple[Callable[[ChannelEnds], None], ...] = (
-    _buffers_arrive_in_the_order_in_which_they_were_sent,
-    _receives_may_be_posted_before_anything_is_sent,
-    _buffers_of_nothing_to_4_megabytes_arrive_whole,
+    _both_ends_have_payloads_or_neither_has,
+    _on_each_way(_what_is_sent_arrives_in_order),
+    _on_each_way(_what_is_sent_may_be_expected_before),
+    _on_each_way(_what_is_sent_arrives_whole_up_to_4_megabytes),
+    _on_each_way(_what_is_sent_need_not_be_kept_by_the_sender),
+    _no_way_waits_for_another,
     _what_is_sent_fills_the_beginning_of_a_longer_buffer,
     _handles_may_be_waited_for_in_any_order_and_again,
-    _the_two_streams_do_not_wait_for_each_other,
-    _what_is_sent_need_not_be_kept_by_the_sender,
     _what_has_been_waited_for_may_change,
     _giving_up_wakes_whoever_waits_and_refuses_the_rest,
     _giving_up_wakes_whoever_waits_for_a_send,
-    _both_ends_have_payloads_or_neither_has,
-    _with_payloads(_payloads_arrive_in_the_order_in_which_they_were_sent),
-    _with_payloads(_payloads_may_be_expected_before_they_are_sent),
-    _with_payloads(_payloads_of_megabytes_arrive_whole),
-    _with_payloads(_payloads_and_the_two_streams_do_not_wait_for_each_other),
-    _with_payloads(_a_payload_need_not_be_kept_by_its_sender),
-    _with_payloads(_giving_up_ends_payloads_as_well),
+    _giving_up_ends_payloads_as_well,
 )
 
 
 class _Thread(threading.Thread):
     """Runs a function and keeps the error that it ended with."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[], object]) -> None:
         super().__init__(daemon=True)
         self._function = function
         self.error: BaseException | None = None
@@ -322,28 +302,30 @@ def _wait(receives: list[Handle], sends: list[Handle]) -> None:
         handle.wait()
 
 
-def _send(out: PayloadSender, buffer: Tensor) -> None:
-    out.send(buffer.to(out.device, copy=True))
-
-
 def _send_on(out: PayloadSender) -> None:
     """Send until it is refused: the end that has not given up itself sees it as soon as its host tells."""
     while True:
-        _send(out, _bytes(8, 0))
+        out.send(_bytes(8, 0).to(out.device))
         time.sleep(0.001)
 
 
-def _taken(expected: list[ExpectedPayload]) -> list[Tensor]:
-    return [payload.take().cpu() for payload in expected]
+def _end(
+    way: _Way, sent: list[Tensor], gone: list[Callable[[], object]], expected: list[Callable[[], Tensor]]
+) -> None:
+    """Wait until all has arrived and gone, and compare."""
+    received = [take() for take in expected]
+    for wait in gone:
+        wait()
+    _assert_same(way.name, received, sent)
 
 
 def _bytes(size: int, seed: int) -> Tensor:
     return torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def _assert_same(received: list[Tensor], expected: list[Tensor]) -> None:
+def _assert_same(name: str, received: list[Tensor], expected: list[Tensor]) -> None:
     for index, (buffer, original) in enumerate(zip(received, expected, strict=True)):
-        assert torch.equal(buffer, original), f"buffer {index} of {len(expected)} is not what was sent"
+        assert torch.equal(buffer, original), f"{name} {index} of {len(expected)} is not what was sent"
 
 
 def _assert_dead(begin: Callable[[Tensor], Handle]) -> None:

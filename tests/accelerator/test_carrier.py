@@ -105,9 +105,9 @@ def test_both_ranks_may_send_before_they_receive_where_each_way_has_a_communicat
         expected = [into.post(100) for _, into in ways]
         if in_one:
             with pytest.raises(ChannelError, match="has died"):  # of that whose send is given up first
-                [each.take() for each in expected]
+                [each() for each in expected]
         else:
-            assert [each.take().tolist() for each in expected] == [[rank] * 100 for rank in range(2)]
+            assert [each().tolist() for each in expected] == [[rank] * 100 for rank in range(2)]
 
 
 # ------------------------------------------------------------------------------------------------------ missing waits
@@ -133,7 +133,7 @@ class TellsNobody(Simulated):
 def receive(kind: type[Simulated]) -> None:
     with ends(kind) as ((out, into),):
         out.send(payload(3))
-        found = into.post(100).take()
+        found = into.post(100)()
         assert found.add(1).eq(4).all()
         del found
         torch.sim.check()
@@ -144,7 +144,7 @@ def send(then: Callable[[Tensor], object]) -> None:
         buffer = payload(3)
         out.send(buffer)
         then(buffer)
-        assert into.post(100).take().eq(3).all()
+        assert into.post(100)().eq(3).all()
 
 
 PROGRAMS: dict[str, tuple[Callable[..., None], Any, Any]] = {
@@ -169,7 +169,7 @@ def test_a_payload_that_is_not_kept_until_it_has_gone_is_a_race(monkeypatch: pyt
                 patch.setattr(Payloads, "_keep", keep)
                 out.send(payload(3))
             torch.sim.check()
-            into.post(100).take()
+            into.post(100)()
 
     program(Payloads._keep)
     with pytest.raises(RuntimeError, match="race"):

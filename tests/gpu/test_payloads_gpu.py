@@ -98,7 +98,7 @@ def test_one_byte_goes_from_gpu_to_gpu() -> None:
     with nccl_pair() as pair:
         assert pair.outgoing.payloads is not None and pair.incoming.payloads is not None
         pair.outgoing.payloads.send(torch.full((1,), 7, dtype=torch.uint8, device="cuda:0"))
-        found = pair.incoming.payloads.post(1).take()
+        found = pair.incoming.payloads.post(1)()
         assert found.device == gpus()[1] and found.tolist() == [7]
 
 
@@ -157,7 +157,7 @@ def test_memory_that_is_still_to_be_read_or_sent_is_not_given_away() -> None:
             out.send(torch.full((1 << 20,), round_, dtype=torch.uint8, device="cuda:0"))
             for _ in range(8):
                 torch.full((1 << 20,), 99, dtype=torch.uint8, device="cuda:0")
-            found = into.post(1 << 20).take()
+            found = into.post(1 << 20)()
             with torch.cuda.device(1):
                 torch.cuda._sleep(CYCLES)
                 read = found.clone()
@@ -182,7 +182,7 @@ def test_both_ways_at_once_do_not_block_each_other() -> None:
                 assert incoming.payloads is not None
                 expected.append((incoming.payloads.post(1 << 22), count + 1 - rank))
         for each, value in expected:
-            assert bool((each.take() == value).all())
+            assert bool((each() == value).all())
 
 
 @two_gpus
@@ -191,7 +191,7 @@ def test_giving_up_frees_a_gpu_that_waits_for_a_payload() -> None:
         into = channels[1].incoming(0).payloads
         assert into is not None
         waiting = into.post(8)
-        waiting.take()  # the stream waits from now on
+        waiting()  # the stream waits from now on
         begin = time.monotonic()
         channels[1].abort()
         torch.cuda.synchronize(1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from pipeline.transports.channel import (
     ChannelError,
-    ExpectedPayload,
     Handle,
     IncomingChannel,
     OutgoingChannel,
@@ -138,19 +137,15 @@ class _InProcessPayloads(PayloadSender, PayloadReceiver):
     def send(self, buffer: Tensor) -> None:
         self._channel.send(buffer, _PAYLOADS)
 
-    def post(self, nbytes: int) -> ExpectedPayload:
+    def post(self, nbytes: int) -> Callable[[], Tensor]:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return _InProcessExpected(buffer, self._channel.post(buffer, _PAYLOADS))
+        handle = self._channel.post(buffer, _PAYLOADS)
 
+        def take() -> Tensor:
+            handle.wait()
+            return buffer
 
-class _InProcessExpected(ExpectedPayload):
-    def __init__(self, buffer: Tensor, handle: Handle) -> None:
-        self._buffer = buffer
-        self._handle = handle
-
-    def take(self) -> Tensor:
-        self._handle.wait()
-        return self._buffer
+        return take
 
 
 def _transfer(sent: _Transfer, posted: _Transfer, exactly: bool) -> None:
