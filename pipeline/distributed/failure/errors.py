@@ -9,9 +9,9 @@ message where it can; else, and where no rank raised (one went silent), it is a 
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import traceback as tracebacks
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from scheduler.action import Action
@@ -149,18 +149,8 @@ def _arguments(cls: type[Exception], message: str) -> tuple[object, ...]:
 
 def _exception_type(type_name: str) -> type[Exception] | None:
     """The type of that name. Its module may have dots, and so may its name within (a class within a class)."""
-    parts = type_name.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        candidate = _module(".".join(parts[:cut]))
-        for part in parts[cut:] if candidate is not None else ():
-            candidate = getattr(candidate, part, None)
-        if isinstance(candidate, type):
-            return candidate if issubclass(candidate, Exception) else None
-    return None
-
-
-def _module(name: str) -> object:
     try:
-        return importlib.import_module(name)
+        candidate = resolve_name(type_name)
     except (Exception, SystemExit):  # an import can run any code
         return None
+    return candidate if isinstance(candidate, type) and issubclass(candidate, Exception) else None
