@@ -416,7 +416,7 @@ FAULTS = {
     IsDeafToAbort: "giving up wakes whoever waits and refuses the rest: not done after 2.0 s",
     AbortsWithAnotherError: r"giving up .*: a waiting receive ended with ValueError\('aborted'\)",
     AbortsSendsWithAnotherError: r"giving up .* for a send: .*a send ended with ValueError\('aborted'\)",
-    GoesOnAfterAbort: "giving up .*: a channel that was given up still takes buffers",
+    GoesOnAfterAbort: "giving up .*: a channel that was given up is still of use",
 }
 
 
