@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from pipeline.common.accelerators import entered, entered_streams, use_here
+from pipeline.common.accelerators import entered
 from pipeline.transports.payloads import Carrier
 
 MOST_BLOCKS = 4  # thread blocks of a transfer, of up to 32; each occupies a multiprocessor
@@ -46,34 +45,7 @@ def nccl_of(group: Any, device: torch.device) -> Carrier | None:
     return Nccl(device)
 
 
-class StreamCarrier(Carrier):
-    """A carrier whose groups enqueue on streams of their own, as NCCL's do; of any accelerator."""
-
-    def __init__(self, device: torch.device, place: str) -> None:
-        super().__init__(device, place)
-        self._stream = torch.Stream(device)
-
-    def takes(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self.device.type
-
-    def receive(self, group: Any, nbytes: int) -> tuple[Tensor, Any]:
-        with entered_streams(self._stream):
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            return buffer, group.recv([buffer], 0, 0)
-
-    def take(self, buffer: Tensor, work: Any) -> Tensor:
-        work.wait()  # the current stream does
-        use_here([buffer])
-        return buffer
-
-    def has_ended(self, work: Any) -> bool:
-        return bool(work.is_completed())
-
-    def abort(self, group: Any) -> None:
-        group.abort()
-
-
-class Nccl(StreamCarrier):
+class Nccl(Carrier):
     """NCCL, for one GPU of this process.
 
     Two ranks that share a GPU have one place, and so no payloads between them: NCCL would refuse.

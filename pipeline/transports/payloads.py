@@ -4,8 +4,9 @@
     Payloads.send(buffer)    ---- group of two, in order --->    Payloads.post(nbytes) -> take
     kept until it has gone                                       take(): the current stream waits, the host does not
 
-A Carrier is what they travel over: it makes the groups and knows how its device is waited for. NCCL's is in
-`pipeline.transports.nccl`; all else is here, so that it is tried over any other.
+A Carrier is what they travel over: it makes the groups, which send, receive and abort, and of whose transfers
+`is_completed` tells whether the device has done them. NCCL's is in `pipeline.transports.nccl`; all else is here, so
+that it is tried over any other.
 
 A group is used in one direction only, and both ends begin its transfers in one order, that of the headers. The first
 is a byte that says nothing, sent while the ranks connect: only then does NCCL connect the two, and whoever connects
@@ -29,13 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.common.accelerators import entered_streams, use_here
 from pipeline.transports.channel import ChannelError, PayloadReceiver, PayloadSender
 
 _PAUSE = 0.001  # seconds between two looks at what is under way
 
 
 class Carrier(ABC):
-    """The carrier of the payloads of a rank.
+    """The carrier of the payloads of a rank, whose groups enqueue on streams of their own, as NCCL's do.
 
     Args:
         device: where they are.
@@ -45,6 +47,7 @@ class Carrier(ABC):
     def __init__(self, device: torch.device, place: str) -> None:
         self.device = device
         self.place = place
+        self._stream = torch.Stream(device)
 
     @abstractmethod
     def connect(self, store: dist.Store, rank: int, timeout: timedelta) -> Any:
@@ -56,25 +59,21 @@ class Carrier(ABC):
             timeout: how long to wait for the other.
         """
 
-    @abstractmethod
     def takes(self, tensor: Tensor) -> bool:
         """Whether a message that holds this tensor goes as a payload."""
+        return tensor.device.type == self.device.type
 
-    @abstractmethod
     def receive(self, group: Any, nbytes: int) -> tuple[Tensor, Any]:
         """Begin to receive from rank 0 of the group: a new buffer on the device, and what is under way."""
+        with entered_streams(self._stream):
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return buffer, group.recv([buffer], 0, 0)
 
-    @abstractmethod
     def take(self, buffer: Tensor, work: Any) -> Tensor:
         """The buffer when it has come, for use in the current stream."""
-
-    @abstractmethod
-    def has_ended(self, work: Any) -> bool:
-        """Whether the device has done what is under way. Does not wait."""
-
-    @abstractmethod
-    def abort(self, group: Any) -> None:
-        """End the group, and what is under way on it. From any thread."""
+        work.wait()  # the current stream does
+        use_here([buffer])
+        return buffer
 
 
 class Payloads(PayloadSender, PayloadReceiver):
@@ -142,13 +141,13 @@ class Payloads(PayloadSender, PayloadReceiver):
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
-        return self.is_given_up or all([self._carrier.has_ended(work) for work, _ in self._under_way])
+        return self.is_given_up or all([work.is_completed() for work, _ in self._under_way])
 
     def abort(self) -> None:
         """End what is under way. From any thread."""
         if not self.is_given_up and self._group is not None:
             self.is_given_up = True
-            self._carrier.abort(self._group)
+            self._group.abort()
 
     def close(self) -> None:
         """End the group, and drop it."""
@@ -169,8 +168,8 @@ class Payloads(PayloadSender, PayloadReceiver):
 
     def _keep(self, work: Any, buffer: Tensor | None) -> None:
         """Keep a transfer until it has ended, which the header's arrival does not prove. They end in order."""
-        ended = self._carrier.has_ended
-        first = next((index for index, (earlier, _) in enumerate(self._under_way) if not ended(earlier)), None)
+        under_way = enumerate(self._under_way)
+        first = next((index for index, (earlier, _) in under_way if not earlier.is_completed()), None)
         remaining = [] if first is None else self._under_way[first:]
         self._under_way = [*remaining, (work, buffer)]  # a new list: other threads may be reading the old one
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.common.accelerators import entered_streams
-from pipeline.transports.nccl import StreamCarrier
+from pipeline.transports.payloads import Carrier
 
 
 class Transfers:
@@ -138,7 +138,7 @@ class Communicator:
         self._transfers.synchronize()
 
 
-class Simulated(StreamCarrier):
+class Simulated(Carrier):
     """Over one simulated accelerator of this process.
 
     Args:

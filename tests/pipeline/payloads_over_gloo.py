@@ -19,8 +19,9 @@ from pipeline.transports.payloads import Carrier
 class Work:
     """A transfer, and whether it has ended."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, carrier: OverGloo | None = None) -> None:
         self.error: RuntimeError | None = None
+        self._carrier = carrier
         self._thread = threading.Thread(target=self._end, args=(work,), daemon=True)
         self._thread.start()
 
@@ -36,23 +37,25 @@ class Work:
             raise self.error
 
     def is_completed(self) -> bool:
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() if self._carrier is None else self._carrier.has_ended(self._thread)
 
 
 class Group:
     """Two ranks, as NCCL's group of two is used."""
 
-    def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, rank: int, timeout: timedelta, carrier: OverGloo) -> None:
         self._group: Any = dist.ProcessGroupGloo(store, rank, 2, timeout)
+        self._carrier = carrier
         self._other = 1 - rank
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        return Work(self._group.send(tensors, to, tag))
+        return Work(self._group.send(tensors, to, tag), self._carrier)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        return Work(self._group.recv(tensors, source, tag))
+        return Work(self._group.recv(tensors, source, tag), self._carrier)
 
     def abort(self) -> None:
+        self._carrier.aborted += 1
         try:
             nothing = torch.empty(1, dtype=torch.uint8)
             self._group.recv([nothing], self._other, 1).wait(timedelta(milliseconds=1))
@@ -71,7 +74,7 @@ class OverGloo(Carrier):
 
     def connect(self, store: dist.Store, rank: int, timeout: timedelta) -> Any:
         self.connected += 1
-        return Group(store, rank, timeout)
+        return Group(store, rank, timeout, self)
 
     def takes(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point()
@@ -85,9 +88,5 @@ class OverGloo(Carrier):
         work.wait()
         return buffer
 
-    def has_ended(self, work: Any) -> bool:
-        return bool(work.is_completed())
-
-    def abort(self, group: Any) -> None:
-        self.aborted += 1
-        group.abort()
+    def has_ended(self, waiting: threading.Thread) -> bool:
+        return not waiting.is_alive()

@@ -16,7 +16,7 @@ from in_process_channels import apart_pair, rendezvous_pair
 from payloads_over_gloo import OverGloo, Work
 
 from pipeline.distributed.group import RankGroup
-from pipeline.transports import nccl
+from pipeline.transports import nccl, payloads
 from pipeline.transports.channel import ChannelError, OutgoingChannel, PayloadReceiver, PayloadSender
 from pipeline.transports.distributed import LAST_WORDS, Channels
 from pipeline.transports.link import Receiver, Sender
@@ -145,12 +145,12 @@ def test_a_group_on_which_the_first_byte_fails_is_ended():
             def fail(*args):
                 raise RuntimeError("gone")
 
-            return SimpleNamespace(send=fail, abort=lambda: None)
+            return SimpleNamespace(send=fail, abort=lambda: aborted.append(1))
 
-    carrier = Half("a")
+    aborted = []
     with pytest.raises(ChannelError, match="the channel has died: its payloads travel no more"):
-        Payloads("the channel", carrier, dist.HashStore(), 0, SOON)
-    assert carrier.aborted == 1
+        Payloads("the channel", Half("a"), dist.HashStore(), 0, SOON)
+    assert aborted == [1]
 
 
 # ----------------------------------------------------------------------------------------------- which letters go apart
@@ -342,9 +342,9 @@ class Slow(OverGloo):
         self.done = True
         self.asked = 0
 
-    def has_ended(self, work):
+    def has_ended(self, waiting):
         self.asked += 1
-        return self.done and super().has_ended(work)
+        return self.done and super().has_ended(waiting)
 
 
 def under_way(end):
@@ -528,9 +528,9 @@ def test_the_carrier_of_nccl_makes_and_ends_groups_as_it_should(monkeypatch):
     monkeypatch.setattr(FakeBackend, "made", [])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
     monkeypatch.setattr(torch, "Stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(nccl, "entered_streams", nothing)
+    monkeypatch.setattr(payloads, "entered_streams", nothing)
     monkeypatch.setattr(nccl, "entered", nothing)
-    monkeypatch.setattr(nccl, "use_here", lambda tensors: recorded.append(len(tensors[0])))
+    monkeypatch.setattr(payloads, "use_here", lambda tensors: recorded.append(len(tensors[0])))
     carriers = [nccl.Nccl(torch.device("cpu")), nccl.Nccl(torch.device("cpu", 0))]
     assert [carrier.place for carrier in carriers] == ["cpu", "cpu:0"]
     assert not carriers[0].takes(torch.empty(3, device="meta"))
