@@ -43,11 +43,10 @@ def differentiate(
     Returns:
         Gradients of the input's tensors, and of `owners`.
     """
-    external = [leaf for stage in stages for leaf in stage.external.leaves.values()]
-    external_ids = {id(leaf) for leaf in external}
+    external = {id(leaf) for stage in stages for leaf in stage.external.leaves.values()}
     gate = Gate()
     with torch.enable_grad():
-        targets = [owner if id(owner) in external_ids else _entered(owner, gate) for owner in owners]
+        targets = [owner if id(owner) in external else _entered(owner, gate) for owner in owners]
     views = {id(owner): target for owner, target in zip(owners, targets, strict=True)}
     totals: list[Tensor | None] = [None] * len(owners)
     inputs: list[Grads] = []
@@ -61,7 +60,7 @@ def differentiate(
         wanted = [piece for piece in pieces if piece.requires_grad]
         derivatives: tuple[Tensor | None, ...] = (None,) * (len(wanted) + len(targets))
         if roots:
-            with hooks_asleep(external), gate.closed(), ExitStack() as stack:
+            with hooks_asleep(targets), gate.closed(), ExitStack() as stack:
                 for stage in stages:  # a layer's own torch.utils.checkpoint runs its forward now
                     stack.enter_context(stage.aliases.stand_back(views))
                     stack.enter_context(stage.differentiating())
@@ -101,9 +100,12 @@ def _compose(
 
 
 def _entered(owner: Tensor, gate: Gate) -> Tensor:
-    """An owner behind the gate. One that was frozen since the forward is a part of the graph of that, as in torch."""
+    """An owner with nothing behind it: itself, so that a backward that runs its module anew meets it there, or gated.
+
+    One that was frozen since the forward is a part of the graph of that, as in torch.
+    """
     if owner.requires_grad:
-        return gate.enter(owner)
+        return owner if owner.is_leaf else gate.enter(owner)
     owner.requires_grad_(True)
     try:
         return gate.enter(owner)

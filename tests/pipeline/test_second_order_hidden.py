@@ -332,6 +332,44 @@ def test_a_layer_that_calls_autograd_itself_is_right_or_refused_in_words(mode):
         assert_close(found, wanted)
 
 
+class Rerun(torch.autograd.Function):
+    """A block whose backward runs it anew, and differentiates by the parameters that its forward was given."""
+
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block = block
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            x, *parameters = ctx.saved_tensors
+            x = x if again else x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.block(x), [x, *parameters], grad, create_graph=again,
+                                              allow_unused=True)  # fmt: skip
+
+
+class Rerunning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(linear(4, 4), nn.Tanh(), linear(4, 4))
+
+    def forward(self, x):
+        return Rerun.apply(self.block, x, *self.block.parameters())
+
+
+@every_mode
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_a_backward_that_runs_its_block_anew_meets_the_parameters_of_its_forward(mode, order):
+    """In passes after the first too, which go through the graph alone (torchdiffeq's adjoint, own checkpoints)."""
+    pipe, plain = nets(mode, around(Rerunning(), nn.Tanh()))
+    targets = list(plain.parameters())
+    assert_close(*[flat_orders(net(normal(5, 4)).sin().sum(), targets, order) for net in (pipe, plain)])
+
+
 @every_mode
 def test_a_users_reentrant_checkpoint_refuses_a_double_backward_as_torch_does(mode):
     model = around(Checkpointed(linear(4, 4), True))
