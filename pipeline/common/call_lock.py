@@ -5,7 +5,8 @@
 
 Calls share what belongs to the process: the default random generators, and, where two Pipes have a layer in common, the
 places where aliases stand in for its parameters. A call within a call (a Pipe as a layer of a Pipe) is part of it, in
-whatever thread it runs.
+whatever thread it runs. `parametrize.cached()` around a call keeps nothing within: chunks and stages would go backward
+through one graph of a weight, a recomputation through one that was dropped, and a probe's weight has none.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, ContextVar
 from typing import Any, TypeVar
+
+from torch.nn.utils import parametrize
 
 from pipeline.common.interrupts import DeferredSignals
 
@@ -31,6 +34,7 @@ class LockHold:
         self.is_on = True
 
 
+_parametrize: Any = parametrize
 _lock = threading.RLock()  # one for the process, as the default generators are
 _current: ContextVar[LockHold | None] = ContextVar("turn", default=None)
 
@@ -46,27 +50,25 @@ os.register_at_fork(after_in_child=_renew)
 
 @contextmanager
 def turn(earlier: LockHold | None = None) -> Iterator[LockHold]:
-    """Within: no other thread's call runs, and signals are held back (common/interrupts.py).
+    """Within: no other thread's call runs, no weight is cached, and signals are held back (common/interrupts.py).
 
     Args:
         earlier: that of the forward whose backward this is; if it is still held, this is part of it.
     """
     hold = _current.get() or earlier
-    if hold is not None and hold.is_on:
-        with DeferredSignals():
-            token = _current.set(hold)
-            try:
-                yield hold
-            finally:
-                _current.reset(token)
-        return
-    with _lock, DeferredSignals():
-        new_hold = LockHold()
-        token = _current.set(new_hold)
+    if is_part := hold is not None and hold.is_on:
+        lock: AbstractContextManager[object] = nullcontext()
+    else:
+        hold, lock = LockHold(), _lock
+    with lock, DeferredSignals():
+        token = _current.set(hold)
+        cache = _parametrize._cache_enabled, _parametrize._cache
+        _parametrize._cache_enabled, _parametrize._cache = 0, {}
         try:
-            yield new_hold
+            yield hold
         finally:
-            new_hold.is_on = False
+            _parametrize._cache_enabled, _parametrize._cache = cache
+            hold.is_on = is_part
             _current.reset(token)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -42,11 +41,6 @@ def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> Non
     Raises:
         ValueError: it names the module and says what to do.
     """
-    if parametrize._cache_enabled:
-        raise ValueError(
-            "parametrized weights are cached now (torch.nn.utils.parametrize.cached()), so they would not depend on "
-            "their parameters. Leave that block first."
-        )
     for name, module in modules:
         if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(

@@ -28,12 +28,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrize
 
 from partition.compilation import uncompiled
 from partition.contents import unwritten
@@ -93,8 +91,8 @@ class Probe:
             if parameter is not None
         ]
         with (
-            torch.no_grad(), repeating(), uncompiled(), without_counting_modes(), _without_cached_weights(),
-            unwritten(parameters) as contents, _on_copies_of_buffers(self._modules),
+            torch.no_grad(), repeating(), uncompiled(), without_counting_modes(), unwritten(parameters) as contents,
+            _on_copies_of_buffers(self._modules),
         ):  # fmt: skip
             reachable = ReachableState(self._modules)
             self._generators = reachable.generators
@@ -286,15 +284,3 @@ def _on_copies_of_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
         for place, buffers in tables:
             place.clear()
             place.update(buffers)
-
-
-@contextmanager
-def _without_cached_weights() -> Iterator[None]:
-    """Within: `parametrize.cached()` keeps nothing. Values computed here have no graph, and must not be reused."""
-    module: Any = parametrize
-    cache = module._cache_enabled, module._cache
-    module._cache_enabled, module._cache = 0, {}
-    try:
-        yield
-    finally:
-        module._cache_enabled, module._cache = cache

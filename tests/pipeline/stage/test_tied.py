@@ -11,6 +11,7 @@ The reference, `by_hand`, cuts every tie between stages by a deep copy, runs the
 import copy
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -770,27 +771,22 @@ def test_a_shared_parameter_written_after_a_kept_forward_gives_an_error_or_the_g
             loss.backward()
 
 
-@pytest.mark.parametrize("places", PLACES)
-def test_a_weight_that_two_stages_cache_is_refused(places):
-    """`parametrize.cached` would hand the first stage's weight, and its graph, to the others."""
-    shared = symmetric(linear())
-    pipe = piped(nn.Sequential(shared, nn.Tanh(), shared), {"places": places})
-    with pytest.raises(RuntimeError, match="stage 2 .* depends on a parameter of stage 0"), parametrize.cached():
-        pipe(normal(7, 4))
-
-
 @pytest.mark.probes
-def test_a_weight_that_is_cached_gets_its_gradient():
-    """What the probe computes without gradients does not stay in the cache."""
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("places", PLACES)
+def test_a_call_caches_no_weight(places, checkpoint):
+    """`parametrize.cached` around it would hand a weight, and its graph, to other chunks and stages."""
     found = []
-    for cut in (True, False):
+    for within in (nullcontext, parametrize.cached):
         torch.manual_seed(0)
-        model = nn.Sequential(symmetric(linear()), nn.Tanh(), linear())
-        net = Pipe(model, [2, 1], chunks=2, checkpoint="never") if cut else model
-        with parametrize.cached():
-            net(normal(4, 4)).sum().backward()
-        found.append(taken(model))
-    assert_close(*found)
+        shared = symmetric(linear())
+        pipe = piped(nn.Sequential(shared, nn.Tanh(), shared), {"places": places, "checkpoint": checkpoint})
+        with within():
+            weight = shared.weight
+            (pipe(normal(7, 4)).sum() + weight.exp().sum()).backward()
+            assert (shared.weight is weight) == (within is not nullcontext)
+        found.append(taken(pipe))
+    assert all_same(*found)
 
 
 @pytest.mark.parametrize("workers", ["inline", "threads"])
