@@ -10,6 +10,8 @@ Whatever a layer or a loss raises keeps its own type; a note names the action it
 
 from __future__ import annotations
 
+PLAIN = "the plain module (the model that was cut, or pipe.to_sequential())"  # in errors: what to give to other tools
+
 
 class CheckpointError(RuntimeError):
     """A recomputation would not repeat its forward: something that it reads has changed in between."""

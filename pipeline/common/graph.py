@@ -24,6 +24,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import GradientEdge
 
 from partition.graph import node_of, nodes_of
+from pipeline.common.errors import PLAIN
 from pipeline.common.interrupts import calls_users_code
 
 _engine = torch.autograd.Variable._execution_engine
@@ -365,5 +366,5 @@ def refuse_tangents(tensors: Sequence[Tensor]) -> None:
             raise RuntimeError(
                 "forward-mode AD cannot go through a Pipe: an input, a parameter, a buffer or a captured tensor "
                 "carries a tangent, which would be lost. Use torch.autograd.grad with create_graph=True, or "
-                "pipe.to_sequential() for the plain module."
+                f"{PLAIN}."
             )

@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from partition.precision import OPERATIONS, float32_in_full, precision_switch
+from pipeline.common.errors import PLAIN
 
 _T = TypeVar("_T")
 _get_function_state: Callable[[], Any] = getattr(torch._C, "_get_torch_function_state")  # torch's stubs lack both
@@ -86,8 +87,8 @@ class Ambient(NamedTuple):
 
 
 _PLAIN_MODULE = (
-    "a Pipe runs its layers in threads, ranks and chunks. Give the plain module, pipe.to_sequential(), to what needs a "
-    "whole graph, or compile single layers before Pipe(...)."
+    f"a Pipe runs its layers in threads, ranks and chunks. Give {PLAIN} to what needs a whole graph, or compile single "
+    "layers before Pipe(...)."
 )
 
 

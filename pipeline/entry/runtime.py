@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from partition.names import begin_call, first_names_of
 from pipeline.common.accelerators import is_capturing
 from pipeline.common.cadence import Cadence
+from pipeline.common.errors import PLAIN
 from pipeline.common.module_tables import modules_of
 from pipeline.common.profiling import named
 from pipeline.data.loss_key import LossCounts
@@ -201,8 +202,7 @@ class Runtime:
         if is_capturing(settings.layout.devices):
             raise RuntimeError(
                 "a Pipe was called while a graph was being captured (torch.cuda.graph), which would hold none of what "
-                "the Pipe decides and waits for on the host. Capture the plain module, pipe.to_sequential(), or call "
-                "the Pipe outside."
+                f"the Pipe decides and waits for on the host. Capture {PLAIN}, or call the Pipe outside."
             )
         batches = {"x": batch} if target is None else {"x": batch, "the target": target}
         tensors = [tensor for cut in batches.values() for tensor in cut.tensors]

@@ -13,6 +13,8 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from pipeline.common.errors import PLAIN
+
 _BUILT_WITH = frozenset(["balance", "devices", "workers", "group", "replicas", "timeout", "heartbeat", "materialize"])
 
 
@@ -43,7 +45,7 @@ class FixedModule(nn.Module):
             if target != device:
                 raise TypeError(
                     f"a Pipe places its stages itself, so what it has on {device} does not move to {target}. Give "
-                    "Pipe(..., devices=[...]), or take the plain module with pipe.to_sequential()."
+                    f"Pipe(..., devices=[...]), or take {PLAIN}."
                 )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -70,6 +72,6 @@ def refuse_recorders() -> None:
 def refuse_recording(tool: str) -> NoReturn:
     """Raise: a tool would record the engine instead of the layers."""
     raise TypeError(
-        f"{tool} cannot record a Pipe, which runs its layers in threads, ranks and chunks. Record the plain module: "
-        f"{tool}(pipe.to_sequential(), ...), or single layers before Pipe(...)."
+        f"{tool} cannot record a Pipe, which runs its layers in threads, ranks and chunks. Record {PLAIN}, or single "
+        "layers before Pipe(...)."
     )

@@ -22,6 +22,7 @@ from partition.names import LayeredModule, sequential
 from partition.splitting import check_balance
 from pipeline.common.accelerators import accelerators, moved_in_place
 from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
+from pipeline.common.errors import PLAIN
 from pipeline.common.graph import refuse_tangents
 from pipeline.common.places import Place, place_of
 from pipeline.distributed.group import RankGroup, ranks_of
@@ -353,7 +354,7 @@ def refuse_transforms(tensors: Callable[[], Sequence[Tensor]]) -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             "torch.func transforms (grad, vmap, jvp, jacrev ...) cannot see through a Pipe. Use torch.autograd.grad "
-            "with create_graph=True, which is exact to any order, or pipe.to_sequential() for the plain module."
+            f"with create_graph=True, which is exact to any order, or {PLAIN}."
         )
     if torch.autograd.forward_ad._current_level >= 0:
         refuse_tangents(tensors())

@@ -257,6 +257,25 @@ def test_torch_func_transforms_over_a_pipe_are_refused_in_words(mode, transform)
     assert_nothing_moved(pipe, IN_A_TRANSFORM[transform], "torch.func transforms .* cannot see through a Pipe. Use ")
 
 
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("transform", [name for name in IN_A_TRANSFORM if name != "grad over parameters"])
+def test_of_a_model_that_was_cut_the_words_name_the_model_which_works(transform):
+    model, x = Blocks(), normal(5, 4)
+    with pytest.raises(RuntimeError, match="the model that was cut, or pipe.to_sequential"):
+        IN_A_TRANSFORM[transform](Pipe(model, sample=x, chunks=2), x)
+    IN_A_TRANSFORM[transform](model, x)
+
+
 class Shift(nn.Module):
     """Computes with a buffer, and with a tensor that is registered nowhere."""
 
