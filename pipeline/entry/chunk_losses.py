@@ -38,11 +38,15 @@ class ChunkLosses:
         loss: adds up the chunks'.
         target: cut like the input.
         compares: whether to compare with the un-pipelined loss.
+
+    Attributes:
+        is_flat: whether no comparison has met a gradient. On the flat side of a hinge any loss is a mean.
     """
 
     def __init__(self, execution: Execution, loss: Loss, target: Batch, compares: bool) -> None:
         self.loss = loss
         self.compares = compares
+        self.is_flat = True
         self._execution = execution
         self._target = target
         self._previous: _ChunkEnd | None = None
@@ -115,6 +119,8 @@ class ChunkLosses:
         """The difference between the losses of two chunks, combined, and that of both, in words. The host waits."""
         loss, weight = self.loss.of([end.chunk for end in ends])
         whole, expected = self._whole(loss, weight, ends)
+        with without_function_modes():
+            self.is_flat &= expected is not None and not any([bool(grad.any()) for grad in expected])
         difference = loss.difference(whole)
         if difference is not None or expected is None:
             return difference

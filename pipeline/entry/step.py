@@ -127,7 +127,7 @@ class RunWithLoss:
             counts.of(loss.loss_fn).clear()
             raise
         # Under its key after the call: a loss that counts its calls must not look new in each.
-        counts.of(loss.loss_fn)[kind] = loss.known(number, end.compares)
+        counts.of(loss.loss_fn)[kind] = loss.known(0 if end.compares and end.is_flat else number, end.compares)
         return call, loss
 
     def joined(self, call: Call) -> Any:

@@ -1215,6 +1215,21 @@ def test_calls_of_one_chunk_do_not_use_the_comparison_up():
         pipe.step(x, y, loss_fn=rms)
 
 
+def test_calls_on_the_flat_side_of_a_hinge_do_not_use_the_comparison_up():
+    """Of rows beside each other there is no sum or mean to be seen: a contrastive loss is one while no pair counts."""
+    x, y = data(6)
+    pipe = pipe_of(model())
+
+    def apart(output, target):
+        distances = (output[:, None] - output[None]).square().sum(-1)
+        return (distances - 0.01).relu().sum(1).mean()
+
+    for _ in range(2):
+        pipe.step(x * 1e-3, y, loss_fn=apart)
+    with pytest.raises(ValueError, match="apart is not a mean over rows"):
+        pipe.step(x * 1e3, y, loss_fn=apart)
+
+
 def test_calls_with_a_bad_target_do_not_use_the_comparison_up():
     x, y = data(6)
     pipe = pipe_of(model())
