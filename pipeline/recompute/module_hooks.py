@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain, compress
+from itertools import chain
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -20,15 +20,10 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 HookTable: TypeAlias = dict[int, Any]  # by the ids of their handles
-HookEntries: TypeAlias = dict[int, tuple[HookTable, ...]]  # of the modules with hooks, by their number
+HookEntries: TypeAlias = dict[int, HookTable]  # of the tables that have entries, by their number
 
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_TABLES = itemgetter(
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
-_NONE: HookTable = {}
-_NO_HOOKS = (_NONE,) * 7
+_KINDS = itemgetter("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 class ModuleHooks:
@@ -44,20 +39,14 @@ class ModuleHooks:
 
     def resume(self) -> None:
         """Begin a backward: the caller may have given a module another table (`module._forward_hooks = {}`)."""
-        self._all: list[HookTable] = list(chain.from_iterable(map(_HOOKS, map(vars, self._modules))))
+        self._hooks: list[HookTable] = list(chain.from_iterable(map(_HOOKS, map(vars, self._modules))))
+        self._tables = [*self._hooks, *chain.from_iterable(map(_KINDS, map(vars, self._modules)))]
 
     def present(self) -> HookEntries:
         """Their entries, as they are now."""
-        if not any(self._all):  # as a rule: 0.1 us a module
+        if not any(self._hooks):  # as a rule: 0.1 us a module
             return {}
-        hooked = {number // 4: None for number in compress(range(len(self._all)), self._all)}
-        return {
-            number: tuple([dict(table) if table else _NONE for table in self._tables(number)]) for number in hooked
-        }
-
-    def _tables(self, number: int) -> tuple[HookTable, ...]:
-        tables: tuple[HookTable, ...] = _TABLES(vars(self._modules[number]))
-        return tables
+        return {number: dict(table) for number, table in enumerate(self._tables) if table}
 
     def as_before(self, before: HookEntries) -> AbstractContextManager[None] | None:
         """Within: the hooks are those with which a forward began. None: so they are already."""
@@ -74,21 +63,20 @@ class ModuleHooks:
 
     def put_back(self, entries: HookEntries) -> None:
         """Restore earlier entries."""
-        for number in {**entries, **self.present()}:
-            for table, wanted in zip(self._tables(number), entries.get(number, _NO_HOOKS), strict=True):
-                if table != wanted:
-                    table.clear()
-                    table.update(wanted)
+        for number, table in enumerate(self._tables):
+            wanted = entries.get(number, {})
+            if table != wanted:
+                table.clear()
+                table.update(wanted)
 
 
 def _without_spent(before: HookEntries, present: HookEntries) -> HookEntries:
     """The entries without hooks that have given a lazy module its shapes, and its class: they cannot do so twice."""
     return {
-        number: tuple([
-            {key: hook for key, hook in table.items() if key in now or not _initializes(hook)}
-            for table, now in zip(tables, present.get(number, _NO_HOOKS), strict=True)
-        ])
-        for number, tables in before.items()
+        number: {
+            key: hook for key, hook in table.items() if key in present.get(number, {}) or not _initializes(hook)
+        }
+        for number, table in before.items()
     }
 
 
