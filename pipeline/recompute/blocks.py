@@ -2,7 +2,7 @@
 
     checkpoint_blocks(model, Block)
         walk: children before parents, each module once --match--> blocks --every k-th--> block.forward = _Patch
-        block(x)    gradients on: Replay (replay.py) keeps the inputs, drops the rest      off: the forward itself
+        block(x)    gradients on: `replayed` (replay.py) keeps the inputs, drops the rest      off: the forward itself
         remove()    every block has its own forward again, every config its use_cache
 
 No module is wrapped or replaced, so classes, parameter names and state_dict keys stay.
@@ -26,7 +26,7 @@ from pipeline.common.interrupts import DeferredSignals
 from pipeline.common.module_tables import modules_of
 from pipeline.common.torch_modes import eagerly
 from pipeline.recompute.policy import is_checkpointing
-from pipeline.recompute.replay import Replay
+from pipeline.recompute.replay import replayed
 from pipeline.recompute.snapshot import StageTraits
 
 BlockType: TypeAlias = type[nn.Module] | str
@@ -179,7 +179,7 @@ class _Patch:
         _refuse_own_checkpointing(block, modules)
         _refuse_caches(description, (*args, *kwargs.values()))
         compares = self._cadence.next(tuple([module.training for module in modules]))
-        return Replay(modules, self.__wrapped__, description, self._traits, compares).run(args, kwargs)
+        return replayed(modules, self.__wrapped__, description, self._traits, compares, args, kwargs)
 
     def check_removable(self) -> None:
         if _patch_of(self.block) is not self:

@@ -31,158 +31,126 @@ from pipeline.common.torch_modes import Ambient, outside_vmap
 from pipeline.data.pytrees import detached, versions
 from pipeline.recompute.fingerprints import addresses
 from pipeline.recompute.policy import NO_HOOKS, checkpointing
-from pipeline.recompute.randomness import States, default_generators, generators_at, states_of
+from pipeline.recompute.randomness import default_generators, generators_at, states_of
 from pipeline.recompute.saved_tensors import SavedTensors
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 
 _NO_VALUES = torch.empty(0, device="cpu")
-_CHUNK = 0  # a Replay has one forward, the only chunk of its ForwardSnapshot: what is kept is the call's beginning
+_CHUNK = 0  # one forward, the only chunk of its ForwardSnapshot: what is kept is the call's beginning
 
 
-class _ReplayState(NamedTuple):
-    """The state of a replay once F has begun."""
-
-    ambient: Ambient
-    snapshot: ForwardSnapshot
-    inputs: _SavedArguments
-    parameters: list[Tensor]
-    require_grad: list[bool]  # of the parameters
-    versions: tuple[int, ...]  # of the parameters
-    addresses: frozenset[int]  # of the parameters and the inputs
-    generators: States
-
-
-class Replay:
-    """One forward of a module, and its recomputations.
+def replayed(
+    modules: list[nn.Module],
+    forward: Callable[..., Any],
+    name: str,
+    traits: StageTraits,
+    compares: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """F: call a module with arguments that are any pytrees.
 
     Args:
         modules: the module, and all below it.
         forward: its forward, without any checkpointing.
         name: how errors name it.
-        known: the traits that its earlier forwards have shown.
+        traits: those that its earlier forwards have shown.
         compares: whether to observe those anew, and to compare whole outputs, not just some entries.
+        args, kwargs: the arguments.
+
+    Raises:
+        CheckpointError: the module writes its input in place.
     """
+    leaves, spec = _flat(args, kwargs)
+    distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    tensors = list(distinct.values())
+    inputs, before = _SavedArguments(leaves, spec, distinct), versions(tensors)
+    parameters = _parameters_of(modules)
+    require_grad, parameter_versions = [parameter.requires_grad for parameter in parameters], versions(parameters)
+    known_addresses = addresses([*parameters, *tensors])
+    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    devices = {tensor.device for tensor in (*buffers, *parameters, *tensors)}
+    generators = states_of(default_generators(devices))
+    device_types = dict.fromkeys(["cpu", *[device.type for device in devices]])
+    ambient = Ambient.capture(device_types)._replace(saved_tensors_hooks=None)  # R has hooks of its own
+    tables = [module._parameters for module in modules]
+    snapshot = ForwardSnapshot(modules, ambient, name, 0, traits, compares, tables=tables)
+    nodes = 0  # of the graph of F, if they were counted
+    count: int | None = None  # of F's output tensors, once it is over
 
-    def __init__(
-        self, modules: list[nn.Module], forward: Callable[..., Any], name: str, traits: StageTraits, compares: bool
-    ) -> None:
-        self._modules = modules
-        self._forward = forward
-        self._name = name
-        self._traits = traits
-        self._compares = compares
-        self._state: _ReplayState | None = None
-        self._nodes = 0  # of the graph of F, if they were counted
-        self._outputs: int | None = None  # the number of F's output tensors, once it is over
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """F: call the module with arguments that are any pytrees.
-
-        Raises:
-            CheckpointError: the module writes its input in place.
-        """
-        leaves, spec = _flat(args, kwargs)
-        distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-        tensors = list(distinct.values())
-        before = versions(tensors)
-        self._state = state = self._begin(_SavedArguments(leaves, spec, distinct), tensors)
-        result = self._compute_first(state, args, kwargs)
-        if versions(tensors) != before:
-            raise CheckpointError(
-                f"{self._name} writes its input in place, so it cannot be computed again from it. Let it write a copy "
-                "(x = x + 1 instead of x += 1, inplace=False), or checkpoint a block that does not."
-            )
-        return result
-
-    def _begin(self, inputs: _SavedArguments, tensors: Sequence[Tensor]) -> _ReplayState:
-        """Keep all that R must find."""
-        parameters = _parameters_of(self._modules)
-        buffers = [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
-        devices = {tensor.device for tensor in (*buffers, *parameters, *tensors)}
-        generators = states_of(default_generators(devices))
-        device_types = dict.fromkeys(["cpu", *[device.type for device in devices]])
-        ambient = Ambient.capture(device_types)._replace(saved_tensors_hooks=None)  # R has hooks of its own
-        tables = [module._parameters for module in self._modules]
-        snapshot = ForwardSnapshot(self._modules, ambient, self._name, 0, self._traits, self._compares, tables=tables)
-        known_addresses = addresses([*parameters, *tensors])
-        require_grad = [parameter.requires_grad for parameter in parameters]
-        return _ReplayState(
-            ambient, snapshot, inputs, parameters, require_grad, versions(parameters), known_addresses, generators
-        )
-
-    def _compute_first(self, state: _ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            with SavedTensors(self._compute_again, state.addresses), checkpointing(True):
-                result = _called(self._forward, args, kwargs)
-        except RuntimeError as error:
-            if NO_HOOKS not in str(error):
-                raise
-            raise CheckpointError(
-                f"{self._name} calls torch.func (grad, vjp, jacrev or hessian) within its forward, which cannot run "
-                "where a checkpoint drops what autograd saves. Let it call torch.autograd.grad, or do not checkpoint "
-                "this block."
-            ) from error
-        outputs = tensors_in(result)
-        if self._compares:
-            self._nodes = _nodes(outputs, tensors_in((args, kwargs)))
-        state.snapshot.after_forward(_CHUNK, True, detached(outputs))
-        state.snapshot.note()
-        self._outputs = len(outputs)
-        return result
-
-    def _compute_again(self, saved: SavedTensors) -> None:
-        assert self._state is not None
-        state = self._state
-        args, kwargs = state.inputs.unpacked(self._name)
-        self._check_parameters(state)
-        snapshot = state.snapshot
-        snapshot.resume(state.ambient.now())
-        whole = self._compares and saved.is_over or not addresses(state.parameters) <= state.addresses
+    def compute_again(saved: SavedTensors) -> None:
+        args, kwargs = inputs.unpacked(name)
+        _check_parameters(modules[0], name, parameter_versions, versions(parameters))
+        snapshot.resume(ambient.now())
+        whole = compares and saved.is_over or not addresses(parameters) <= known_addresses
         with (
-            DeferredSignals(), outside_vmap(), generators_at(state.generators), snapshot.as_at_forward(_CHUNK),
-            _requiring(state.parameters, state.require_grad), checkpointing(False),
+            DeferredSignals(), outside_vmap(), generators_at(generators), snapshot.as_at_forward(_CHUNK),
+            _requiring(parameters, require_grad), checkpointing(False),
         ):  # fmt: skip
-            recomputed = saved.filled(partial(_called, self._forward, args, kwargs), whole)
+            recomputed = saved.filled(partial(_called, forward, args, kwargs), whole)
         if not recomputed.is_whole:
             return
         outputs = tensors_in(recomputed.result)
-        if self._nodes and holds(_with_graphs(outputs), OF_SCRIPTS):
-            self._check_path(_nodes(outputs, tensors_in((args, kwargs))))
-        if self._outputs is not None:  # else the module calls autograd within its forward: nothing to compare with yet
-            self._check_same(snapshot, outputs, recomputed.matches)
+        if nodes and holds(_with_graphs(outputs), OF_SCRIPTS):
+            _check_path(name, nodes, _nodes(outputs, tensors_in((args, kwargs))))
+        if count is not None:  # else the module calls autograd within its forward: nothing to compare with yet
+            _check_same(name, snapshot, outputs, recomputed.matches and len(outputs) == count)
 
-    def _check_parameters(self, state: _ReplayState) -> None:
-        versions_now = versions(state.parameters)
-        if versions_now != state.versions:
-            changed = [version != earlier for version, earlier in zip(versions_now, state.versions, strict=True)]
-            name = _names_of(self._modules[0])[changed.index(True)]
-            raise CheckpointError(
-                f"parameter '{name}' of {self._name} was changed in place between "
-                "the forward and the recomputation. Change it (optimizer.step()) after backward()."
-            )
-
-    def _check_path(self, nodes: int) -> None:
-        """Raise if R has another graph: saved tensors are identified by their number alone."""
-        if nodes != self._nodes:
-            raise CheckpointError(
-                f"torch.jit has compiled a function of {self._name} anew between the forward and the recomputation "
-                f"({self._nodes} autograd nodes then, {nodes} now), so the dropped tensors cannot be matched with "
-                "the recomputed ones. This happens in the first calls for a shape: run forward and backward again, or "
-                "run the block with gradients before it is checkpointed."
-            )
-
-    def _check_same(self, snapshot: ForwardSnapshot, outputs: Sequence[Tensor], matches: bool) -> None:
-        try:
-            if matches and len(outputs) == self._outputs:
-                return snapshot.check_same(_CHUNK, outputs)
-        except CheckpointError:
-            pass
+    try:
+        with SavedTensors(compute_again, known_addresses), checkpointing(True):
+            result = _called(forward, args, kwargs)
+    except RuntimeError as error:
+        if NO_HOOKS not in str(error):
+            raise
         raise CheckpointError(
-            f"the recomputation of {self._name} gave other values than its forward. It depends on state that is no "
-            "buffer and no attribute, and has changed since (a list, a closure, a file), or on an input that is no "
-            "tensor and was written (a cache). Make it a buffer, change it after backward(), or do not checkpoint "
-            "this block."
+            f"{name} calls torch.func (grad, vjp, jacrev or hessian) within its forward, which cannot run where a "
+            "checkpoint drops what autograd saves. Let it call torch.autograd.grad, or do not checkpoint this block."
+        ) from error
+    outputs = tensors_in(result)
+    if compares:
+        nodes = _nodes(outputs, tensors_in((args, kwargs)))
+    snapshot.after_forward(_CHUNK, True, detached(outputs))
+    snapshot.note()
+    count = len(outputs)
+    if versions(tensors) != before:
+        raise CheckpointError(
+            f"{name} writes its input in place, so it cannot be computed again from it. Let it write a copy "
+            "(x = x + 1 instead of x += 1, inplace=False), or checkpoint a block that does not."
         )
+    return result
+
+
+def _check_parameters(module: nn.Module, name: str, then: Sequence[int], now: Sequence[int]) -> None:
+    if then != now:
+        changed = [version != earlier for version, earlier in zip(now, then, strict=True)].index(True)
+        raise CheckpointError(
+            f"parameter '{_names_of(module)[changed]}' of {name} was changed in place between the forward and the "
+            "recomputation. Change it (optimizer.step()) after backward()."
+        )
+
+
+def _check_path(name: str, then: int, now: int) -> None:
+    """Raise if R has another graph: saved tensors are identified by their number alone."""
+    if now != then:
+        raise CheckpointError(
+            f"torch.jit has compiled a function of {name} anew between the forward and the recomputation ({then} "
+            f"autograd nodes then, {now} now), so the dropped tensors cannot be matched with the recomputed ones. This "
+            "happens in the first calls for a shape: run forward and backward again, or run the block with gradients "
+            "before it is checkpointed."
+        )
+
+
+def _check_same(name: str, snapshot: ForwardSnapshot, outputs: Sequence[Tensor], matches: bool) -> None:
+    try:
+        if matches:
+            return snapshot.check_same(_CHUNK, outputs)
+    except CheckpointError:
+        pass
+    raise CheckpointError(
+        f"the recomputation of {name} gave other values than its forward. It depends on state that is no buffer and no "
+        "attribute, and has changed since (a list, a closure, a file), or on an input that is no tensor and was "
+        "written (a cache). Make it a buffer, change it after backward(), or do not checkpoint this block."
+    )
 
 
 @contextmanager

@@ -345,7 +345,7 @@ def test_an_interrupt_as_a_mechanism_is_put_in_place_or_taken_back(name, time):
 
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize(
-    "name", ["Replay._compute_first", "Replay._compute_again", "generators_at"]
+    "name", ["replayed", "replayed.<locals>.compute_again", "generators_at"]
 )
 def test_an_interrupt_in_a_checkpointed_block_leaves_nothing_in_place(name, at):
     trained = Trained()
