@@ -19,10 +19,10 @@ from __future__ import annotations
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import lru_cache
-from itertools import chain, filterfalse
+from itertools import chain
 from operator import call, eq, is_, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,7 +36,7 @@ from partition.names import OF_EVERY_MODULE
 from pipeline.recompute.randomness import is_torchs_own
 
 # Not kept here: the tables of parameters and buffers, and what stands in an RNN where aliases stand in (parameters.py).
-_ELSEWHERE = OF_EVERY_MODULE | {"flatten_parameters"}
+_ELSEWHERE = OF_EVERY_MODULE - {"_modules"} | {"flatten_parameters"}
 _DEPTH = 4
 _LONG = 1000  # entries
 _MOST = 1000  # containers of one stage
@@ -58,8 +58,7 @@ class Attributes:
         weak: whether tensors in autograd's graph are not kept alive.
 
     Attributes:
-        modules: the dicts of the modules, and what they hold.
-        containers: other containers that these reach.
+        containers: the dicts of the modules, and other containers that these reach.
     """
 
     def __init__(
@@ -70,13 +69,11 @@ class Attributes:
         copied: set[int] | None = None,
         weak: bool = False,
     ) -> None:
-        self.modules: list[ModuleEntries] = []
         self.containers: list[ContainerContents] = []
         self._visited: set[int] = set()
         self._tensors: dict[int, _TensorContents] = {}
         self._buffers = buffers
         self._copied = copied
-        tables = list(tables)
         keep: ValueKeeper = _with_weak_references if weak else list
         for module in modules:
             if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
@@ -84,16 +81,14 @@ class Attributes:
             table = vars(module)
             names, get = _getter(tuple(table))
             values = get(table)
-            self.modules.append(ModuleEntries(table, names, get, keep(values)))
-            self._look(values[1:], 0, package_of(type(module)), keep)
-            if table["_modules"]:
-                self.containers.append(ContainerContents.of(_MAPPING, table["_modules"], keep))
+            self.containers.append(ContainerContents(_MODULE, table, [*names, *keep(values)]))
+            self._look(values if table["_modules"] else values[1:], 0, package_of(type(module)), keep)
+        self.containers += [ContainerContents.of(_MAPPING, table, keep) for table in tables]
         self._visited.clear()
-        self._tables = [(table, table.copy()) for table in tables]
-        self._all = _FlatContents.of(self.modules, self.containers, tables)
+        self._are_same = _comparison(self.containers)
 
     def __bool__(self) -> bool:
-        return bool(self.modules or self.containers or self._tables)
+        return bool(self.containers)
 
     def _look(self, values: Iterable[Any], depth: int, package: str, keep: ValueKeeper) -> None:
         """Note the containers among `values` and their entries; of objects those of the module's own `package`,
@@ -128,7 +123,7 @@ class Attributes:
     @property
     def is_current(self) -> bool:
         """Whether their contents are unchanged."""
-        return self._all.are_current and not self.written
+        return self._are_same() and not self.written
 
     @property
     def written(self) -> set[int]:
@@ -150,10 +145,6 @@ class Attributes:
         stand_ins = {
             key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
         }
-        for table, names, _, values in self.modules:
-            _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], _ELSEWHERE)
-        for holder, copy in self._tables:
-            write(holder, [*copy, *copy.values()])
         for kind, holder, content in self.containers:
             if long or kind is not _COUNTED:
                 kind.write(holder, [stand_ins.get(id(value), value) for value in content])
@@ -171,16 +162,9 @@ class Attributes:
 
 @lru_cache(maxsize=4096)
 def _getter(keys: tuple[str, ...]) -> tuple[list[str], Callable[[dict[str, Any]], tuple[Any, ...]]]:
-    """Of the dict of a module the names that count, and what gets their values, behind that of its children."""
-    names = list(filterfalse(_ELSEWHERE.__contains__, keys))
-    return names, itemgetter("_modules", *names) if names else lambda table: (table["_modules"],)
-
-
-class ModuleEntries(NamedTuple):
-    table: dict[str, Any]
-    names: list[str]
-    get: Callable[[dict[str, Any]], tuple[Any, ...]]
-    values: list[Any]
+    """Of the dict of a module the names that count, first that of its children, and what gets their values."""
+    names = ["_modules", *[key for key in keys if key not in _ELSEWHERE and key != "_modules"]]
+    return names, itemgetter(*names) if len(names) > 1 else lambda table: (table["_modules"],)
 
 
 class _TensorContents(NamedTuple):
@@ -229,80 +213,42 @@ class ContainerContents(NamedTuple):
         return self.kind is not _COUNTED
 
     @property
-    def table(self) -> dict[Any, Any] | None:
-        """The holder, if it is a dict whose entries are noted: names and, behind these, values."""
-        return self.holder if isinstance(self.holder, dict) and self.is_whole else None
+    def halves(self) -> tuple[list[Any], list[Any]]:
+        """Of a dict whose entries are noted the names, and the values."""
+        half = len(self.content) // 2
+        return self.content[:half], self.content[half:]
 
 
-class _FlatContents(NamedTuple):
-    """All entries of modules, dicts and containers, one after the other: one comparison shows whether any changed.
+def _comparison(containers: Sequence[ContainerContents]) -> Callable[[], bool]:
+    """A function that says whether all these have the entries that they had: one comparison of all, one by one."""
+    modules = [container for container in containers if container.kind is _MODULE]
+    mappings = [container for container in containers if container.kind is _MAPPING]
+    others = [part for part in containers if part.kind not in (_MODULE, _MAPPING) and part.kind.same is is_]
+    by_value = [container for container in containers if container.kind.same is eq]
+    tables: list[dict[str, Any]] = [container.holder for container in modules]
+    gets = [_getter(tuple(table))[1] for table in tables]
+    dicts: list[dict[Any, Any]] = [container.holder for container in mappings]
+    holders, reads = [container.holder for container in others], [container.kind.read for container in others]
+    counts = list(map(len, tables)), list(map(len, dicts)), [len(container.content) for container in others]
+    expected = list(chain.from_iterable([
+        *[container.halves[1] for container in modules], *[container.halves[0] for container in mappings],
+        *[container.halves[1] for container in mappings], *[container.content for container in others],
+    ]))  # fmt: skip
 
-    Attributes:
-        modules: their dicts, and below what gets their attributes.
-        dicts: the children of modules, tables of parameters, other dicts.
-        holders: other containers whose entries are compared by identity, and below what reads them.
-        others: those that are compared by value.
-        counts: the number of entries of each module's dict, of each of `dicts`, of each of `holders`.
-        values: what they all hold, of `dicts` all names first.
-    """
-
-    modules: Sequence[dict[str, Any]]
-    gets: Sequence[Callable[[dict[str, Any]], tuple[Any, ...]]]
-    dicts: Sequence[dict[Any, Any]]
-    holders: Sequence[Any]
-    reads: Sequence[Callable[[Any], Sequence[Any]]]
-    others: Sequence[ContainerContents]
-    counts: tuple[list[int], list[int], list[int]]
-    values: list[Any]
-
-    @classmethod
-    def of(
-        cls,
-        modules: Sequence[ModuleEntries],
-        containers: Sequence[ContainerContents],
-        tables: Sequence[dict[str, Any]],
-    ) -> _FlatContents:
-        dicts: list[dict[Any, Any]] = []
-        names: list[Any] = []
-        values: list[Any] = []
-        by_identity: list[ContainerContents] = []
-        by_value: list[ContainerContents] = []
-        for container in containers:
-            kind, holder, content = container
-            if type(holder) is dict and kind is _MAPPING:
-                name_count = len(content) // 2
-                dicts.append(holder)
-                names += content[:name_count]
-                values += content[name_count:]
-            else:
-                (by_identity if kind.same is is_ else by_value).append(container)
-        dicts += tables
-        sizes = [len(module.table) for module in modules]
-        lengths = [len(container.content) for container in by_identity]
-        entries = [
-            *[module.values for module in modules], names, *tables, values, *map(dict.values, tables),
-            *[container.content for container in by_identity],
-        ]  # fmt: skip
-        return cls(
-            [module.table for module in modules], [module.get for module in modules], dicts,
-            [container.holder for container in by_identity], [container.kind.read for container in by_identity],
-            by_value, (sizes, list(map(len, dicts)), lengths), list(chain.from_iterable(entries)),
-        )  # fmt: skip
-
-    @property
-    def are_current(self) -> bool:
-        """Whether all are as they were."""
+    def are_same() -> bool:
         try:
-            attributes = list(map(call, self.gets, self.modules))
+            attributes = list(map(call, gets, tables))
         except KeyError:
             return False
-        contents = list(map(call, self.reads, self.holders))
-        if (list(map(len, self.modules)), list(map(len, self.dicts)), list(map(len, contents))) != self.counts:
+        contents = list(map(call, reads, holders))
+        if (list(map(len, tables)), list(map(len, dicts)), list(map(len, contents))) != counts:
             return False
-        entries = chain.from_iterable(chain(attributes, self.dicts, map(dict.values, self.dicts), contents))
-        return all(map(is_, entries, self.values)) and all([
-            container.content == container.kind.read(container.holder) for container in self.others
+        entries = chain.from_iterable(chain(attributes, dicts, map(dict.values, dicts), contents))
+        return all(map(is_, entries, expected)) and all([
+            container.content == container.kind.read(container.holder) for container in by_value
         ])
+
+    return are_same
 
 
 def _with_weak_references(values: Iterable[Any]) -> list[Any]:
@@ -318,11 +264,18 @@ def values_alive(values: Sequence[Any]) -> list[Any]:
             for value in values]  # fmt: skip
 
 
-def _become(table: dict[str, Any], names: list[str], values: list[Any], others: Container[str]) -> None:
-    """Give a module's dict these entries and no more, but for `others`. One whose value is freed stays as it is."""
-    pairs = zip(names, values_alive(values), strict=True)
-    wanted = {name: table.get(name, FREED) if value is FREED else value for name, value in pairs}
-    for name in [name for name in table if name not in others and wanted.get(name, FREED) is FREED]:
+def _alive(holder: dict[Any, Any], content: list[Any]) -> dict[Any, Any]:
+    """The entries that a dict held. Those whose values are freed are as they stand there now."""
+    entries = values_alive(content)
+    pairs = zip(entries, entries[len(entries) // 2 :])  # noqa: B905  # names and values, one behind the other
+    wanted = {name: dict.get(holder, name, FREED) if value is FREED else value for name, value in pairs}
+    return {name: value for name, value in wanted.items() if value is not FREED}
+
+
+def _write_module(table: dict[str, Any], content: list[Any]) -> None:
+    """Give a module's dict these entries and no more, but for those that are kept elsewhere."""
+    wanted = _alive(table, content)
+    for name in [name for name in table if name not in _ELSEWHERE and name not in wanted]:
         del table[name]
     changed = {name: value for name, value in wanted.items() if value is not table.get(name, FREED)}
     if changed:
@@ -330,14 +283,12 @@ def _become(table: dict[str, Any], names: list[str], values: list[Any], others: 
 
 
 def _write(holder: Any, content: list[Any]) -> None:
-    """Give a container what it held, but for values that are freed: those of a dict stay as they are."""
-    entries = values_alive(content)
+    """Give a container what it held, but for values that are freed."""
     if isinstance(holder, dict):
-        pairs = zip(entries, entries[len(entries) // 2 :])  # noqa: B905  # names and values, one behind the other
-        wanted = {name: dict.get(holder, name, FREED) if value is FREED else value for name, value in pairs}
-        alive = {name: value for name, value in wanted.items() if value is not FREED}
-        entries = [*alive, *alive.values()]
-    write(holder, [value for value in entries if value is not FREED])
+        alive = _alive(holder, content)
+        write(holder, [*alive, *alive.values()])
+    else:
+        write(holder, [value for value in values_alive(content) if value is not FREED])
 
 
 def _write_slots(holder: Any, content: list[Any]) -> None:
@@ -368,6 +319,7 @@ _COUNTED = ContainerKind(
     lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), opens=False, same=eq
 )
 _MAPPING = ContainerKind(reader_of(dict), _write, _COUNTED)
+_MODULE = ContainerKind(list, _write_module)
 _OBJECT = ContainerKind(lambda holder: [], _write_nothing, opens=False, has_dict=True)
 _SLOTTED = ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
 OBJECTS = (_OBJECT, _SLOTTED, _SLOTTED._replace(has_dict=True))

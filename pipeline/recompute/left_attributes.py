@@ -16,41 +16,38 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeAlias
 
 from partition.containers import base_of
 from pipeline.recompute.attributes import FREED, Attributes, ContainerContents, values_alive
 
-_GONE = object()
+EntryPlace: TypeAlias = tuple[int, Any]  # the id of a dict and a name in it; the id of another container and _WHOLE
+_GONE, _WHOLE = object(), object()
 
 
 class Changes(NamedTuple):
-    """The entries in which two snapshots of attributes differ.
+    """The places in which two snapshots of attributes differ.
 
     Attributes:
-        entries: (dict, name), of modules, objects and dicts, by the id of the holder and the name.
-        containers: the ids of other containers.
+        places: with their containers.
         tensors: the ids of those that were written in place.
     """
 
-    entries: dict[tuple[int, Any], tuple[dict[Any, Any], Any]]
-    containers: list[int]
+    places: dict[EntryPlace, ContainerContents]
     tensors: set[int]
 
     @classmethod
     def between(cls, earlier: Attributes, later: Attributes) -> Changes:
-        before, contents = entries_of(earlier), contents_of(earlier)
-        entries = {
-            (key, name): (table, name)
-            for key, (table, now) in entries_of(later).items() if key in before
-            for name in {**before[key][1], **now} if before[key][1].get(name, _GONE) is not now.get(name, _GONE)
+        holders, holders_now = _by_id(earlier), _by_id(later)
+        before, after = _contents(holders), _contents(holders_now)
+        places = {
+            place: holders[place[0]]
+            for place in {**before, **after}
+            if place[0] in holders and place[0] in holders_now
+            and not _is_same(before.get(place, _GONE), after.get(place, _GONE))
         }  # fmt: skip
-        containers = [
-            key for key, container in contents_of(later).items()
-            if key in contents and not _are_same(values_alive(contents[key].content), container.content)
-        ]  # fmt: skip
-        return cls(entries, containers, earlier.written)
+        return cls(places, earlier.written)
 
 
 @contextmanager
@@ -68,13 +65,11 @@ def as_left(
     Raises:
         RuntimeError: something within took entries out of a container to which others have added.
     """
-    swaps = list(_swaps(snapshot, changes, is_shared))
-    for swap in swaps:
-        swap.begin()
-    try:
+    taken: list[ContainerContents] = []
+    with ExitStack() as stack:
+        for swap in _swaps(snapshot, changes, is_shared, taken):
+            stack.enter_context(swap)
         yield
-    finally:
-        taken = [swap for swap in swaps if not swap.end()]
     if taken:
         raise RuntimeError(
             f"a backward of {stage} took something out of a list, a set or a deque of a module to which "
@@ -85,110 +80,94 @@ def as_left(
 
 
 def _swaps(
-    snapshot: Attributes, changes: Sequence[Changes], is_shared: Callable[[int], bool]
-) -> Iterator[EntrySwap | ContainerSwap]:
-    changed = {key: pair for change in changes for key, pair in change.entries.items()}
+    snapshot: Attributes,
+    changes: Sequence[Changes],
+    is_shared: Callable[[int], bool],
+    taken: list[ContainerContents],
+) -> list[AbstractContextManager[None]]:
+    changed = {place: container for change in changes for place, container in change.places.items()}
     written = {key for change in changes for key in change.tensors}
-    left = entries_of(snapshot)
-    if written:  # in place, so that the attribute is the same
-        changed.update({
-            (key, name): (table, name) for key, (table, entries) in left.items() for name, value in entries.items()
-            if id(value) in written
-        })  # fmt: skip
-    for (key, name), (table, _) in changed.items():
-        _, entries = left.get(key, (table, {}))
-        value = entries.get(name, _GONE)
-        if value is not FREED and not is_shared(key):
-            yield EntrySwap(table, name, snapshot.copy_of(value))
-    contents = contents_of(snapshot)
-    for key in dict.fromkeys([key for change in changes for key in change.containers]):
-        if key in contents and not is_shared(key):
-            yield ContainerSwap(contents[key])
+    holders = _by_id(snapshot)
+    left = _contents(holders)
+    changed.update({place: holders[place[0]] for place, value in left.items() if id(value) in written})
+    swaps: list[AbstractContextManager[None]] = []
+    for place, container in changed.items():
+        key, name = place
+        value = left.get(place, _GONE)
+        if is_shared(key) or value is FREED:
+            continue
+        if name is not _WHOLE:
+            swaps.append(_entry_as(container.holder, name, snapshot.copy_of(value)))
+        elif value is not _GONE:
+            swaps.append(_container_as(container, value, taken))
+    return swaps
 
 
-class EntrySwap:
-    """One entry of a dict, which has another value within."""
+@contextmanager
+def _entry_as(table: dict[Any, Any], name: Any, value: Any) -> Iterator[None]:
+    """Within: an entry of a dict has this value. At the end that from before, unless it was set within."""
+    base = base_of(type(table))
 
-    def __init__(self, table: dict[Any, Any], name: Any, value: Any) -> None:
-        self._table = table
-        self._name = name
-        self._within = value
-        self._base = base_of(type(table))
-        self._present = self._value()
-
-    def _value(self) -> Any:
-        return self._base.get(self._table, self._name, _GONE)
-
-    def _set(self, value: Any) -> None:
+    def put(value: Any) -> None:
         if value is _GONE:
-            self._base.pop(self._table, self._name, None)
+            base.pop(table, name, None)
         else:
-            self._base.__setitem__(self._table, self._name, value)
+            base.__setitem__(table, name, value)
 
-    def begin(self) -> None:
-        """Set it."""
-        self._set(self._within)
-
-    def end(self) -> bool:
-        """Set what stood there, unless it was set to something else within. Returns True, as nothing is lost."""
-        if self._value() is self._within:
-            self._set(self._present)
-        return True
+    present = base.get(table, name, _GONE)
+    put(value)
+    try:
+        yield
+    finally:
+        if base.get(table, name, _GONE) is value:
+            put(present)
 
 
-class ContainerSwap:
-    """One list, set, deque, array or object with slots, which has other entries within."""
-
-    def __init__(self, container: ContainerContents) -> None:
-        self._container = container
-        self._within = list(container.content)
-        self._present = self._entries()
-
-    def _entries(self) -> list[Any]:
-        return list(self._container.kind.read(self._container.holder))
-
-    def begin(self) -> None:
-        """Set them."""
-        self._container.kind.write(self._container.holder, self._within)
-
-    def end(self) -> bool:
-        """Set what stood there, beside what was added within. Returns whether nothing was taken out of a sequence."""
-        kind, holder, _ = self._container
-        now, is_whole = self._entries(), True
-        if _are_same(now, self._within):
-            kind.write(holder, self._present)
+@contextmanager
+def _container_as(container: ContainerContents, within: _AllEntries, taken: list[ContainerContents]) -> Iterator[None]:
+    """Within: a list, set, deque, array or object with slots has these entries. At the end those from before, and what
+    was added within; if something was taken out of a sequence, it is added to `taken`."""
+    kind, holder, _ = container
+    present = [*kind.read(holder)]
+    kind.write(holder, within)
+    try:
+        yield
+    finally:
+        now = _AllEntries(kind.read(holder))
+        if _is_same(now, within):
+            kind.write(holder, present)
         elif isinstance(holder, (list, set, deque)):
             is_bounded = isinstance(holder, deque) and holder.maxlen is not None  # it drops its oldest by itself
-            is_whole = is_bounded or not _beyond(self._within, now)
-            kind.write(holder, [*self._present, *_beyond(now, self._within)])
-        return is_whole
+            if not is_bounded and _beyond(within, now):
+                taken.append(container)
+            kind.write(holder, [*present, *_beyond(now, within)])
 
 
-def entries_of(attributes: Attributes) -> dict[int, tuple[dict[Any, Any], dict[Any, Any]]]:
-    """The dicts of modules and objects, and other dicts, with what they held, by the id of the holder."""
-    tables: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {
-        id(module.table): (module.table, dict(zip(module.names, values_alive(module.values[1:]), strict=True)))
-        for module in attributes.modules
-    }
-    for container in attributes.containers:
-        table = container.table
-        if table is not None:
-            content = values_alive(container.content)
-            half = len(content) // 2
-            tables[id(container.holder)] = table, dict(zip(content[:half], content[half:], strict=True))
-    return tables
+class _AllEntries(list[Any]):
+    """All entries of a container."""
 
 
-def contents_of(attributes: Attributes) -> dict[int, ContainerContents]:
-    """Other containers whose entries are noted, by id."""
-    return {
-        id(container.holder): container for container in attributes.containers
-        if container.is_whole and container.table is None
-    }  # fmt: skip
+def _by_id(attributes: Attributes) -> dict[int, ContainerContents]:
+    """The containers whose entries are noted, by id."""
+    return {id(container.holder): container for container in attributes.containers if container.is_whole}
 
 
-def _are_same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all([a is b or type(a) is bytes and a == b for a, b in zip(one, other)])
+def _contents(containers: dict[int, ContainerContents]) -> dict[EntryPlace, Any]:
+    """The value of each entry of the dicts, and the entries of each other container."""
+    contents: dict[EntryPlace, Any] = {}
+    for key, container in containers.items():
+        if isinstance(container.holder, dict):
+            names, values = container.halves
+            contents.update({(key, name): value for name, value in zip(names, values_alive(values), strict=True)})
+        else:
+            contents[key, _WHOLE] = _AllEntries(values_alive(container.content))
+    return contents
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, _AllEntries) and isinstance(other, _AllEntries):
+        return len(one) == len(other) and all([a is b or type(a) is bytes and a == b for a, b in zip(one, other)])
+    return one is other
 
 
 def _beyond(one: list[Any], other: list[Any]) -> list[Any]:

@@ -59,8 +59,8 @@ class StageAttributes:
         self._unchanged: tuple[Attributes, Attributes] | None = None  # as a forward found and left it; all alive
         # By chunk: what it left; the number of changes until then; those of its recomputation.
         self._left: dict[int, tuple[Attributes | None, int, list[Changes]]] = {}
-        for holder in [part.table for part in self.first.modules] + [part.holder for part in self.first.containers]:
-            owners.setdefault(id(holder), set()).add(index)
+        for container in self.first.containers:
+            owners.setdefault(id(container.holder), set()).add(index)
 
     def __bool__(self) -> bool:
         return bool(self._current)
