@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,23 +35,8 @@ from pipeline.common.module_tables import ModuleTable, tables_of
 from pipeline.data.pytrees import checksums, same_checksums, share_memory, versions
 from pipeline.stage.swap import ParameterTables, Swap
 
-
-class _Parameters(NamedTuple):
-    """The parameters of a stage, each once, in the order of the modules.
-
-    Attributes:
-        real: those of the modules.
-        local: themselves, or their copies. Referenced, so that their addresses are not reused.
-        aliases: on the memory of `local`.
-        versions: of the real parameters, as the call begins. An alias of one at this place has the same.
-        trained: which aliases need a gradient.
-    """
-
-    real: Sequence[Tensor]
-    local: Sequence[Tensor]
-    aliases: Sequence[Tensor]
-    versions: tuple[int, ...]
-    trained: list[bool]
+# A parameter of the modules; itself, or its copy at this place; and the alias on the memory of that.
+AliasRow: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class Aliases:
@@ -105,14 +90,9 @@ class Aliases:
                 self._trained[id(alias)] = real, alias
         self._layers = layers
         self._stage = stage
-        parameters = list(reals.values())
-        self._all = _Parameters(
-            parameters, [local[key] for key in reals], list(aliases.values()), versions(parameters),
-            [alias.requires_grad for alias in aliases.values()],
-        )  # fmt: skip
-        self._copies = [  # parameter, copy, alias, its version
-            (*row, versions(row[2:])) for row in zip(*self._all[:3]) if row[1] is not row[0]
-        ]
+        self._rows = list(zip(reals.values(), [local[key] for key in reals], aliases.values(), strict=True))
+        # As the call begins: of the parameters (an alias of one at this place has the same), and of aliases of copies.
+        self._versions = versions(self._reals), versions([row[2] for row in self._rows if row[1] is not row[0]])
         self._modules = [module for module, _ in tables]
         self._tables = ParameterTables.of([  # of these modules
             (table, {name: aliases.get(id(real), real) for name, real in table.items()}) for _, table in tables
@@ -123,7 +103,7 @@ class Aliases:
         self._separate_sums: int | None = None  # the number of sums that have memory of their own, while there are any
         if compares:
             self._guard_aliases([alias for _, alias in self._trained.values()])
-        self._sums = checksums(self._all.aliases) if compares else []
+        self._sums = checksums(list(aliases.values())) if compares else []
 
     def __contains__(self, leaf: int) -> bool:
         return leaf in self._trained
@@ -144,9 +124,18 @@ class Aliases:
         return others
 
     @property
+    def _reals(self) -> list[Tensor]:
+        return [real for real, _, _ in self._rows]
+
+    @property
+    def _copies(self) -> list[AliasRow]:
+        """The rows of parameters that another place owns."""
+        return [row for row in self._rows if row[1] is not row[0]] if self._versions[1] else []
+
+    @property
     def owners(self) -> set[int]:
         """The ids of the real parameters."""
-        return set(map(id, self._all.real))
+        return set(map(id, self._reals))
 
     @property
     def used(self) -> list[Tensor]:
@@ -170,7 +159,7 @@ class Aliases:
     def stand_back(self, views: dict[int, Tensor]) -> Swap:
         """Within: `views` of the real parameters (by their ids) stand in the modules."""
         stand_ins: dict[int, Tensor] = {}  # by alias
-        for real, alias in zip(self._all.real, self._all.aliases):
+        for real, _, alias in self._rows:
             view = views.get(id(real), alias)
             stand_ins[id(alias)] = view if view.device == alias.device else view.to(alias.device)
         pairs = [
@@ -245,8 +234,7 @@ class Aliases:
         """Drop the aliases, and with them the copies."""
         self.ends.clear()
         self._guard_aliases(self._referenced)
-        self._all = _Parameters((), (), (), (), [])
-        self._copies.clear()
+        self._rows, self._versions = [], ((), ())
         self._tables = ParameterTables.of((), ())
         self._trained.clear()
 
@@ -255,11 +243,11 @@ class Aliases:
     def check_versions(self, chunk: int) -> None:
         """Raise if a parameter was written since F."""
         self._check_copies()
-        for real, then, now in self._written():
+        for (real, _, alias), then, now in self._written():
             raise CheckpointError(
-                f"parameter '{self._name_of(real)}' (shape {list(real.shape)}) of {self._stage} was changed in place "
-                f"between the forward and the recomputation of chunk {chunk}: it is at version {now}, expected version "
-                f"{then}. Step the optimizer after backward(). "
+                f"parameter '{self._name_of(alias)}' (shape {list(real.shape)}) of {self._stage} was changed in "
+                f"place between the forward and the recomputation of chunk {chunk}: it is at version {now}, expected "
+                f"version {then}. Step the optimizer after backward(). "
                 "If a layer writes it within its forward (nn.Embedding(max_norm=...), an initialisation from the "
                 "first data), use checkpoint='never', or let it write before: torch.no_grad() around "
                 "pipe.to_sequential()(x)."
@@ -269,70 +257,58 @@ class Aliases:
         """Raise if a forward set what only an alias got, or wrote a parameter past its version counter."""
         self._check_copies()
         self._check_flags()
-        copied = {id(real) for real, *_ in self._copies}
-        for real, _, _ in self._written() if copied else ():
-            if id(real) in copied:
+        for (real, local, alias), _, _ in self._written() if self._copies else ():
+            if local is not real:
                 raise RuntimeError(
-                    f"parameter '{self._name_of(real)}' of {self._stage} was written in place within this call, by "
+                    f"parameter '{self._name_of(alias)}' of {self._stage} was written in place within this call, by "
                     "the earlier stage at another place that owns it, or by other code: this stage computes with a "
                     "copy from before. Write it before the forward, in a torch.no_grad() block (for "
                     "nn.Embedding(max_norm=...): renormalise the weight there)."
                 )
-        for real in self._moved():
-            raise RuntimeError(
-                f"parameter '{self._name_of(real)}' of {self._stage} got new data within the forward (param.data "
-                "= ...). Write it in place before the forward, in a torch.no_grad() block."
-            )
-        if not self._sums or versions(self._all.real) != self._all.versions:
+        for _, local, alias in self._rows:
+            is_strided = alias.layout is local.layout is torch.strided
+            if alias.layout is not local.layout or is_strided and alias.data_ptr() != local.data_ptr():
+                raise RuntimeError(
+                    f"parameter '{self._name_of(alias)}' of {self._stage} got new data within the forward (param.data "
+                    "= ...). Write it in place before the forward, in a torch.no_grad() block."
+                )
+        if not self._sums or versions(self._reals) != self._versions[0]:
             return
-        if not same_checksums(self._sums, checksums(self._all.aliases)):
+        if not same_checksums(self._sums, checksums([alias for _, _, alias in self._rows])):
             raise CheckpointError(
                 f"a forward of {self._stage} wrote a parameter through .data, unseen by autograd: chunks that run in "
                 "another order would see other values. Write it before the forward, in a torch.no_grad() block."
             )
 
-    def _written(self) -> Iterator[tuple[Tensor, int, int]]:
-        """The real parameters that were written in place, with their versions then and now."""
-        then, now = self._all.versions, versions(self._all.real)
-        if then != now:
-            yield from [row for row in zip(self._all.real, then, now) if row[1] != row[2]]
+    def _written(self) -> Iterator[tuple[AliasRow, int, int]]:
+        """Those of the parameters that were written in place, with their versions then and now."""
+        then, now = self._versions[0], versions(self._reals)
+        if now != then:
+            yield from [row for row in zip(self._rows, then, now) if row[1] != row[2]]
 
     def _check_flags(self) -> None:
         """Raise if a forward froze or unfroze a parameter, or registered a hook on it: its alias alone got that."""
-        trained = [alias.requires_grad for alias in self._all.aliases]
-        for real, now, then in zip(self._all.real, trained, self._all.trained) if trained != self._all.trained else ():
-            if now != then and now != real.requires_grad:
+        for real, _, alias in self._rows:
+            now = alias.requires_grad
+            if now != real.requires_grad and now != (id(alias) in self._trained):
                 raise RuntimeError(
-                    f"a forward of {self._stage} set requires_grad of parameter '{self._name_of(real)}' to {now}. An "
+                    f"a forward of {self._stage} set requires_grad of parameter '{self._name_of(alias)}' to {now}. An "
                     "alias of this call stands in for it there, so the parameter did not get it. Set it before the "
                     "call."
                 )
-        before_sum = [alias._backward_hooks for alias in self._all.aliases]
-        behind_sum = [alias._post_accumulate_grad_hooks for alias in self._all.aliases]
-        are_hooked = any(before_sum) or any(behind_sum)
-        for real, before, behind in zip(self._all.real, before_sum, behind_sum) if are_hooked else ():
-            if before or behind and len(behind) > (self._guard in behind):
+            behind_sum = alias._post_accumulate_grad_hooks
+            if alias._backward_hooks or behind_sum and len(behind_sum) > (self._guard in behind_sum):
                 raise RuntimeError(
-                    f"a forward of {self._stage} registered a hook on parameter '{self._name_of(real)}'. An alias of "
+                    f"a forward of {self._stage} registered a hook on parameter '{self._name_of(alias)}'. An alias of "
                     "this call stands in for it there, so the hook would be lost. Register it once, before the call."
                 )
 
-    def _moved(self) -> list[Tensor]:
-        """The real parameters whose aliases got other memory."""
-        present, expected = (
-            [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
-            for tensors in (self._all.aliases, self._all.local)
-        )
-        if present == expected:
-            return []
-        return [real for real, one, other in zip(self._all.real, present, expected) if one != other]
-
     def _check_copies(self) -> None:
         """Raise if a forward wrote a copy."""
-        for real, local, alias, version in self._copies:
-            if versions([alias]) != version or alias.data_ptr() != local.data_ptr():
+        for (_, local, alias), version in zip(self._copies, self._versions[1]):
+            if versions([alias]) != (version,) or alias.data_ptr() != local.data_ptr():
                 raise RuntimeError(
-                    f"a forward of {self._stage} wrote parameter '{self._name_of(real)}', which it shares with an "
+                    f"a forward of {self._stage} wrote parameter '{self._name_of(alias)}', which it shares with an "
                     "earlier stage at another place: it has a copy for this call. Write it in place before "
                     "the forward, in a torch.no_grad() block."
                 )
@@ -348,9 +324,8 @@ class Aliases:
             "in a local variable, or pass it to torch.func.functional_call."
         )
 
-    def _name_of(self, real: Tensor) -> str:
+    def _name_of(self, alias: Tensor) -> str:
         """The name of a parameter where it stands first."""
-        (alias,) = [alias for parameter, alias in zip(self._all.real, self._all.aliases) if parameter is real]
         tables = zip(self._modules, self._tables.stand_ins)
         return next(
             self._path(module, name) for module, table in tables for name, value in table.items() if value is alias
