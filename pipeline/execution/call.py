@@ -135,8 +135,8 @@ class Call:
         self._drive(0, self._work(retain=False), listener)
 
     def _learn_draws(self, listener: Listener | None) -> None:
-        for stage in self.stages if listener is not None else ():
-            stage.learn_draws()
+        if listener is not None:
+            self.execution.generators.seeds_host = True
 
     def check_forwards(self, memory: bool = True) -> None:
         """Raise if a forward made numbers depend on the order of the chunks. Called after all forwards.
@@ -155,11 +155,11 @@ class Call:
         self.execution.check_snapshots({stage.layers.index: stage.snapshot for stage in self.stages})
 
     def _rewind(self) -> None:
-        """Return to the state before the first action. From now on every stage holds the host's generators."""
+        """Return to the state before the first action. From now on every stage gets its seeds."""
         for stage in self.stages:
             stage.rewind()
             stage.snapshot.roll_attributes_back()
-            stage.learn_draws()
+        self.execution.generators.seeds_host = True
         if self._loss_end is not None:
             self._loss_end.forget()
         self.outputs = []
@@ -219,8 +219,8 @@ class Call:
         self.is_released = True
 
     def _drive(self, number: int, work: WorkTable, listener: Listener | None) -> None:
-        draws = any([stage.may_draw for stage in self.stages])
         generators = self.execution.generators
+        draws = generators.seeds_host
         if not draws:
             generators.keep_all()
         try:

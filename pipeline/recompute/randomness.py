@@ -155,10 +155,12 @@ class GeneratorGuard:
 
     Attributes:
         touches: how often one was put back within, or a switch of the process changed, as far as that was counted.
+        seeds_host: whether layers get their seeds in those of the host, or nothing draws from them.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.touches = Touches()
+        self.seeds_host = True
         self._of_torch = (torch.default_generator, *accelerators.default_generators(devices))
         self._states: States = []
         self._has_all = False
@@ -189,8 +191,7 @@ class GeneratorGuard:
         """
         if self.touches.count:
             return False
-        of_host = [(generator, state) for generator, state in self._states if generator in _OF_HOST]
-        return all([same_state(state, generator.get_state()) for generator, state in of_host])
+        return _stand_at([(generator, state) for generator, state in self._states if generator in _OF_HOST])
 
 
 class Seeder:
@@ -199,64 +200,54 @@ class Seeder:
     Args:
         seed: of the call.
         devices: where the layers compute.
-        guard: puts the generators back at the end.
+        guard: puts the generators back at the end; says whether those of the host are seeded.
+        learns: whether to find out if anything draws from the host's generators, or touches the process.
+
+    Attributes:
+        drew: whether something did.
     """
 
-    __slots__ = ("_arguments", "_keys", "_seeds", "_guard", "drew")
+    __slots__ = ("_keys", "_of_host", "_of_devices", "_guard", "_learns", "_untouched", "_touches", "drew")
 
-    def __init__(self, seed: int, devices: Iterable[torch.device], guard: GeneratorGuard) -> None:
-        self._arguments = seed, devices, guard
+    def __init__(
+        self, seed: int, devices: Iterable[torch.device], guard: GeneratorGuard, learns: bool = False
+    ) -> None:
         self._keys = _keys(seed)
-        self._seeds = [generator.manual_seed for generator in default_generators(devices)]
+        self._of_host = [generator.manual_seed for generator in _OF_HOST]
+        self._of_devices = [generator.manual_seed for generator in accelerators.default_generators(devices)]
         self._guard = guard
-        self.drew = False  # from a generator of the host: see LearningSeeder
+        self._learns = learns
+        self._untouched: list[Any] = []  # the states of the host's generators as they were seeded last
+        self._touches = 0
+        self.drew = False
+
+    def seed(self, chunk: int, layer: int) -> None:
+        """Seed the generators for what runs next."""
+        guard = self._guard
+        number = _combine(*self._keys, chunk, layer)
+        if guard.seeds_host:
+            if self._learns:
+                self.settle()
+            guard.keep_all()
+            for seed in self._of_host:
+                seed(number)
+            if self._learns:
+                self._untouched = [generator.get_state() for generator in _OF_HOST]
+                self._touches = guard.touches.count
+        for seed in self._of_devices:
+            seed(number)
 
     def settle(self) -> None:
         """Note the end of the work that was seeded last."""
-
-    def learning(self) -> LearningSeeder:
-        """A seeder of the same numbers that learns who draws."""
-        return LearningSeeder(*self._arguments)
-
-    def seed(self, chunk: int, layer: int) -> None:
-        self._guard.keep_all()
-        number = _combine(*self._keys, chunk, layer)
-        for seed in self._seeds:
-            seed(number)
+        if self._untouched:
+            touched = self._guard.touches.count != self._touches
+            self.drew = self.drew or touched or not _stand_at(zip(_OF_HOST, self._untouched, strict=True))
+            self._untouched = []
 
 
-class LearningSeeder(Seeder):
-    """A seeder that finds out whether anything draws from the host's default generators, or touches the process."""
-
-    __slots__ = ("_untouched", "_touches")
-
-    def __init__(self, seed: int, devices: Iterable[torch.device], guard: GeneratorGuard) -> None:
-        super().__init__(seed, devices, guard)
-        self._untouched: list[Any] = []
-        self._touches = guard.touches.count
-
-    def seed(self, chunk: int, layer: int) -> None:
-        self.settle()
-        super().seed(chunk, layer)
-        self._untouched = [generator.get_state() for generator in _OF_HOST]
-        self._touches = self._guard.touches.count
-
-    def settle(self) -> None:
-        self.drew = self.drew or bool(self._untouched) and self._guard.touches.count != self._touches
-        for generator, state in zip(_OF_HOST, self._untouched, strict=False):
-            self.drew = self.drew or not same_state(state, generator.get_state())
-        self._untouched = []
-
-
-class AcceleratorSeeder(Seeder):
-    """A seeder that leaves the default generators of the host alone."""
-
-    __slots__ = ()
-
-    def seed(self, chunk: int, layer: int) -> None:
-        number = _combine(*self._keys, chunk, layer)
-        for seed in self._seeds[len(_OF_HOST) :]:
-            seed(number)
+def _stand_at(states: Iterable[tuple[Generator, Any]]) -> bool:
+    """Whether generators are at these states."""
+    return all([same_state(state, generator.get_state()) for generator, state in states])
 
 
 def default_generators(devices: Iterable[torch.device]) -> tuple[Generator, ...]:

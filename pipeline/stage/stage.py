@@ -33,7 +33,7 @@ from pipeline.common.profiling import named
 from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
-from pipeline.recompute.randomness import AcceleratorSeeder, GeneratorGuard, LearningSeeder, Seeder, unobserved
+from pipeline.recompute.randomness import GeneratorGuard, Seeder, unobserved
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 from pipeline.stage.batchnorm import DeferredBatchNorms
 from pipeline.stage.external import ExternalLeaves
@@ -129,9 +129,7 @@ class StageRun:
         self._cut = InputCut(name, layers.index, is_of_caller)
         self.aliases = Aliases(modules, layers.numbered, name, self._cut.guard, compares and grad, bring, grad)
         self.external = ExternalLeaves(name, settings.shared.external)
-        learns = settings.threads and (compares or self.snapshot.key not in traits.draws_nothing)
-        kind = LearningSeeder if learns else AcceleratorSeeder if settings.threads else Seeder
-        self.seeder: Seeder = kind(settings.seed, [device], settings.generators)
+        self.seeder = Seeder(settings.seed, [device], settings.generators, learns=settings.threads)
         self._records: dict[int, ChunkRecord] = {}
         self._split = SplitBackward(name, split)
         self._saves_until_the_end = False  # a layer calls autograd within its forward
@@ -245,19 +243,9 @@ class StageRun:
         nodes = nodes if chunk in self._split else []
         return ChunkRecord(ChunkGraph(inputs, OutputEdges.of(outputs, self.ends_in_loss), nodes))
 
-    @property
-    def may_draw(self) -> bool:
-        """Whether it may draw from a default generator of the host: then it gets its seeds."""
-        return not isinstance(self.seeder, AcceleratorSeeder)
-
-    def learn_draws(self) -> None:
-        """Hold the host's generators, and find out whether that was needed."""
-        if not self.may_draw:
-            self.seeder = self.seeder.learning()
-
     def note_draws(self) -> None:
         """Record, after a phase, whether this stage drew from a default generator of the host."""
-        if isinstance(self.seeder, LearningSeeder):
+        if self._settings.threads and self._settings.generators.seeds_host:
             draws_nothing, key = self._settings.traits.draws_nothing, self.snapshot.key
             (draws_nothing.discard if self.seeder.drew else draws_nothing.add)(key)
 
