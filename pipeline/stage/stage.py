@@ -419,11 +419,8 @@ class StageRun:
             read: what the stage reads, attached to the caller's graph.
             views: for each real parameter (by id) the tensor to compute with.
         """
-        return run_in(self._settings.context, self._composed, chunk, read, views)
-
-    def _composed(self, chunk: int, read: Bundle, views: dict[int, Tensor]) -> Bundle:
-        with self._around_recomputation(chunk), self.aliases.stand_back(views):
-            outputs = self.layers.run(chunk, read.build(self.layer_inputs(chunk, read.tensors)), self.seeder.seed)
+        with self.aliases.stand_back(views):
+            outputs = self.rerun(chunk, read.build(self.layer_inputs(chunk, read.tensors)))
         refuse_tangents(outputs.tensors)
         self.snapshot.check_same(chunk, outputs.tensors)
         self.external.check_reached(chunk, outputs.tensors)
