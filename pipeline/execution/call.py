@@ -119,7 +119,6 @@ class Call:
             listener: gets the sums of each stage as soon as its last backward has run. What it does with them cannot be
                 undone, so that this call runs no phase twice: all stages get their seeds.
         """
-        self._learn_draws(listener)
         with self, self.execution.generators:
             try:
                 self._drive_forward(listener)
@@ -133,10 +132,6 @@ class Call:
     def _drive_forward(self, listener: Listener | None) -> None:
         self.execution.feed(self.execution.setup.grad)
         self._drive(0, self._work(retain=False), listener)
-
-    def _learn_draws(self, listener: Listener | None) -> None:
-        if listener is not None:
-            self.execution.generators.seeds_host = True
 
     def check_forwards(self, memory: bool = True) -> None:
         """Raise if a forward made numbers depend on the order of the chunks. Called after all forwards.
@@ -173,7 +168,6 @@ class Call:
             retain: another backward may come.
             listener: as for `run_forward`.
         """
-        self._learn_draws(listener)
         self._resume()
         if self.execution.has_last:
             for chunk, chunk_grads in enumerate(grads):
@@ -220,7 +214,7 @@ class Call:
 
     def _drive(self, number: int, work: WorkTable, listener: Listener | None) -> None:
         generators = self.execution.generators
-        draws = generators.seeds_host
+        generators.seeds_host = draws = generators.seeds_host or listener is not None
         if not draws:
             generators.keep_all()
         try:

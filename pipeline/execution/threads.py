@@ -26,11 +26,10 @@ class SharedProgress:
 
     def __init__(self, before: Iterable[Action]) -> None:
         self.error: BaseException | None = None
-        self._done = set(before)
+        self._done: set[Action | int] = set(before)  # and the groups that have come to their end
         self._is_over = False  # stays: a thread whose start was interrupted may come when the error is gone
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # entered by its lock: Condition.__enter__ can be interrupted
-        self._ended: set[int] = set()  # groups at their end
 
     def wait(self, needs: Iterable[Action]) -> None:
         """Wait until these actions are done."""
@@ -40,10 +39,10 @@ class SharedProgress:
             if self._is_over:
                 raise _GroupStop
 
-    def note(self, action: Action) -> None:
-        """Note that an action is done."""
+    def note(self, done: Action | int) -> None:
+        """Note that an action is done, or that a group has come to its end."""
         with self._lock:
-            self._done.add(action)
+            self._done.add(done)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -54,16 +53,10 @@ class SharedProgress:
             self._is_over = True
             self._changed.notify_all()
 
-    def leave(self, group: int) -> None:
-        """Note that a group has come to its end."""
-        with self._lock:
-            self._ended.add(group)
-            self._changed.notify_all()
-
     def wait_for_end(self, group: int) -> None:
         """Wait until a group has come to its end."""
         with self._lock:
-            while group not in self._ended:
+            while group not in self._done:
                 self._changed.wait()
 
 
@@ -100,7 +93,7 @@ def drive_threads(
         except BaseException as error:
             progress.fail(error)
         finally:
-            progress.leave(number)
+            progress.note(number)
 
     threads = [
         threading.Thread(target=copy_context().run, args=(run, number), name=f"pipe group {number}", daemon=True)
