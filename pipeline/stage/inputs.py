@@ -93,16 +93,6 @@ class InputCut:
         sizes = (len(tensors),) if len(read.trees) == 1 else [len(tree.tensors) for tree in read.trees]
         if True not in needs_grad:
             return StageInputs((None,) * len(tensors), [], sizes, None), tuple([tensor.detach() for tensor in tensors])
-        if False in needs_grad:
-            return self._enter_some(tensors, needs_grad, sizes)
-        leaves = tuple([self._leaf(tensor) for tensor in tensors])
-        arrived: list[Tensor | None] = [None] * len(leaves)
-        layer_inputs = enter(self.guard, arrived, tensors, leaves)
-        return StageInputs(leaves, arrived, sizes, layer_inputs[0].grad_fn), layer_inputs
-
-    def _enter_some(
-        self, tensors: Sequence[Tensor], needs_grad: Sequence[bool], sizes: Sequence[int]
-    ) -> tuple[StageInputs, tuple[Tensor, ...]]:
         leaves = tuple([self._leaf(tensor) if needs else None for tensor, needs in zip(tensors, needs_grad)])
         wanted = [leaf for leaf in leaves if leaf is not None]
         arrived: list[Tensor | None] = [None] * len(wanted)
