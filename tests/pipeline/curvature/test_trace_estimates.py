@@ -223,7 +223,9 @@ def test_the_looser_of_two_tolerances_ends_a_run_and_not_before_enough_draws() -
     assert trace(A, 100, abs=1e-9, rel=1e-9).stopped == "samples"
     assert trace(A, 100, method="xtrace", abs=1e9, min_samples=7).samples == 14
     assert trace(A, 100, method="hutch++", abs=1e9, min_samples=7, sketch=3).samples == 13
-    without, relative = (SampleSize(A, 100, "rademacher", rel, min_samples=2) for rel in (None, 0.1))
+    without, relative = (
+        SampleSize(A, 100, "rademacher", rel, None, 2, 0, None, None, 300.0) for rel in (None, 0.1)
+    )
     assert not without.is_reached(torch.ones(1), torch.zeros(1), 50)
     assert not relative.is_reached(torch.ones(2), torch.tensor([0.0, 0.2]), 50)
     assert relative.is_reached(torch.tensor([200.0]), torch.tensor([15.0]), 2)
