@@ -43,8 +43,10 @@ class StageTraits:
     """The traits of a Pipe's stages, by index, as validating calls have observed them."""
 
     draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # nor touches the process otherwise
+    writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
     writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # of which modules
+    only_reads: set[tuple[object, ...]] = field(default_factory=set)  # its input, with these training flags and shapes
 
 
 class _ChunkStart(NamedTuple):

@@ -4,8 +4,9 @@
     entry leaf, one number ----------------------------------^        gradients arrive here, at the Entry
 
 Whether a stage writes its input shows only afterwards: by version counters, and by value where it writes through
-`.data`. So chunk 0 computes on a copy of its input. A stage that writes gets a copy of every chunk; one that begins to
-write at a later chunk is an error.
+`.data`. So chunk 0 computes on a copy of its input in calls without gradients, in validating calls (1, 2, 4, 8, ...),
+and where training flags or shapes are new. A stage that writes gets a copy of every chunk; one that begins to write at
+a later chunk is an error. A recomputation gets a copy where the forward did: numbers depend on where memory begins.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import StrayGradientGuard, enter, mark
 from pipeline.data.pytrees import Bundle, Grads, copied, same_values, versions
+from pipeline.recompute.snapshot import StageTraits
 
 
 class StageInputs(NamedTuple):
@@ -57,31 +59,45 @@ class InputCut:
 
     Args:
         stage: how errors name the stage.
-        index: its number.
+        key: of its traits: its index and training flags.
+        traits: those that earlier calls have observed.
+        validates: whether to observe anew whether the stage writes its input.
         is_of_caller: whether what it reads is the caller's own, and no later check finds a write to it.
 
     Attributes:
         guard: what the stage's own backward opens.
-        writes: whether the stage writes its input. True until the first chunk shows that it does not.
+        writes: whether the stage writes its input. True until the first chunk, in this call or an earlier one, shows
+            that it does not.
         is_first: no chunk has run yet.
     """
 
-    def __init__(self, stage: str, index: int, is_of_caller: bool) -> None:
+    def __init__(
+        self, stage: str, key: tuple[int, tuple[bool, ...]], traits: StageTraits, validates: bool, is_of_caller: bool
+    ) -> None:
         self.guard = StrayGradientGuard(stage)
         self.writes = True
         self.is_first = True
         self._stage = stage
         self._leaf_description = f"the input of {stage}"
-        self._index = index
+        self._key = key
+        self._traits = traits
+        self._validates = validates
         self._is_of_caller = is_of_caller
+        self._first_is_copied = True
         self._leaves: dict[torch.device, Tensor] = {}
 
     def __contains__(self, leaf: int) -> bool:
         return leaf in map(id, self._leaves.values())
 
+    def begin(self, read: Bundle) -> None:
+        """Begin a forward: the first chunk is copied unless it is known that the stage only reads."""
+        if self.is_first:
+            self.writes = self._validates or self._read_key(read) not in self._traits.only_reads
+            self._first_is_copied = self.writes
+
     def layer_inputs(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors on which layers compute a chunk: these, or copies."""
-        if self.writes or self._is_of_caller or chunk == 0:
+        if self.writes or self._is_of_caller or chunk == 0 and self._first_is_copied:
             return tuple([copied(tensor) for tensor in tensors])
         return tensors
 
@@ -111,7 +127,7 @@ class InputCut:
         return self._leaves[device]
 
     def end(self, read: Bundle, versions_before: tuple[int, ...], layer_inputs: Sequence[Tensor]) -> None:
-        """End a forward: the first one shows whether the stage writes its input.
+        """End a forward: the first one on a copy shows whether the stage writes its input.
 
         Args:
             read: what was read.
@@ -119,17 +135,31 @@ class InputCut:
             layer_inputs: what the layers got.
 
         Raises:
-            CheckpointError: the stage wrote its input, and had not done so for the first chunk.
+            CheckpointError: the stage wrote its input, and had not done so before.
         """
-        if self.is_first:
-            self.is_first = False
-            self.writes = any(versions(layer_inputs)) or _differ(layer_inputs, read.tensors)  # copies: at 0
+        if self.is_first and self.writes:
+            self._observe(read, layer_inputs)
         elif versions(read.tensors) != versions_before:
-            changed = " The x of this call was changed: make it anew." if self._index == 0 else ""
+            self._traits.only_reads.discard(self._read_key(read))  # the next call copies
+            changed = " The x of this call was changed: make it anew." if self._key[0] == 0 else ""
             raise CheckpointError(
-                f"{self._stage} wrote its input in place, which it did not do before, for the first chunk. Write it "
-                "for every chunk or for none (for example x = x + 1 instead of x += 1)." + changed
+                f"{self._stage} wrote its input in place, which it did not do before: for the first chunk, or in "
+                "earlier calls. Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
+                + changed
             )
+        self.is_first = False
+
+    def _observe(self, read: Bundle, layer_inputs: Sequence[Tensor]) -> None:
+        index, traits = self._key[0], self._traits
+        if self._validates and _differ(layer_inputs, read.tensors):
+            traits.writes_unseen.add(index)
+        self.writes = index in traits.writes_unseen or any(versions(layer_inputs))  # a copy begins at version 0
+        if not self.writes:
+            traits.only_reads.add(self._read_key(read))
+
+    def _read_key(self, read: Bundle) -> tuple[object, ...]:
+        """The key of that trait. It has shapes: a stage may pad odd lengths and write the copy, and else its input."""
+        return *self._key, *[tensor.shape[1:] for tensor in read.tensors]
 
 
 def _differ(layer_inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:

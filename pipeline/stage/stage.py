@@ -126,7 +126,7 @@ class StageRun:
         )
         # Without gradients no check finds a later chunk written through `.data`, which is the caller's own tensor.
         is_of_caller = layers.index == 0 and not grad
-        self._cut = InputCut(name, layers.index, is_of_caller)
+        self._cut = InputCut(name, self.snapshot.key, traits, compares or not grad, is_of_caller)
         self.aliases = Aliases(modules, layers.numbered, name, self._cut.guard, compares and grad, bring, grad)
         self.external = ExternalLeaves(name, settings.shared.external)
         self.seeder = Seeder(settings.seed, [device], settings.generators, learns=settings.threads)
@@ -157,6 +157,7 @@ class StageRun:
         """
         read, needs_grad = _read(inbox)
         versions_before = versions(read.tensors)
+        self._cut.begin(read)
         self.layers.outputs.begin()
         grad = self._settings.grad
         if grad or keep:

@@ -113,7 +113,8 @@ def test_a_sequential_with_state_dict_hooks_is_refused() -> None:
         Pipe(plain)
 
 
-def test_a_stage_that_writes_its_input_past_the_version_counters_gets_a_copy_in_every_call() -> None:
+def test_deepcopies_know_what_their_original_found_out() -> None:
+    """A stage that writes its input past the version counters is found on calls 1, 2, 4, ..., and remembered."""
     import copy
 
     def sneaky(x: Tensor) -> Tensor:
