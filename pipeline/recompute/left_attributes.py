@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import starmap
 from typing import Any, NamedTuple, TypeAlias
 
 from partition.containers import base_of
@@ -91,36 +92,39 @@ def _swaps(
     left = _contents(holders)
     changed.update({place: holders[place[0]] for place, value in left.items() if id(value) in written})
     swaps: list[AbstractContextManager[None]] = []
+    entries: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}  # by the id of a dict: it, and what it had
     for place, container in changed.items():
         key, name = place
         value = left.get(place, _GONE)
         if is_shared(key) or value is FREED:
             continue
         if name is not _WHOLE:
-            swaps.append(_entry_as(container.holder, name, snapshot.copy_of(value)))
+            entries.setdefault(key, (container.holder, {}))[1][name] = snapshot.copy_of(value)
         elif value is not _GONE:
             swaps.append(_container_as(container, value, taken))
-    return swaps
+    return [*swaps, *starmap(_entries_as, entries.values())]
 
 
 @contextmanager
-def _entry_as(table: dict[Any, Any], name: Any, value: Any) -> Iterator[None]:
-    """Within: an entry of a dict has this value. At the end that from before, unless it was set within."""
+def _entries_as(table: dict[Any, Any], within: dict[Any, Any]) -> Iterator[None]:
+    """Within: entries of a dict have these values. At the end those from before, in their order, unless set within."""
     base = base_of(type(table))
 
-    def put(value: Any) -> None:
+    def put(name: Any, value: Any) -> None:
         if value is _GONE:
             base.pop(table, name, None)
         else:
             base.__setitem__(table, name, value)
 
-    present = base.get(table, name, _GONE)
-    put(value)
+    present = {name: base.get(table, name, _GONE) for name in within}
+    for name, value in within.items():
+        put(name, value)
     try:
         yield
     finally:
-        if base.get(table, name, _GONE) is value:
-            put(present)
+        for name, value in present.items():
+            if base.get(table, name, _GONE) is within[name]:
+                put(name, value)
 
 
 @contextmanager

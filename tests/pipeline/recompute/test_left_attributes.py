@@ -232,6 +232,23 @@ def test_a_stack_of_several_chunks_is_refused(layer, checkpoint):
         pipe.step(x, y, loss_fn=nn.functional.mse_loss)
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_dict_keeps_its_order_where_some_chunks_have_gone_backward(checkpoint):
+    class Numbers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.numbers = nn.Linear(4, 4), {}
+
+        def forward(self, x):
+            self.numbers[len(self.numbers)] = None
+            assert list(self.numbers) == sorted(self.numbers)
+            return self.inner(x)
+
+    pipe = Pipe(nn.Sequential(*[Numbers() for _ in range(4)]), [1, 1, 1, 1], 6, checkpoint=checkpoint, schedule="1f1b")
+    pipe.step(torch.randn(6, 4), loss_fn=lambda output, _: output.mean())
+    assert all(list(layer.numbers) == sorted(layer.numbers) for layer in pipe)
+
+
 def test_what_a_caller_sets_between_forward_and_backward_counts():
     class Scaled(Keeps):
         factor = 1.0
