@@ -82,7 +82,9 @@ class Attributes:
             names, get = _getter(tuple(table))
             values = get(table)
             self.containers.append(ContainerContents(_MODULE, table, [*names, *keep(values)]))
-            self._look(values if table["_modules"] else values[1:], 0, package_of(type(module)), keep)
+            if table["_modules"]:
+                self.containers.append(ContainerContents.of(_MAPPING, table["_modules"], keep))
+            self._look(values[1:], 0, package_of(type(module)), keep)
         self.containers += [ContainerContents.of(_MAPPING, table, keep) for table in tables]
         self._visited.clear()
         self._are_same = _comparison(self.containers)

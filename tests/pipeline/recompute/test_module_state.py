@@ -577,3 +577,23 @@ def test_a_frozen_configuration_is_left_alone(checkpoint: str, entry: str) -> No
     for _ in range(3):
         run(pipe, rows(), entry)
     assert first.config == {"width": 3, "scales": [1.0, 2.0]}
+
+
+def test_a_list_behind_a_thousand_modules_with_children_counts_each_chunk_once():
+    class Expert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Identity()
+
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts, self.linear, self.log = nn.ModuleList([Expert() for _ in range(1100)]), linear(), []
+
+        def forward(self, x):
+            self.log.append(len(x))
+            return self.linear(x)
+
+    pipe = Pipe(nn.Sequential(Logs(), Logs()), [2], chunks=2, checkpoint="always")
+    run(pipe, rows(), "step")
+    assert [layer.log for layer in pipe] == [[3, 3], [3, 3]]
