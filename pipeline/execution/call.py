@@ -224,8 +224,9 @@ class Call:
             self._check_untouched(draws)
             raise
         self._check_untouched(draws)
+        setup = self.execution.setup
         for stage in self.stages:
-            stage.note_draws()
+            stage.note_draws(is_last=not setup.grad or number + 1 == len(setup.plan.phases))
 
     def _check_untouched(self, draws: bool) -> None:
         """Raise if the host's generators or torch's switches were touched, though no stage was to touch them."""

@@ -31,6 +31,6 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
         )
         for index, layers in execution.layers.items()
     ]
-    draw_nothing = all([stage.snapshot.key in setup.traits.draws_nothing for stage in stages])
+    draw_nothing = all([(stage.snapshot.key, setup.grad) in setup.traits.draws_nothing for stage in stages])
     execution.generators.seeds_host = setup.compares or not (execution.has_threads and draw_nothing)
     return stages

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from cover import examples, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -987,6 +988,27 @@ def test_a_backward_that_begins_to_draw_later_is_an_error_once() -> None:
     with pytest.raises(RuntimeError, match=words):
         pipe(normal(6, 4)).sum().backward()
     pipe(normal(6, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad])
+def test_forwards_alone_do_not_show_whether_a_backward_draws(context: Any) -> None:
+    """A recomputation of torch's own seeds the host's generators anew, and stages do so at the same time."""
+    model = nn.Sequential(*[OwnCheckpoint() for _ in range(3)]).double()
+    pipe = piped(model, [1, 1, 1], 4, "threads", checkpoint="never")
+    for _ in range(5):
+        with context():
+            pipe(normal(8, 4))
+    pipe(normal(8, 4)).sum().backward()
+    assert model[0].linear.weight.grad is not None
+
+
+class OwnCheckpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
 
 
 def tied_with_dropout() -> nn.Sequential:
