@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from partition.graph import nodes_of
+from pipeline.common.arguments import shown
 from pipeline.common.interrupts import DeferredSignals, calls_users_code
 from pipeline.distributed.wrapped import OF_PARTS, refuse_parts, refuse_reduced
 from pipeline.entry.eager_step import refuse_shared_memory
@@ -45,6 +46,7 @@ def eager_backward(
     Raises:
         RuntimeError: the loss depends on none of the parameters; a `.grad` is set already; other hooks use one;
             an earlier step is torn; a parameter was updated and then got another part of its gradient.
+        TypeError: update is no EagerUpdate.
         ValueError: retain_graph or create_graph.
 
     Example:
@@ -56,6 +58,8 @@ def eager_backward(
         >>> [parameter.grad for parameter in module.parameters()]
         [None, None, None, None]
     """
+    if not isinstance(update, EagerUpdate):
+        raise TypeError(f"update is {shown(update)}. Make it once before the steps: EagerUpdate(optimizer).")
     if retain_graph or create_graph:
         raise ValueError(
             f"{'create_graph' if create_graph else 'retain_graph'}=True keeps the graph for another backward, but an "

@@ -460,6 +460,12 @@ def test_parameters_in_one_memory_are_refused_before_anything_changes():
     assert torch.equal(module[0].weight, before)
 
 
+def test_an_optimizer_alone_is_refused():
+    module = linears("linear")
+    with pytest.raises(TypeError, match=r"update is .*SGD.*EagerUpdate\(optimizer\)"):
+        eager_backward(module(batch()[0]).sum(), sgd(module))
+
+
 @pytest.mark.parametrize("name", ["retain_graph", "create_graph"])
 def test_a_graph_that_is_to_be_kept_is_refused(name):
     module = linears("linear")
