@@ -139,6 +139,9 @@ class Outline(nn.Module):
             name: drop_others(root.get_submodule(name), copies.values(), references_of(module))
             for name, module in containers.items()
         }
+        leaves = {id(leaf) for module in containers.values() for leaf in tree_leaves(references_of(module))}
+        named = [*model.named_modules(), *model.named_parameters(remove_duplicate=False)]
+        self._referenced = [name for name, entry in named if name and id(entry) in leaves]
         self._copies = ModuleCopies(
             [(module, _shown(copies[id(module)])) for module in model.modules() if id(module) in kept], volatile
         )
@@ -219,6 +222,7 @@ class Outline(nn.Module):
         present = {id(unit_of(root, name)): unit for name, unit in units.items()}
         top = copied(root, lambda tensor: present.get(id(tensor), tensor), present, among=around)
         copies = {name: top.get_submodule(name) for name in self.settings}
+        present.update((id(unit_of(root, name)), unit_of(top, name)) for name in self._referenced)  # some are in units
         for name, keys in self._references.items():
             renew_references(copies[name], present, keys)
         return copies

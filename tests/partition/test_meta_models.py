@@ -123,8 +123,19 @@ class Hides(Chain):
         return x * self.hidden["scale"]
 
 
-def test_parameters_beside_the_tables_of_a_model_are_found_by_their_names():
-    agree(Hides, ids(4), ids(3))
+class HidesWhatAModuleHas(Chain):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Sequential(self.embed, nn.Linear(4, 4))
+        self.hidden = [self.embed[0].weight, self.embed[1]]
+
+    def finish(self, x, ids):
+        return self.hidden[1](x) @ self.hidden[0].T
+
+
+@pytest.mark.parametrize("build", [Hides, HidesWhatAModuleHas])
+def test_parameters_beside_the_tables_of_a_model_are_found_by_their_names(build):
+    agree(build, ids(4), ids(3))
 
 
 class HidesItsOwn(Hides):
