@@ -10,11 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from partition.models.as_found import Hook
 from partition.models.references import renew_references
@@ -95,8 +96,8 @@ class AbsentModule(Shadow):
         modules = {id(submodule): submodule for submodule in module.modules()}
         dropped = {
             key: is_done for key, is_done in volatile.items()
-            if key[0] in modules and not isinstance(vars(modules[key[0]]).get(key[1]), bool | int | float | str)
-        }  # it may read a number that it has, and set another
+            if key[0] in modules and not _are_plain(vars(modules[key[0]]).get(key[1]))
+        }  # it may read a number that it has, or an LSTM what its parameters were, and set another
         self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta"), dropped).eval(),)  # not as a child
         self._meta_outputs: OrderedDict[str, Any] = OrderedDict()
 
@@ -201,6 +202,10 @@ def shallow(module: nn.Module, volatile: VolatileAttributes = MappingProxyType({
     for name in ("forward", "_compiled_call_impl"):  # it is bound to the other
         attributes.pop(name, None)
     return module_copy
+
+
+def _are_plain(value: Any) -> bool:
+    return all(isinstance(leaf, bool | int | float | str | ref) for leaf in tree_leaves(value))
 
 
 def forget_oldest(cache: OrderedDict[Any, Any]) -> None:

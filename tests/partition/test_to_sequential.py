@@ -206,6 +206,24 @@ def test_dropout_and_running_statistics_are_the_same_however_it_is_cut(name):
     assert not same(called(model, x), called(model.eval(), x))  # there was something to be the same
 
 
+class Recurrent(Chain):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Sequential(self.embed, nn.LSTM(4, 4, batch_first=True), First())
+
+
+class First(nn.Module):
+    def forward(self, pair):
+        return pair[0]
+
+
+def test_a_model_with_an_lstm_may_be_cut_after_its_parameters_were_others():
+    model, x = Recurrent(), ids(4)
+    model(x)
+    model.embed[1].weight_hh_l0 = nn.Parameter(torch.ones(16, 4))  # its next forward sets its lists of parameters
+    assert torch.equal(to_sequential(model, x)(x), model(x))
+
+
 def test_a_number_that_the_beginning_computes_is_computed_again_where_it_is_used():
     layers = to_sequential(model := OnTheHost().eval(), ids(4))
     for x in (ids(3), ids(5)):
