@@ -95,7 +95,8 @@ def shares_of(
         if len(owners) + (name in inner_modules) > 1 and writes:
             raise PartitionError(
                 f"module {name!r} is called in several parts of the model, and writes its buffer {writes[0]!r}: each "
-                "part would write it for those before it, too. Let a module of its own stand in each place."
+                "part would write it for those before it, too. Let a module of its own stand in each place, or call it "
+                "once, with a tensor: then it is a layer."
             )
         for owner in owners:
             shares[owner][name] = unit
