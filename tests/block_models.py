@@ -830,6 +830,19 @@ class Refers(nn.Module):
         return self.heads["narrow"](x) + wide(sum(beside))  # type: ignore[operator, no-any-return]  # a module
 
 
+class RefersWithin(Chain):
+    """Its list holds what is in modules that are no blocks: a layer of its head, the numbers of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.ends = [self.head[0], self.embed.weight]
+
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        layer, table = self.ends
+        return layer(x) @ table.T
+
+
 class TwoNames(nn.Module):
     """The module that contains its blocks has two names, and is called by the second."""
 
@@ -966,6 +979,7 @@ MODELS = {
     "sizes": (Sizes, ids),
     "levels": (Levels, ids),
     "refers": (Refers, ids),
+    "refers within": (RefersWithin, ids),
     "two names": (TwoNames, ids),
     "nicknames": (Nicknames, ids),
     "repeats": (Repeats, ids),

@@ -140,7 +140,7 @@ class Outline(nn.Module):
             for name, module in containers.items()
         }
         leaves = {id(leaf) for module in containers.values() for leaf in tree_leaves(references_of(module))}
-        named = [*model.named_modules(), *model.named_parameters(remove_duplicate=False)]
+        named = [*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
         self._referenced = [name for name, entry in named if name and id(entry) in leaves]
         self._copies = ModuleCopies(
             [(module, _shown(copies[id(module)])) for module in model.modules() if id(module) in kept], volatile
