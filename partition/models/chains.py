@@ -171,7 +171,7 @@ def _chain(run: Sequence[ModuleCall]) -> BlockChain:
             "to_sequential(model, sample, blocks=[...])."
         )
     returned = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    dtypes = tuple([leaf.dtype if isinstance(leaf, Tensor) else None for leaf in hidden])
+    dtypes = tuple([leaf.dtype if isinstance(leaf, Tensor) and leaf.is_floating_point() else None for leaf in hidden])
     names = tuple([call.name for call in run])
     none = frozenset([place for place, leaf in enumerate(leaves) if leaf is None])
     entries, exits = [key for _, key in links], [exit for exit, _ in links]

@@ -130,7 +130,7 @@ class BlockChain(NamedTuple):
         returned: the leaves of what a block returns, None where there are tensors, and their tree.
         exits: which of them are the hidden state.
         none: which of them are None.
-        dtypes: of the hidden state that the first block is called with; None where that is no tensor.
+        dtypes: of the hidden state that the first block is called with; None where it is no floating-point tensor.
         first: the number of its first block among those of all chains.
     """
 

@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 from partition import PartitionError, split, to_sequential
 from partition.models.inputs import UnsentInputError
 from partition.models.outline import Outline
+from partition.models.parts import Block
 from pipeline import Pipe
 
 HALF, OTHER_HALF = (either(list(MODELS)[first::2], list(MODELS)) for first in range(2))
@@ -600,6 +601,13 @@ def test_a_call_that_is_not_like_the_sample_is_refused():
         layers({"ids": ids(2), "padding": [1, 2, 3]})
     with pytest.raises(PartitionError, match="the hidden state is torch.float64, and was torch.float32 when the model"):
         layers.double()(padded(2))
+
+
+def test_words_may_be_integers_of_another_type_where_their_embedding_is_a_block():
+    model, sample, inputs = made("sees")
+    layers, (words, images) = to_sequential(model.eval(), sample), inputs(3)
+    assert any(isinstance(layer, Block) and layer.block is model.words for layer in layers)
+    assert torch.equal(layers((words.int(), images)), model(words.int(), images))
 
 
 class Branches(Chain):
