@@ -243,7 +243,8 @@ class OutlineRun:
             # None where it was decided otherwise
             are_tensors = isinstance(argument, Tensor) and isinstance(tensor, Tensor)
             if are_tensors and not is_without_memory(argument) and storage_of(argument) not in self._before.storages:
-                _overwrite(argument, tensor)
+                with torch.set_grad_enabled(tensor.requires_grad):  # the model may call the block without gradients
+                    _overwrite(argument, tensor)
         if number == self._resume:
             self._rewind()
         outputs = self._outputs.get(number, {})

@@ -610,6 +610,22 @@ def test_words_may_be_integers_of_another_type_where_their_embedding_is_a_block(
     assert torch.equal(layers((words.int(), images)), model(words.int(), images))
 
 
+class WithoutGradients(Chain):
+    def forward(self, ids):
+        y = x = self.embed(ids)
+        with torch.no_grad():
+            for block in self.blocks:
+                y = block(y)
+        return x * y
+
+
+def test_what_blocks_are_called_with_without_gradients_has_them_behind_the_blocks():
+    model = WithoutGradients()
+    layers, x = to_sequential(model, ids(4), blocks="blocks"), ids(3)
+    pairs = [torch.autograd.grad(each(x).sum(), model.embed.weight) for each in (layers, model)]
+    assert same(*pairs)
+
+
 class Branches(Chain):
     def finish(self, x, ids):
         return x if ids.size(1) < 8 else x * (ids == 0).sum()
