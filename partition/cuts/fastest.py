@@ -5,7 +5,7 @@
 
 Dynamic programming is exact whatever times and bytes are; messages make them neither convex nor monotone. Few layers
 are in a stage, so short windows come first, and longer ones only until all that are left out take longer than the
-slowest stage that was found.
+slowest stage that was found, or fit nowhere.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +32,8 @@ def fastest(windows: Windows, caps: Floats) -> tuple[float, list[int]]:
     while True:
         slowest, _ = _best(windows.times(caps, width), numpy.maximum)
         limit = slowest * (1 + 1e-12)  # sums of floats that are equal but for rounding
-        if width == windows.layers or limit < windows.least_beyond(width):
+        beyond = windows.least_beyond(caps, width)
+        if beyond == inf or beyond > limit:
             break
         width = min(2 * width, windows.layers)
     if slowest == inf:
@@ -46,10 +47,13 @@ def fastest(windows: Windows, caps: Floats) -> tuple[float, list[int]]:
 
 def furthest(windows: Windows, caps: Floats) -> list[int]:
     """For each stage the last layer before which it can end; 0: nowhere."""
-    reached = numpy.arange(2 * windows.layers + 1) == 0
+    width = 1
+    while windows.least_beyond(caps, width) < inf:
+        width = min(2 * width, windows.layers)
+    reached = numpy.arange(windows.layers + 1 + width) == 0
     ends = []
-    for times in windows.times(caps, windows.layers):
-        possible = (times < inf) & reached[starts_of(windows.layers, windows.layers)]
+    for times in windows.times(caps, width):
+        possible = (times < inf) & reached[starts_of(windows.layers, width)]
         reached[1:windows.layers + 1], reached[0] = possible.any(axis=0), False
         ends.append(int(reached.nonzero()[0].max(initial=0)))
     return ends

@@ -67,6 +67,12 @@ class Layers:
         state, saved, read, late = map(self._table, (self.state, self.saved, self.read, self.late))
         return numpy.stack([state, saved, read + entry, 0 * state + loss, late])
 
+    @cached_property
+    def least(self) -> Floats:
+        """The same, but the fewest bytes of any run that has these layers and maybe more."""
+        backwards: Floats = numpy.minimum.accumulate(self.tables, axis=1)[:, :, ::-1]
+        return numpy.minimum.accumulate(backwards, axis=2)[:, :, ::-1]
+
     def _table(self, amounts: Amounts) -> Floats:
         """The same of one amount: what two layers share counts once where both are."""
         places = len(self.work) + 1

@@ -158,10 +158,15 @@ class Windows:
                 table[(of_stage.of(held) > caps[of_stage.rows, None, None]).any(axis=0)] = inf
             yield table
 
-    def least_beyond(self, width: int) -> float:
-        """The time of the fastest window of more layers than that, in any stage."""
-        return min(float((ends[width + 1:] - numpy.maximum.accumulate(begins)[:-width - 1]).min())
-                   for ends, begins in self._lines)
+    def least_beyond(self, caps: Floats, width: int) -> float:
+        """The time of the fastest window of more layers than that, in any stage that may hold one; inf: none may."""
+        starts = numpy.arange(self.layers - width)
+        held = self._held.least[:, starts, starts + width + 1] if self._count else numpy.empty(0)
+        return min([
+            float((ends[width + 1:] - numpy.maximum.accumulate(begins)[:-width - 1]).min())
+            for of_stage, (ends, begins) in zip(self._bytes, self._lines) if len(starts)
+            if not of_stage.rows or (of_stage.of(held) <= caps[of_stage.rows, None]).all(axis=0).any()
+        ], default=inf)  # fmt: skip
 
     def bytes(self, balance: Sequence[int]) -> Floats:
         """The bytes of each row, for the stages of a balance."""

@@ -250,6 +250,26 @@ def test_what_does_not_fit_is_said_of_a_stage_and_a_layer() -> None:
         cut_layers(layers, [StageSpec()] * 7)
 
 
+@pytest.mark.parametrize("memory", [12, 9])  # 9: nothing fits
+def test_windows_that_are_longer_than_memory_allows_are_not_looked_at(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths, times = [], windows.Windows.times
+
+    def noted(self: windows.Windows, caps: Any, width: int) -> Any:
+        widths.append(width)
+        return times(self, caps, width)
+
+    monkeypatch.setattr(windows.Windows, "times", noted)
+    layers = Layers([1.0] * 199 + [1000.0], *[amounts_of([Bytes(1)] * 200)] * 3, [0.0] * 201)
+    specs = [StageSpec(memory=memory, kept=0)] * 20
+    try:
+        assert max(cut_layers(layers, specs, (), of_one_stage(specs))) <= memory
+    except PartitionError as error:
+        assert memory == 9 and "end at layer 180 of 200" in str(error)
+    assert max(widths) <= 2 * 10  # layers per stage, of which any cut looks at twice as many
+
+
 def test_chunks_in_flight_move_layers_to_later_stages() -> None:
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)])
     measured = profile(model, torch.rand(64, 32), device="meta")
