@@ -54,9 +54,11 @@ def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> Non
                 f"'{name}' has spectral_norm, which moves its singular vectors in each forward of train mode, unseen "
                 "by autograd: the second derivative would be wrong. Analyse in eval mode (training=False)."
             )
-        looks_at_all = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        kind = getattr(module, "original_name", type(module).__name__)  # torch.jit keeps the name of the class alone
+        is_batch_norm = isinstance(module, _BatchNorm) or kind in _SCRIPTED_BATCH_NORMS
+        looks_at_all = is_batch_norm and (module.training or getattr(module, "running_mean", None) is None)
         if looks_at_all and chunks > 1:
-            raise ValueError(_of_all_rows(f"'{name}' ({type(module).__name__})"))
+            raise ValueError(_of_all_rows(f"'{name}' ({kind})"))
 
 
 def _has_spectral_norm(module: nn.Module) -> bool:
@@ -74,6 +76,7 @@ def _of_all_rows(layer: str) -> str:
     )
 
 
+_SCRIPTED_BATCH_NORMS = [kind.__name__ for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
 _BATCH_NORM_CALLS = (torch.batch_norm, functional.batch_norm)  # `training` is the sixth argument of both
 
 

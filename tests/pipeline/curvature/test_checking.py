@@ -243,6 +243,14 @@ def test_statistics_of_data_are_refused_where_no_graph_shows_them(at: int) -> No
     assert op.gradient() and (at == 1 or op.check().ok)  # where something is detached, differences see what it was of
 
 
+def test_a_compiled_batch_norm_that_sees_chunks_is_refused() -> None:
+    norm = torch.jit.script(nn.Sequential(nn.BatchNorm1d(6), nn.Tanh()))
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, 3)).double(), [1, 2], 3, devices=["cpu"] * 2)
+    with pytest.raises(ValueError, match=r"'1.0' \(BatchNorm1d\) normalises with the statistics of the rows"):
+        Hessian(pipe, data(), functional.cross_entropy, training=True).gradient()
+    assert Hessian(pipe, data(), functional.cross_entropy, training=False).gradient()
+
+
 def test_instance_norm_is_no_batch_norm() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), Layer(functional.instance_norm), nn.Flatten(),
                           nn.Tanh(), nn.Linear(8, 3)).double()
