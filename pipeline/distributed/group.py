@@ -51,10 +51,14 @@ class RankGroup:
         group: the process group.
         heartbeat: seconds without a sign of life after which a rank is given up.
         timeout: seconds without progress after which a call is given up.
+
+    Attributes:
+        members: the numbers of the ranks in the world.
     """
 
     def __init__(self, group: Any, heartbeat: float, timeout: float, number: int) -> None:
         self.group = group
+        self.members = dist.get_process_group_ranks(group)
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.device = _device(group)

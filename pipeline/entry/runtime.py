@@ -28,7 +28,6 @@ from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SCALES,
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.communicator import DataParallelCommunicator
-from pipeline.distributed.data_parallel.replicas import members
 from pipeline.distributed.data_parallel.shards import layout_of
 from pipeline.distributed.stale import StaleModules
 from pipeline.distributed.topology import PipeTopology
@@ -152,7 +151,7 @@ class Runtime:
     @property
     def world_ranks(self) -> Sequence[int]:
         """The ranks of the pipeline, as the world numbers them; in one process none."""
-        return () if self.topology is None else members(self.topology.ranks)
+        return () if self.topology is None else self.topology.ranks.members
 
     def communicator(self, entry: str, averages: bool = False) -> Communicator:
         """The processes that run one operation, a context: within it a failure on one rank fails all.

@@ -21,7 +21,7 @@ from pipeline.common.interrupts import Deferral
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.averager import ReplicaAverager
 from pipeline.distributed.data_parallel.gradient_means import ReplicaLostError, among_replicas
-from pipeline.distributed.data_parallel.replicas import Replicas, members
+from pipeline.distributed.data_parallel.replicas import Replicas
 from pipeline.distributed.data_parallel.shards import BucketLayout
 from pipeline.distributed.failure.errors import Failure, RankError, silence
 from pipeline.distributed.group import GRACE, RankGroup
@@ -126,7 +126,7 @@ class DataParallelCommunicator(Communicator):
         """The failure that the replicas' monitor knows, described for the pipeline."""
         ranks = self._replicas.ranks
         failure = ranks.monitor.verdict(GRACE) or ranks.lost(error, self._call)
-        location = f"{_WHERE[1]}(ranks {members(ranks)} of the world, here 0 to {ranks.size - 1})"
+        location = f"{_WHERE[1]}(ranks {ranks.members} of the world, here 0 to {ranks.size - 1})"
         return _located(failure, location)
 
     def _pass_on(self) -> None:
@@ -136,7 +136,7 @@ class DataParallelCommunicator(Communicator):
         failure = pipeline.monitor.verdict(0.0)
         if failure is None:
             failure = silence(pipeline.rank, self._call, "the call failed before it began.")
-        location = f"{_WHERE[0]}{ranks.rank} (ranks {members(pipeline)} of the world, here 0 to {pipeline.size - 1})"
+        location = f"{_WHERE[0]}{ranks.rank} (ranks {pipeline.members} of the world, here 0 to {pipeline.size - 1})"
         ranks.is_in_call = False
         ranks.monitor.fail(_located(failure, location))
         ranks.close()

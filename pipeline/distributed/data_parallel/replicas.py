@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.distributed.agreement import MismatchError, difference, digest, shapes_in_words
@@ -121,10 +120,10 @@ def find_replicas(group: Any, ranks: RankGroup | None, heartbeat: float, timeout
         return None
     replicas = ranks_of(group, heartbeat, timeout)
     if replicas is not None and ranks is not None:
-        common = sorted(set(members(replicas)) & set(members(ranks)))
+        common = sorted(set(replicas.members) & set(ranks.members))
         if len(common) > 1:
             raise ValueError(
-                f"replicas has ranks {members(replicas)} and group has ranks {members(ranks)}, so ranks {common} would "
+                f"replicas has ranks {replicas.members} and group has ranks {ranks.members}, so ranks {common} would "
                 "be replicas of each other and parts of one pipeline. Give the two dimensions of a DeviceMesh: "
                 'group=mesh["pp"], replicas=mesh["dp"].'
             )
@@ -139,14 +138,9 @@ def refuse(ranks: RankGroup, descriptions: Mapping[str, str]) -> NoReturn:
     """
     by_rank = ranks.exchange(dict(descriptions))
     raise MismatchError(
-        f"the replicas of a Pipe (ranks {members(ranks)} of the world, here 0 to {ranks.size - 1}) do not do the same: "
+        f"the replicas of a Pipe (ranks {ranks.members} of the world, here 0 to {ranks.size - 1}) do not do the same: "
         f"{difference(by_rank)}. All replicas run the same script, each with mini-batches of its own."
     )
-
-
-def members(ranks: RankGroup) -> list[int]:
-    """The numbers of some ranks in the world."""
-    return dist.get_process_group_ranks(ranks.group)
 
 
 def _place(pipeline: RankGroup | None) -> str:
