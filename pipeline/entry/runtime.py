@@ -53,6 +53,7 @@ class Request:
         grad: whether the call has gradients.
         keep: whether every chunk may have to be recomputed later, kept ones too.
         draws: whether the call draws a seed.
+        gathers: whether layers may gather statistics of a chunk's rows, as BatchNorm does.
         options: its arguments, by name, on which all ranks must agree.
         scaler: scales the loss, on all ranks by the same.
     """
@@ -62,6 +63,7 @@ class Request:
     options: Mapping[str, object]
     keep: bool = False
     draws: bool = True
+    gathers: bool = True
     scaler: torch.amp.GradScaler | None = None
 
 
@@ -173,7 +175,7 @@ class Runtime:
         self, batch: Batch, target: Batch, communicator: Communicator, options: Mapping[str, object]
     ) -> Setup:
         """The settings of a call with gradients, which runs the order of a step, seeds nothing, and keeps nothing."""
-        return self.agreed(Request(plan_step, True, options, draws=False), batch, communicator, target)
+        return self.agreed(Request(plan_step, True, options, draws=False, gathers=False), batch, communicator, target)
 
     def agreed(
         self,
@@ -228,10 +230,10 @@ class Runtime:
             seed=seed,
         )
         if batch.chunks > 1:
-            self._probe(setup, batch)
+            self._probe(setup, batch, request.gathers)
         return setup
 
-    def _probe(self, setup: Setup, batch: Batch) -> None:
+    def _probe(self, setup: Setup, batch: Batch, gathers: bool) -> None:
         """Check whether this mini-batch may be cut: in validating calls, counted in each of the modes.
 
         In one process also by the classes of modules, and which have hooks: what was put in since the last probe may
@@ -241,13 +243,13 @@ class Runtime:
         kinds = tuple([
             (type(module).__qualname__, not module._forward_pre_hooks, not module._forward_hooks) for module in modules
         ])
-        key = (self._flags(), kinds, 0 if self.topology is None else self.topology.ranks.generation)
+        key = (self._flags(), kinds, gathers, 0 if self.topology is None else self.topology.ranks.generation)
         if not self.history.probed.next(key):
             return
         try:
             plan = self.settings.plans.uncut(setup.plan.schedule)
             with named("probe"):
-                Probe(replace(setup, plan=plan), batch, not self.settings.mixes_rows).check()
+                Probe(replace(setup, plan=plan), batch, not self.settings.mixes_rows, gathers).check()
         except BaseException:
             self.history.probed.take_back(key)
             raise

@@ -54,11 +54,12 @@ class Probe:
         setup: of the call, with the plan of one uncut chunk.
         batch: the input of the call, cut. Of several mini-batches one with the most chunks is looked at.
         checks_rows: whether layers may not mix rows.
+        gathers: whether those may all the same that gather statistics of their rows.
     """
 
-    def __init__(self, setup: Setup, batch: Batch, checks_rows: bool) -> None:
+    def __init__(self, setup: Setup, batch: Batch, checks_rows: bool, gathers: bool) -> None:
         self._communicator = setup.communicator
-        self._checks_rows = checks_rows
+        self._checks_rows, self._gathers = checks_rows, gathers
         self._is_trained = setup.grad
         self._setup = replace(
             setup, recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(),
@@ -71,8 +72,6 @@ class Probe:
         own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         self._modules = modules_of([top for layers in own_stages for top in layers])
         self._modes: Sequence[bool] | None = None  # of each module, whether it is in train mode; None: the caller's
-        lanes = Counter(setup.plan.schedule.placement.lane_of)
-        self._shares_process = len(own_stages) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
 
     def check(self) -> None:
         """Raise if the mini-batch cannot be cut.
@@ -97,7 +96,7 @@ class Probe:
             reachable = ReachableState(self._modules)
             self._generators = reachable.generators
             self._undo = [reachable.put_back, contents.put_back]
-            if self._shares_process:
+            if self._stages_share_a_process():
                 self._check_order(alone, self._others())
             if self._batch.chunks == 1:  # of several mini-batches: it is not cut
                 return
@@ -118,6 +117,11 @@ class Probe:
                 self._modes = [module.training and not isinstance(module, _BatchNorm) for module in self._modules]
                 if self._communicator.exchange.any(any(self._modes)):
                     self._check_rows(alone, beside, self._run(alone), " in train mode")
+
+    def _stages_share_a_process(self) -> bool:
+        """Whether some process has several stages, which may leave something to each other."""
+        stages, lanes = len(self._setup.stages), Counter(self._setup.plan.schedule.placement.lane_of)
+        return all(map(self._communicator.topology.has, range(stages))) and stages > 1 or max(lanes.values()) > 1
 
     def _check_frequencies(self) -> None:
         """Raise if a layer divides its gradient by what it counts in all rows."""
@@ -188,7 +192,7 @@ class Probe:
         if not self._communicator.exchange.any(is_certain):
             return
         culprit = _first_to_differ(ours, theirs, partial(differs, least=0.0))  # what later layers have enlarged, too
-        is_excused = culprit is not None and (culprit.gathers or bool(when) and culprit.draws)
+        is_excused = culprit is not None and (self._gathers and culprit.gathers or bool(when) and culprit.draws)
         self._refuse(
             culprit, is_excused,
             f"mixes the rows of the mini-batch{when}: with other rows beside it, a row comes out otherwise"
@@ -207,7 +211,7 @@ class Probe:
         culprit = culprits[0] if len({run and run.number for run in culprits}) == 1 else None
         if not self._communicator.exchange.any(culprit is not None):
             return
-        is_excused = culprit is not None and (culprit.draws or culprit.gathers)
+        is_excused = culprit is not None and (culprit.draws or self._gathers and culprit.gathers)
         self._refuse(
             culprit, is_excused or not same(first.output, reference.output),
             "reads the number or the places of the rows of the mini-batch: at another place, among another number of "

@@ -141,6 +141,45 @@ def test_a_batch_norm_function_over_several_chunks_is_refused(shape, chunks, cut
         product(kind, middle, cut, shape, chunks=chunks)
 
 
+class Renamed(nn.BatchNorm1d):
+    """Compiled, it has no base class, and another name than torch's."""
+
+
+class WrittenOut(nn.Module):
+    """A batch norm of another class than torch's: nothing but what it computes tells that it is one."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+
+    def forward(self, x):
+        if not self.training:
+            return (x - self.mean) / self.var.sqrt()
+        mean, var = x.mean(0), x.var(0)
+        with torch.no_grad():
+            self.mean.lerp_(mean, 0.1)
+            self.var.lerp_(var, 0.1)
+        return (x - mean) / var.sqrt()
+
+
+@pytest.mark.probes
+@every_kind
+@pytest.mark.parametrize("build", [WrittenOut, lambda size: torch.jit.script(Renamed(size))], ids=["own", "compiled"])
+def test_another_batch_norm_that_writes_its_statistics_is_refused_over_several_chunks(build, kind):
+    """Though a step takes it, as it does torch's; also after one."""
+    with pytest.raises(ValueError, match="layer 1 .*mixes the rows of the mini-batch in train mode.*chunks=1"):
+        product(kind, build(8), training=True)
+    assert product(kind, build(8), training=True, chunks=1).isfinite().all()
+    once, cut = [product(kind, build(8), chunks=chunks) for chunks in (1, 2)]
+    torch.testing.assert_close(cut, once)
+    pipe = Pipe(model_of(build(8), 8), [2, 1], 2)
+    x, y = torch.randn(ROWS, 6, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0])
+    pipe.step(x, y, loss_fn=F.cross_entropy)
+    with pytest.raises(ValueError, match="layer 1 .*mixes the rows of the mini-batch in train mode"):
+        kind(pipe, (x, y), F.cross_entropy, training=True).gradient()
+
+
 @pytest.mark.parametrize("chunks", [2, ROWS])
 @pytest.mark.parametrize("affine", [True, False])
 def test_an_instance_norm_is_no_batch_norm(affine, chunks):
