@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +61,10 @@ def per_layer(
 
     options = {"show": show, "resume": resume, "save_every": save_every}
     settings = {"file": "eigenvalues by layers 2", "k": k, "which": which, "tol": tol, "seed": seed}
-    by_layer = _compute_by_layer(A, "layers", layers, pairs, settings, options)
-    traces = None
-    if samples is not None:
-        traces = A.layer_traces(layers, samples, seed=seed, **_beside(options, "traces"))
+    with _computed_by_layer(A, "layers", layers, pairs, settings, options) as by_layer:
+        traces = None
+        if samples is not None:
+            traces = A.layer_traces(layers, samples, seed=seed, **_beside(options, "traces"))
     return LayerSpectra(
         names=list(by_layer),
         sizes=[entry["size"] for entry in by_layer.values()],
@@ -114,19 +115,22 @@ def layer_densities(
 
     options = {"show": show, "resume": resume, "save_every": save_every}
     settings = {"file": "densities by layers 1", "steps": steps, "runs": runs, "seed": seed}
-    parts = _compute_by_layer(A, "densities of layers", layers_of(A.space, groups), density, settings, options)
-    return LayerDensities(A.name, parts)
+    layers = layers_of(A.space, groups)
+    with _computed_by_layer(A, "densities of layers", layers, density, settings, options) as parts:
+        return LayerDensities(A.name, parts)
 
 
-def _compute_by_layer(
+@contextmanager
+def _computed_by_layer(
     A: Operator,
     label: str,
     layers: Mapping[str, list[str]],
     compute: Callable[[Operator, dict[str, Any]], dict[str, Any]],
     settings: Mapping[str, Any],
     options: dict[str, Any],
-) -> dict[str, dict[str, Any]]:
-    """By layer what is computed of its block. What is done is saved after each layer."""
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """By layer what is computed of its block. What is done is saved after each layer, and the file removed at the end.
+    """
     settings = {**settings, "block": A.block, "layers": layers}
     at_once = {**options, "save_every": 0.0}
     of_layer = {**_beside(options, "layer"), "show": False}
@@ -136,7 +140,7 @@ def _compute_by_layer(
             if layer not in done:
                 done[layer] = compute(A.restricted(frozenset(names)), of_layer)
                 run.record(len(done), done, layer)
-    return done
+        yield done
 
 
 def _beside(options: dict[str, Any], label: str) -> dict[str, Any]:
