@@ -91,12 +91,20 @@ class RunFiles:
         return bool(self._space.rows(time.monotonic() - self._written >= self._every)[0])
 
     def write(self, step: int, state: SavedValue) -> None:
-        """Save the state after a step. A process that dies meanwhile leaves the last file whole."""
-        with replacing(self.path, ".part") as file:
-            on_host = tree_map_only(Tensor, Tensor.cpu, state)
-            torch.save({"settings": self._settings, "step": step, "state": on_host}, file)
-            if self._space.ranks > 1 and self.path.exists() and self._step_of(self.path) != step:
-                os.replace(self.path, self.before)
+        """Save the state after a step. A process that dies meanwhile leaves the last file whole.
+
+        Raises:
+            ResumeError: it cannot be saved.
+        """
+        try:
+            with replacing(self.path, ".part") as file:
+                on_host = tree_map_only(Tensor, Tensor.cpu, state)
+                torch.save({"settings": self._settings, "step": step, "state": on_host}, file)
+                if self._space.ranks > 1 and self.path.exists() and self._step_of(self.path) != step:
+                    os.replace(self.path, self.before)
+        except (OSError, RuntimeError) as error:  # where the disk is full, torch's writer raises one of its own
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise ResumeError(f"the run's state could not be saved at {self.path}: {reason}") from error
         self._written = time.monotonic()
 
     def remove(self) -> None:
@@ -108,8 +116,8 @@ class RunFiles:
         """Save what was reached, and tell with the error where it is; a failure to do so does not hide the error."""
         try:
             self.write(step, state)
-        except OSError as failure:
-            error.add_note(f"The run's state could not be saved at {self.path}: {failure}")
+        except ResumeError as failure:
+            error.add_note(str(failure))
         else:
             error.add_note(f"The run's state after {step} products is in {self.path}: call again to go on.")
 

@@ -235,6 +235,19 @@ def test_an_error_is_told_even_where_the_state_cannot_be_saved(tmp_path: Path) -
     assert "could not be saved" in caught.value.__notes__[0]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("values", [VALUES, torch.linspace(1, 6, 500).double()], ids=len)
+def test_a_full_disk_is_told_in_words_and_hides_no_error(values: Tensor, tmp_path: Path) -> None:
+    path, A = tmp_path / "top.pt", Interrupted(symmetric(values), [3])
+    (tmp_path / "top.pt.part").symlink_to("/dev/full")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        top_eigenpairs(A, resume=path, **WANTED)
+    assert f"could not be saved at {path}: [Errno 28] No space left" in caught.value.__notes__[0]
+    (tmp_path / "top.pt.part").symlink_to("/dev/full")
+    with pytest.raises(ResumeError, match="could not be saved at .*No space left"):
+        top_eigenpairs(A, resume=path, save_every=0, **WANTED)
+
+
 def test_a_folder_that_is_not_there_is_told_before_the_first_product(tmp_path: Path) -> None:
     A = DenseMap(symmetric(VALUES))
     with pytest.raises(ResumeError, match="none is no folder: make it"):
