@@ -145,6 +145,7 @@ def clip_grad_norm_(runtime: Runtime, max_norm: float, norm_type: float, error_i
         check_limit("max_norm", max_norm)
         check_norm_type(norm_type)
         check_flags(error_if_nonfinite=error_if_nonfinite)
-        communicator.open(lambda values: {"the arguments": f"{max_norm}, {norm_type}"}, draws=False)
+        words = f"{max_norm}, {norm_type}, error_if_nonfinite={error_if_nonfinite}"
+        communicator.open(lambda values: {"the arguments": words}, draws=False)
         named = list(runtime.module.named_parameters())
         return clip_grads(named, max_norm, norm_type, communicator, error_if_nonfinite)

@@ -426,6 +426,13 @@ def clip(odd: bool, size: int) -> object:
     return pipe.clip_grad_norm_(1.0 + odd)
 
 
+def clip_nonfinite(odd: bool, size: int) -> object:
+    """One rank alone would raise, and the others scale their gradients by nan."""
+    pipe = right(size)
+    (pipe(rows(7)) * torch.inf).sum().backward()
+    return pipe.clip_grad_norm_(1.0, error_if_nonfinite=odd)
+
+
 def no_backward(odd: bool, size: int) -> object:
     """One rank forgets the backward, and goes on to the next step."""
     pipe = right(size)
@@ -487,6 +494,6 @@ SCRIPTS: dict[str, Script] = {
         other_labels, other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch, width,
         batch_count, data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, plain_value, entry,
         forward_or_step, other_pipe, no_grad, input_grad, options, no_optimizer, autocast, mode, mode_by_type, clip,
-        no_backward, no_last_backward, other_backward, retain, extra_call, moved_buffer,
+        clip_nonfinite, no_backward, no_last_backward, other_backward, retain, extra_call, moved_buffer,
     )
 }  # fmt: skip

@@ -66,6 +66,7 @@ WORDS = {
     "mode": "the modes differ.*{odd}: .*eval.*{even}: .*train",
     "mode_by_type": r"the modes differ.*the same layers in eval mode, on every rank, by number: pipe\[1\]\.eval\(\)",
     "clip": "the arguments differ.*{odd}: 2.0.*{even}: 1.0",
+    "clip_nonfinite": "the arguments differ.*{odd}: .*error_if_nonfinite=True.*{even}: .*error_if_nonfinite=False",
     "no_backward": "the calls differ.*{odd}: step of.*{even}: backward of call",
     "no_last_backward": "the calls differ.*{odd}: evaluate of.*{even}: backward of call",
     "other_backward": "the calls differ.*{odd}: backward of call.*{even}: backward of call",
