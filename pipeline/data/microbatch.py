@@ -316,7 +316,8 @@ def described(batch: Batch) -> str:
         f"{' with gradient' if tensor.requires_grad else ''}"
         for tensor, cut in zip(tree.tensors, batch.cut, strict=True)
     )
-    return leaves if tree.skeleton is None else f"{describe(tree)} of {leaves}"
+    structure = [] if tree.skeleton is None else [describe(tree)]
+    return " of ".join([*structure, leaves] if leaves else structure)
 
 
 class _ShownShape:

@@ -358,6 +358,10 @@ def structure(odd: bool, size: int) -> object:
     return right(size).evaluate((rows(7),) if odd else rows(7), rows(7), loss_fn=square)
 
 
+def no_target(odd: bool, size: int) -> object:
+    return right(size).evaluate(rows(7), None if odd else rows(7), loss_fn=lambda out, *y: out.mean())
+
+
 def plain_value(odd: bool, size: int) -> object:
     return right(size).evaluate(rows(7), {"y": rows(7), "weight": 2 + odd}, loss_fn=lambda out, y: out.mean())
 
@@ -492,8 +496,8 @@ SCRIPTS: dict[str, Script] = {
         later_untie, later_tie_of_tied, assigned, later_chunks, later_schedule, values, target_values, shuffled,
         later_target, later_labels, later_input, later_order, later_whole, later_forward, later_evaluate, later_eager,
         other_labels, other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch, width,
-        batch_count, data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, plain_value, entry,
-        forward_or_step, other_pipe, no_grad, input_grad, options, no_optimizer, autocast, mode, mode_by_type, clip,
-        clip_nonfinite, no_backward, no_last_backward, other_backward, retain, extra_call, moved_buffer,
+        batch_count, data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, no_target, plain_value,
+        entry, forward_or_step, other_pipe, no_grad, input_grad, options, no_optimizer, autocast, mode, mode_by_type,
+        clip, clip_nonfinite, no_backward, no_last_backward, other_backward, retain, extra_call, moved_buffer,
     )
 }  # fmt: skip

@@ -54,6 +54,7 @@ WORDS = {
     "data_set_is_empty": "ValueError: the loader gave no mini-batch",
     "batch_dtype": r"the mini-batches differ.*{odd}: x float32\[7, 4\].*{even}: x float64\[7, 4\]",
     "structure": r"the mini-batches differ.*{odd}: x \(.*{even}: x float64\[7, 4\]",
+    "no_target": r"the mini-batches differ.*{odd}: x float64\[7, 4\], the target None[;.].*{even}: x float64",
     "plain_value": "the mini-batches differ.*{odd}: .*'weight': 3.*{even}: .*'weight': 2",
     "entry": "the calls differ.*{odd}: evaluate of.*{even}: step of",
     "forward_or_step": "the calls differ.*{odd}: forward of.*{even}: step of",
