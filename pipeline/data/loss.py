@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from math import ceil, log2
+from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -107,7 +108,7 @@ class Loss:
 
     @property
     def _name(self) -> str:
-        return _name(self.loss_fn)
+        return name_of(self.loss_fn)
 
     @property
     def all_rows(self) -> int:
@@ -399,7 +400,7 @@ def _call(loss_fn: LossFn, output: Any, target: Any) -> Any:
         if "appears to not have been used in the graph" not in str(error):
             raise
         raise RuntimeError(
-            f"{_name(loss_fn)} asks for a gradient by a tensor that its arguments do not depend on. In a step a loss "
+            f"{name_of(loss_fn)} asks for a gradient by a tensor that its arguments do not depend on. In a step a loss "
             "sees the output of the last stage alone: x, the target and parameters are not behind it. For a penalty on "
             "gradients call the Pipe: loss = loss_fn(pipe(x), target), torch.autograd.grad(loss, ..., "
             "create_graph=True), then backward() of both."
@@ -421,15 +422,24 @@ def _reduction(loss_fn: LossFn, requested: str | None) -> str:
             f"loss_reduction is {requested!r}. Use 'mean' or 'sum'; a loss_fn may also return (sum, count)."
         )
     if own_reduction == "none":
-        raise ValueError(f"{_name(loss_fn)} has reduction='none'. Use 'mean' or 'sum', or return (sum, count).")
+        raise ValueError(f"{name_of(loss_fn)} has reduction='none'. Use 'mean' or 'sum', or return (sum, count).")
     if own_reduction in REDUCTIONS and requested is not None and requested != own_reduction:
         raise ValueError(
-            f"loss_reduction is {requested!r} but {_name(loss_fn)} has reduction={own_reduction!r}. Give one of them."
+            f"loss_reduction is {requested!r} but {name_of(loss_fn)} has reduction={own_reduction!r}. Give one of them."
         )
     return requested or (own_reduction if own_reduction in REDUCTIONS else "mean")
 
 
-def _name(loss_fn: LossFn) -> str:
+def name_of(loss_fn: LossFn) -> str:
+    """The name of a loss function, or of its class.
+
+    Example:
+        >>> name_of(partial(torch.nn.functional.huber_loss, delta=0.5)), name_of(torch.nn.MSELoss())
+        ('huber_loss', 'MSELoss')
+    """
     if isinstance(loss_fn, partial):
-        return _name(loss_fn.func)
-    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
+        return name_of(loss_fn.func)
+    name = str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
+    if name == "<lambda>" and isinstance(loss_fn, FunctionType):
+        return f"the lambda of line {loss_fn.__code__.co_firstlineno}"
+    return name

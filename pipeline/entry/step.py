@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.cadence import validates
-from pipeline.data.loss import Loss, LossFn
+from pipeline.data.loss import Loss, LossFn, name_of
 from pipeline.data.loss_proof import LossCount
 from pipeline.data.microbatch import Batch, describe, gather
 from pipeline.data.pytrees import flatten
@@ -80,7 +80,10 @@ class LossArguments(NamedTuple):
     @property
     def options(self) -> dict[str, object]:
         """Those that all ranks must give alike."""
-        return {"loss_reduction": self.loss_reduction, "outputs": self.outputs, "trace": self.trace}
+        return {
+            "loss_fn": name_of(self.loss_fn), "loss_reduction": self.loss_reduction,
+            "outputs": self.outputs, "trace": self.trace,
+        }  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -394,6 +394,10 @@ def options(odd: bool, size: int) -> object:
     return stepped(right(size), loss_reduction="sum" if odd else "mean")
 
 
+def loss_function(odd: bool, size: int) -> object:
+    return right(size).step(rows(7), rows(7), loss_fn=nn.L1Loss() if odd else nn.MSELoss())
+
+
 def no_optimizer(odd: bool, size: int) -> object:
     pipe = right(size)
     return stepped(pipe, optimizer=None if odd else torch.optim.SGD(pipe.parameters(), lr=0.1))
@@ -497,7 +501,8 @@ SCRIPTS: dict[str, Script] = {
         later_target, later_labels, later_input, later_order, later_whole, later_forward, later_evaluate, later_eager,
         other_labels, other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch, width,
         batch_count, data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, no_target, plain_value,
-        entry, forward_or_step, other_pipe, no_grad, input_grad, options, no_optimizer, autocast, mode, mode_by_type,
+        entry, forward_or_step, other_pipe, no_grad, input_grad, options, loss_function, no_optimizer,
+        autocast, mode, mode_by_type,
         clip, clip_nonfinite, no_backward, no_last_backward, other_backward, retain, extra_call, moved_buffer,
     )
 }  # fmt: skip

@@ -62,6 +62,7 @@ WORDS = {
     "no_grad": "the options differ.*{odd}: gradients=off.*{even}: gradients=on",
     "input_grad": "the mini-batches differ.*{odd}: .*with gradient.*{even}: ",
     "options": "the options differ.*{odd}: loss_reduction=sum.*{even}: loss_reduction=mean",
+    "loss_function": "the options differ.*{odd}: loss_fn=L1Loss.*{even}: loss_fn=MSELoss",
     "no_optimizer": "the options differ.*{odd}: optimizer=NoneType.*{even}: optimizer=SGD",
     "autocast": "differ.*{odd}: .*autocast.*{even}: ",
     "mode": "the modes differ.*{odd}: .*eval.*{even}: .*train",

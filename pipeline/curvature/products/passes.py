@@ -26,7 +26,7 @@ from pipeline.curvature.products.loss_end import LossProduct
 from pipeline.curvature.products.matrices import FisherProduct
 from pipeline.curvature.products.task import OnResult, ProductTask
 from pipeline.curvature.space import HOST, Vec
-from pipeline.data.loss import Loss
+from pipeline.data.loss import Loss, name_of
 from pipeline.data.microbatch import scatter, scatter_like
 from pipeline.distributed.agreement import MINI_BATCHES
 from pipeline.execution.communicator import Communicator, Verdict
@@ -97,7 +97,7 @@ def _sum_minibatches(op: Operator, task: ProductTask, vector: int) -> tuple[floa
             options = {
                 "matrix": op.product.name, "vectors": task.number, "gradient": task.gradient,
                 "mini-batch": number, "its values": item.digest, "first vector": vector,
-                "loss_reduction": op.loss_reduction,
+                "loss_fn": name_of(op.loss_fn), "loss_reduction": op.loss_reduction,
             }  # fmt: skip
             with _prepared(op, op.seed + number):
                 seed = op.seed + number
