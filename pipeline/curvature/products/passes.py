@@ -76,14 +76,16 @@ def run_pass(
                 "the loss does not depend on any of the parameters: the output is detached, or params= leaves out "
                 "all that are used."
             )
-        for shard in itertools.chain(*sums) if total else ():
-            shard.div_(total)
-        return sums, torch.tensor(loss / (total or 1.0), **HOST)
+        if total:
+            for shard in itertools.chain(*sums):
+                shard.div_(total)
+        return sums, torch.tensor(loss, **HOST) / (1.0 if total is None else total)  # nan where nothing counts
 
 
-def _sum_minibatches(op: Operator, task: ProductTask, vector: int) -> tuple[float, float, bool]:
+def _sum_minibatches(op: Operator, task: ProductTask, vector: int) -> tuple[float | None, float, bool]:
     """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""
-    total, loss, reached = 0.0, 0.0, False
+    total: float | None = None
+    loss, reached = 0.0, False
     batches = iter(op.data)
     number, first, is_proven = 0, None, True
     while True:  # what fails on one rank, its data too, fails on all
@@ -104,7 +106,7 @@ def _sum_minibatches(op: Operator, task: ProductTask, vector: int) -> tuple[floa
                 verdict, own_loss = _minibatch(op, task, item, first, seed, options, communicator)
             assert verdict.loss is not None  # some rank has the last stage
             weight = 1.0 if verdict.divisor is None else verdict.divisor.item()
-            total += 0.0 if verdict.divisor is None else weight
+            total = total if verdict.divisor is None else (total or 0.0) + weight
             loss += verdict.loss.double().item() * weight if weight else 0.0  # where nothing counts it is nan
             reached, first = reached or verdict.reached, first or own_loss
             is_proven = is_proven and own_loss.is_proven

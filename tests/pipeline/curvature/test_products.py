@@ -709,6 +709,16 @@ def test_tokens_that_do_not_count_and_a_mini_batch_without_any_that_do(chunks):
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_where_no_token_counts_the_loss_is_torchs_and_the_gradient_zero(reduction, chunks):
+    x, labels = data_for("count", [5])[0]
+    loss, model = nn.CrossEntropyLoss(reduction=reduction), small()
+    op = Hessian(piped(small(), chunks), (x, labels.fill_(-100)), loss)
+    torch.testing.assert_close(op.loss(), loss(model(x), labels).detach(), equal_nan=True)  # 0 / 0, or a sum of nothing
+    assert not any(gradient.any() for gradient in op.gradient().values())
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
 def test_torchs_cross_entropy_with_weights_and_ignored_labels_is_the_sum_over_the_count(chunks):
     """As in `Pipe.step`, it is a mean over what counts, over all mini-batches too."""
     data = data_for("count", [5, 3])
