@@ -38,14 +38,14 @@ class Analysis(LinearMap):
 
     def inverse(
         self,
-        *,
         damping: float = 0.0,
+        *,
         tol: float = 1e-6,
         max_products: int | None = None,
         preconditioner: VecLike | None = None,
         method: str = "cg",
     ) -> Inverse:
-        """(A + damping I)^-1, whose products with vectors are linear systems: `H.inverse(damping=1e-3) @ v`.
+        """(A + damping I)^-1, whose products with vectors are linear systems: `H.inverse(1e-3) @ v`.
 
         Args:
             damping, tol, max_products, preconditioner, method; see `solve`.

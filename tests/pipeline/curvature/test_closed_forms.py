@@ -44,7 +44,7 @@ def test_a_natural_gradient_step_is_that_of_the_dense_fisher_information():
     inner = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     fisher = torch.einsum("nab,nc,nd->acbd", inner, x, x).reshape(12, 12) / 12
     gradient = G.gradient()["0.weight"].flatten()
-    step = G.inverse(damping=0.01, tol=1e-12) @ {"0.weight": gradient.view(4, 3)}
+    step = G.inverse(0.01, tol=1e-12) @ {"0.weight": gradient.view(4, 3)}
     expected = torch.linalg.solve(fisher + 0.01 * torch.eye(12).double(), gradient)
     torch.testing.assert_close(step["0.weight"].flatten(), expected, rtol=1e-9, atol=1e-12)
 
