@@ -30,6 +30,7 @@ from partition.errors import PartitionError
 from partition.models.as_found import Hook, is_same
 from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
+from partition.models.lost import LostTensor
 from partition.models.passing import PassingPlan
 from partition.models.references import drop_others, references_of, renew_references
 from partition.models.runs import (
@@ -41,7 +42,6 @@ from partition.models.runs import (
     chain_of,
     containers_of,
     numbers_of,
-    this_run,
 )
 from partition.models.shapes import MadeUpBuffer, TensorShape, is_without_memory
 from partition.models.shares import unit_of
@@ -54,6 +54,7 @@ from partition.models.stand_ins import (
     forget_oldest,
     rebuilt,
     shallow,
+    without_numbers,
 )
 from partition.names import OF_EVERY_MODULE, behaviour_of, places_of, starts
 
@@ -134,7 +135,7 @@ class Outline(nn.Module):
             calls = numbers[id(block)]
             is_shaping = any([number in shaping for number in calls])
             StandIn(block, volatile, copies, calls, is_shaping, hooks.get(id(block), ()))
-        root = rebuilt(model, _without_numbers, volatile, copies)
+        root = rebuilt(model, _around_blocks, volatile, copies)
         self._references = {
             name: drop_others(root.get_submodule(name), copies.values(), references_of(module))
             for name, module in containers.items()
@@ -205,13 +206,11 @@ class Outline(nn.Module):
         run.spare([*units.values(), *leaves, *absent])
         earlier = self._state(copies, given)
         args, kwargs = self.inputs.called(leaves)
-        token = this_run.set(run)
         try:
-            returned = copies[""](*args, **kwargs)
+            with run.entered():
+                returned = copies[""](*args, **kwargs)
         except OutlineRunEnd:
             returned = None
-        finally:
-            this_run.reset(token)
         self._check_kept(earlier, self._state(copies, given))
         return returned
 
@@ -295,12 +294,31 @@ class Outline(nn.Module):
         forget = partial(self._cache.entries.pop, key, None)
         inputs = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
         leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
+        self._check_arguments(run, leaves)
         versioned = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
         versions = [leaf._version for leaf in versioned.values()]
         with self._cache.lock:
             self._cache.entries[key] = _CachedArguments(inputs, run.calls, list(versioned.values()), versions)
             forget_oldest(self._cache.entries)
         return self.call_of_block(run.calls, number)
+
+    def _check_arguments(self, run: OutlineRun, leaves: Leaves) -> None:
+        """See that the leaves of blocks' arguments are here, but for those that travel there."""
+        travelling = [
+            {*chain_of(self.chains, number).entries, *[key for key, _ in self.passing.carried[number]]}
+            for number in range(len(run.calls))
+        ]
+        arriving = [call[key] for call, keys in zip(run.calls, travelling, strict=True) for key in keys]
+        if _count_lost(leaves) == _count_lost(arriving):
+            return
+        for number, call in enumerate(run.calls):
+            for key, leaf in call.leaves.items():
+                if key not in travelling[number]:
+                    run.here(leaf, f"argument {key[0]!r} of block {self.name_of(number)!r}")
+
+    def name_of(self, number: int) -> str:
+        """The name of a block."""
+        return [name for chain in self.chains for name in chain.blocks][number]
 
     def call_of_block(self, calls: Sequence[CallArguments], number: int) -> CallArguments:
         """The call of a block in a run.
@@ -309,11 +327,10 @@ class Outline(nn.Module):
             PartitionError: the run ended before.
         """
         if number >= len(calls):
-            name = [name for chain in self.chains for name in chain.blocks][number]
             raise PartitionError(
-                f"the model's forward ended before it called block {name!r}, which it called on the sample with which "
-                "it was cut. How many blocks it calls must not depend on what they compute; otherwise cut it with a "
-                "sample that is like this call."
+                f"the model's forward ended before it called block {self.name_of(number)!r}, which it called on the "
+                "sample with which it was cut. How many blocks it calls must not depend on what they compute; "
+                "otherwise cut it with a sample that is like this call."
             )
         return calls[number]
 
@@ -333,13 +350,14 @@ class Outline(nn.Module):
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device; without memory there where it has none here."""
-    return TensorShape.of(tensor).poison(device) if is_without_memory(tensor) else tensor.to(device)
+    if not is_without_memory(tensor):
+        return tensor.to(device)
+    return without_numbers(TensorShape.of(tensor).poison(device))
 
 
-def _without_numbers(tensor: Tensor) -> Tensor:
-    """The stand-in for a parameter, or a buffer, of a module that contains blocks, without numbers."""
-    has_numbers = not isinstance(tensor, nn.Parameter | MadeUpBuffer)
-    return tensor if has_numbers else TensorShape.of(tensor).poison(tensor.device)
+def _around_blocks(tensor: Tensor) -> Tensor:
+    """The stand-in for a parameter, or a buffer, of a module that contains blocks."""
+    return without_numbers(tensor) if isinstance(tensor, nn.Parameter | MadeUpBuffer) else tensor
 
 
 def _copy_in_eval_mode(module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]) -> None:
@@ -365,6 +383,10 @@ def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict
     excluded = OF_EVERY_MODULE | references_of(module).keys()
     attributes = {key: value for key, value in vars(module).items() if key not in excluded}
     return {key: value for key, value in attributes.items() if (id(module), key) not in volatile} | behaviour_of(module)
+
+
+def _count_lost(leaves: Leaves) -> int:
+    return sum([isinstance(leaf, LostTensor) for leaf in leaves])
 
 
 def _kept(values: dict[Any, Any]) -> _Kept:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from partition.contents import storage_of
 from partition.errors import PartitionError
@@ -235,7 +235,8 @@ class End(OutlinePart):
 
     def forward(self, value: PartValue) -> Any:
         run, leaves, device = _resumed_run(self.outline, len(self.outline.chains), value, self.modes)
-        return self._output(self.outline.run(run, leaves, device, self._units(), self.modes))
+        returned = self._output(self.outline.run(run, leaves, device, self._units(), self.modes))
+        return tree_map_only(Tensor, lambda tensor: run.here(tensor, "the output"), returned)
 
 
 def _resumed_run(
@@ -274,9 +275,10 @@ def _value_at(
     chain = outline.chains[number]
     call = outline.call_of_block(run.calls, chain.first)
     _check_whole(chain, outline.passing.keys(chain.first, number + 1), call)
-    arguments = {key: call[key] for key in outline.passing.keys(chain.first)}
-    values = outline.passing.filled(chain.first, arguments, values)
-    return tuple([call[key] for key in chain.entries]), travelling, values
+    keys = [*chain.entries, *outline.passing.keys(chain.first)]
+    given = {key: run.here(call[key], f"argument {key[0]!r} of block {chain.blocks[0]!r}") for key in keys}
+    values = outline.passing.filled(chain.first, given, values)
+    return tuple([given[key] for key in chain.entries]), travelling, values
 
 
 def _names_apart(name: str, module: nn.Module, shared_names: Collection[str]) -> Iterator[str]:

@@ -16,7 +16,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from partition.contents import storage_of, version_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
-from partition.models.shapes import is_without_memory, lost
+from partition.models.lost import LostTensor, filled, is_lost, lost
+from partition.models.shapes import is_without_memory
 
 ArgumentKey: TypeAlias = "tuple[int | str, int]"  # an argument, by its place or its name; and a place among its leaves
 
@@ -197,7 +198,35 @@ class OutlineRun:
         self._before = _TensorsBefore(set(map(id, arrived)), set(map(storage_of, arrived)))
         self._resume = resume
         self._rewind = rewind
+        self._filled = set[int]()  # storages
         self._hidden: list[tuple[Any, int]] = []  # by the last block that was reached: its hidden state, and versions
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within: it is the run under way."""
+        run, storages = this_run.set(self), filled.set(self._filled)
+        try:
+            yield
+        finally:
+            this_run.reset(run)
+            filled.reset(storages)
+
+    def here(self, value: Any, where: str) -> Any:
+        """A value that leaves the run.
+
+        Raises:
+            PartitionError: it was computed in another part, or from such a value, and has not arrived.
+        """
+        if not isinstance(value, LostTensor):
+            return value
+        with self.entered(), torch._C.DisableTorchFunctionSubclass():
+            if is_lost(value):
+                raise PartitionError(
+                    f"{where} is computed from what another part of the model computes, as it was not on the sample by "
+                    "which the model was cut, and that does not travel there. Cut the model with a sample that is like "
+                    "this call."
+                )
+            return value.as_subclass(Tensor)
 
     def spare(self, entries: Iterable[Any]) -> None:
         """Write into none of these, modules and tensors: what a part has is there, and inputs are the caller's."""
@@ -245,6 +274,7 @@ class OutlineRun:
             if are_tensors and not is_without_memory(argument) and storage_of(argument) not in self._before.storages:
                 with torch.set_grad_enabled(tensor.requires_grad):  # the model may call the block without gradients
                     _overwrite(argument, tensor)
+                self._filled.add(storage_of(argument))
         if number == self._resume:
             self._rewind()
         outputs = self._outputs.get(number, {})
@@ -313,9 +343,10 @@ this_run: ContextVar[OutlineRun] = ContextVar("run")
 
 def _overwrite(target: Tensor, source: Tensor) -> None:
     """Copy numbers into a tensor whose own were computed from nan, and to which no gradient goes: 0 * nan is nan."""
-    base = target if target._base is None else target._base
-    if base.grad_fn is not None:
-        base.detach_()
-    view = base.as_strided(target.size(), target.stride(), target.storage_offset())  # `target` may not know of that yet
-    index = tuple([slice(None) if stride else slice(1) for stride in target.stride()])  # an expanded one has each once
-    view[index].copy_(source[index])
+    with torch._C.DisableTorchFunctionSubclass():
+        base = target if target._base is None else target._base
+        if base.grad_fn is not None:
+            base.detach_()
+        view = base.as_strided(target.size(), target.stride(), target.storage_offset())  # `target` may not know of that
+        index = tuple([slice(None) if stride else slice(1) for stride in target.stride()])  # expanded: each once
+        view[index].copy_(source[index])

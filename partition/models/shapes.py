@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from math import nan, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from partition.contents import storage_of
+from partition.models.lost import poison_of
 
 
 class TensorShape(NamedTuple):
@@ -24,7 +25,7 @@ class TensorShape(NamedTuple):
 
     def poison(self, device: torch.device) -> Tensor:
         """A tensor without memory that no numbers may come from: nan, where there is one."""
-        return torch.full((), _poison(self.dtype), dtype=self.dtype, device=device).expand(self.shape)
+        return torch.full((), poison_of(self.dtype), dtype=self.dtype, device=device).expand(self.shape)
 
 
 class MadeUpBuffer(Tensor):
@@ -47,12 +48,3 @@ def is_whole(value: Any) -> bool:
         return False
     count = prod([size for size, stride in zip(value.shape, value.stride(), strict=True) if stride])
     return storage_of(value) >= 0 and value.untyped_storage().nbytes() == count * value.element_size()
-
-
-def lost(meta: Tensor, device: torch.device) -> Tensor:
-    """A tensor like one on the meta device, whose numbers no part may need."""
-    return torch.full(meta.shape, _poison(meta.dtype), dtype=meta.dtype, device=device)
-
-
-def _poison(dtype: torch.dtype) -> float:
-    return nan if dtype.is_floating_point or dtype.is_complex else 0

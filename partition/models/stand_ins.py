@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from partition.models.as_found import Hook
+from partition.models.lost import as_lost, lost
 from partition.models.references import renew_references
 from partition.models.runs import Switches, this_run
-from partition.models.shapes import TensorShape, lost
+from partition.models.shapes import TensorShape
 
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
 # have True there: the first forward alone sets that, since it does something once. transformers registers hooks so.
@@ -39,7 +40,7 @@ class Shadow(nn.Module):
 
     def __init__(self, module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]) -> None:
         super().__init__()
-        self.shadow = rebuilt(module, lambda tensor: TensorShape.of(tensor).poison(tensor.device), volatile, copies)
+        self.shadow = rebuilt(module, without_numbers, volatile, copies)
         copies[id(module)] = self
 
     def __getattr__(self, name: str) -> Any:
@@ -139,6 +140,11 @@ class AbsentModule(Shadow):
         module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: TensorShape.of(tensor).poison(device))
         with torch.no_grad():
             return module(*args, **kwargs)
+
+
+def without_numbers(tensor: Tensor) -> Tensor:
+    """The stand-in for a tensor that lies in another part."""
+    return as_lost(TensorShape.of(tensor).poison(tensor.device))
 
 
 def rebuilt(

@@ -152,7 +152,63 @@ def test_an_input_that_blocks_are_called_with_does_not_go_past_them():
             return self.head(torch.stack(found).mean(0) if average else h) + x
 
     parts = to_sequential(Averages(), (rows(), False))
-    assert parts((rows(), True)).isnan().all()  # a value of another part
+    with pytest.raises(PartitionError, match="the output is computed from what another part .*is like this call"):
+        parts((rows(), True))
+
+
+class Switching(Base):
+    """By a number of the input, blocks or the end are given what `how` makes of the embedding."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor], at_end: bool) -> None:
+        super().__init__()
+        self.how, self.at_end = how, at_end
+
+    def forward(self, x, other=None):
+        h = self.embed(x)
+        made = self.how(h) if x.max() > 50 else 1.0
+        for block in self.blocks:
+            h = block(h) if self.at_end or isinstance(made, float) else block(h, made)
+        return self.head(h) * (made if self.at_end else 1.0)
+
+
+HOW = {
+    "as it is": lambda h: h, "computed": torch.tanh, "a mask": lambda h: h > 0, "a part": lambda h: h[..., :1],
+    "whole numbers": lambda h: h.argmax(-1, keepdim=True), "chosen": lambda h: torch.where(h > 0, 1.0, 2.0),
+    "written": lambda h: h.mul_(2),
+}  # fmt: skip
+
+
+@WAYS
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("how", HOW)
+def test_what_another_part_computes_is_refused_where_only_a_later_call_needs_it(how, at_end, cut):
+    model, x = Switching(HOW[how], at_end).eval(), rows()
+    parts = cut(model, x)
+    torch.testing.assert_close(parts(x), model(x))
+    where = "the output" if at_end else "argument ('factor'|1) of block 'blocks.0'"
+    with pytest.raises(PartitionError, match=f"{where} is computed from what another part .* is like this call"):
+        parts(100 * x)
+
+
+SHAPES = {
+    "zeros_like": lambda h: torch.zeros_like(h) + 3, "new": lambda h: h.new_full((1,), 3.0),
+    "to": lambda h: three().to(h), "expand_as": lambda h: three().expand_as(h), "type_as": lambda h: three().type_as(h),
+    "size": lambda h: three() * h.size(1),
+}  # fmt: skip
+
+
+def three() -> Tensor:
+    return torch.full((1,), 3.0)
+
+
+@WAYS
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("how", SHAPES)
+def test_the_shape_and_type_of_what_another_part_computes_are_here(how, at_end, cut):
+    model, x = Switching(SHAPES[how], at_end).eval(), rows()
+    parts = cut(model, x)
+    for factor in (1, 100):
+        torch.testing.assert_close(parts(factor * x), model(factor * x))
 
 
 # ---------------------------------------------------------------------------------------------- what blocks are given
