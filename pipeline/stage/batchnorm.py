@@ -104,24 +104,14 @@ def check_deferrable(module: nn.Module) -> None:
     Raises:
         TypeError: a batch norm has other statistics than those of its own input.
     """
-    for path, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule) and "running_mean" in buffers_of(part):
+    for path, part in within_scope(module, nn.Module):
+        is_compiled = isinstance(part, torch.jit.ScriptModule) and "running_mean" in buffers_of(part)
+        if is_compiled or isinstance(part, _BatchNorm) and type(part).forward is not _BatchNorm.forward:
             raise TypeError(
-                f"deferred_batch_norm=True cannot put off layer '{path}', which torch.jit has compiled. Leave it as it "
-                "is, an nn.BatchNorm, or use deferred_batch_norm=False."
-            )
-    for path, norm in within_scope(module, _BatchNorm):
-        if isinstance(norm, nn.SyncBatchNorm):
-            raise TypeError(
-                f"deferred_batch_norm=True cannot put off layer '{path}', a SyncBatchNorm: its statistics are those of "
-                "several processes. Use nn.BatchNorm (torch's convert_sync_batchnorm is what made it), or "
-                "deferred_batch_norm=False."
-            )
-        if type(norm).forward is not _BatchNorm.forward:
-            raise TypeError(
-                f"deferred_batch_norm=True cannot put off layer '{path}', a {type(norm).__name__}: its forward is its "
-                "own, and may use momentum and running statistics in its own way. Put what it does besides into a "
-                "module of its own, around an nn.BatchNorm, or use deferred_batch_norm=False."
+                f"deferred_batch_norm=True cannot put off layer '{path}', a {type(part).__name__}: it is compiled by "
+                "torch.jit, or has a forward of its own, which may use momentum and running statistics in another way "
+                "(a SyncBatchNorm's are those of several processes). Use an nn.BatchNorm, with what the layer does "
+                "besides in a module around it, or deferred_batch_norm=False."
             )
 
 
