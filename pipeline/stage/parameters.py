@@ -289,18 +289,16 @@ class Aliases:
     def _check_flags(self) -> None:
         """Raise if a forward froze or unfroze a parameter, or registered a hook on it: its alias alone got that."""
         for real, _, alias in self._rows:
-            now = alias.requires_grad
+            now, change = alias.requires_grad, ""
             if now != real.requires_grad and now != (id(alias) in self._trained):
-                raise RuntimeError(
-                    f"a forward of {self._stage} set requires_grad of parameter '{self._name_of(alias)}' to {now}. An "
-                    "alias of this call stands in for it there, so the parameter did not get it. Set it before the "
-                    "call."
-                )
+                change = f"set requires_grad to {now} of"
             behind_sum = alias._post_accumulate_grad_hooks
             if alias._backward_hooks or behind_sum and len(behind_sum) > (self._guard in behind_sum):
+                change = "registered a hook on"
+            if change:
                 raise RuntimeError(
-                    f"a forward of {self._stage} registered a hook on parameter '{self._name_of(alias)}'. An alias of "
-                    "this call stands in for it there, so the hook would be lost. Register it once, before the call."
+                    f"a forward of {self._stage} {change} parameter '{self._name_of(alias)}'. An alias of this call "
+                    "stands in for it there, so the parameter did not get it. Do that once, before the call."
                 )
 
     def _check_copies(self) -> None:

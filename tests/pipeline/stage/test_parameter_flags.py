@@ -54,10 +54,10 @@ def flags(model):
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("what, words", [
-    ("frozen", "set requires_grad of parameter '1.layer.weight' to False.*Set it before the call"),
-    ("unfrozen", "set requires_grad of parameter '1.layer.weight' to True.*Set it before the call"),
-    ("hook", "registered a hook on parameter '1.layer.weight'.*Register it once, before the call"),
-    ("post hook", "registered a hook on parameter '1.layer.weight'.*Register it once, before the call"),
+    ("frozen", "set requires_grad to False of parameter '1.layer.weight'.*Do that once, before the call"),
+    ("unfrozen", "set requires_grad to True of parameter '1.layer.weight'.*Do that once, before the call"),
+    ("hook", "registered a hook on parameter '1.layer.weight'.*Do that once, before the call"),
+    ("post hook", "registered a hook on parameter '1.layer.weight'.*Do that once, before the call"),
 ])  # fmt: skip
 def test_what_only_an_alias_would_get_is_refused_and_nothing_is_left(what, words, chunks, checkpoint, how):
     model, plain, pipe = piped(what, chunks, checkpoint)
