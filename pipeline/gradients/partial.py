@@ -29,8 +29,7 @@ _overflows_are_shared: ContextVar[bool] = ContextVar("overflows_are_shared", def
 def is_part(pipe: nn.Module) -> None:
     """From now on refuse operations that take this rank's part of the Pipe's parameters for all of them."""
     if not _parts:
-        _check_norms()
-        _check_optimizers()
+        _check_torch()
     _parts.add(pipe)
 
 
@@ -41,79 +40,64 @@ def refuse_norm(gradients: Iterable[Tensor], instead: str = "pipe.clip_grad_norm
         gradients: whose norm is wanted, `.grad` of parameters; or the parameters, where a store has their gradients.
         instead: what sees all ranks' gradients.
     """
-    names = _part_among(gradients)
-    if names:
-        raise RuntimeError(
-            f"the norm of the gradients of {_few(names)} is not that of all gradients: other ranks have the other "
-            f"layers of the Pipe, and each would clip by another norm. Call {instead} on every rank: it takes the "
-            "norm over all of them. (For the norm of one layer's own gradients: torch.linalg.vector_norm and "
-            "torch.nn.utils.clip_grads_with_norm_.)"
-        )
+    _refuse(
+        gradients,
+        "the norm of the gradients of {} is not that of all gradients: other ranks have the other layers of the Pipe, "
+        f"and each would clip by another norm. Call {instead} on every rank: it takes the norm over all of them. (For "
+        "the norm of one layer's own gradients: torch.linalg.vector_norm and torch.nn.utils.clip_grads_with_norm_.)",
+    )
 
 
 def refuse_verdict(params: Iterable[Tensor]) -> None:
     """Raise if what is asked about the gradients of these parameters is decided by one rank's part of a Pipe's."""
-    names = _part_among(params)
-    if names:
-        raise RuntimeError(
-            f"is_finite() of the gradients of {_few(names)} does not see those of the layers that other ranks have: "
-            "one rank would skip the step, and another would make it. Use step(..., scaler=GradScaler(...)), which "
-            "asks all ranks; or ask each rank's own gradients (torch.isfinite), and let torch.distributed.all_reduce "
-            "with ReduceOp.MIN decide for all."
-        )
+    _refuse(
+        params,
+        "is_finite() of the gradients of {} does not see those of the layers that other ranks have: one rank would "
+        "skip the step, and another would make it. Use step(..., scaler=GradScaler(...)), which asks all ranks; or ask "
+        "each rank's own gradients (torch.isfinite), and let torch.distributed.all_reduce with ReduceOp.MIN decide for "
+        "all.",
+    )
 
 
-def _part_among(gradients: Iterable[Tensor]) -> list[str]:
-    """The names of the parameters of Pipes over ranks that these are, or whose gradients."""
-    ids = {id(gradient) for gradient in gradients} if _parts else set()
+def _refuse(tensors: Iterable[Tensor], words: str) -> None:
+    """Raise if some of these are parameters of Pipes over ranks, or their gradients. `words`: with {} for the names."""
+    ids = {id(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)} if _parts else set()
     named = [pair for pipe in _parts if ids for pair in pipe.named_parameters()]
-    return [name for name, param in named if id(param) in ids or id(param.grad) in ids]
+    names = [name for name, param in named if id(param) in ids or id(param.grad) in ids]
+    if names:
+        raise RuntimeError(words.format(", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])))
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
+def _check_torch() -> None:
+    """Put the checks before torch's total norm, every step of an L-BFGS and every search for overflows.
 
-
-def _check_norms() -> None:
-    """Put the check before torch's total norm, once in a process."""
-    total_norm = clip_grad._get_total_norm
-    if getattr(total_norm, "checks_parts", False):
-        return
-
-    @wraps(total_norm)
-    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        refuse_norm(tensors)
-        return total_norm(tensors, *args, **kwargs)
-
-    setattr(checked, "checks_parts", True)
-    setattr(clip_grad, "_get_total_norm", checked)
-    setattr(torch.nn.utils, "get_total_norm", checked)
-
-
-def _check_optimizers() -> None:
-    """Put the check before every step of an L-BFGS and every search for overflows, once in a process.
-
-    It is no hook of all optimizers, with which an EagerUpdate could not step.
+    They are no hooks of all optimizers, with which an EagerUpdate could not step.
     """
+    _checked(clip_grad, "_get_total_norm", lambda tensors, *args, **kwargs: refuse_norm(tensors))
+    setattr(torch.nn.utils, "get_total_norm", clip_grad._get_total_norm)
     _checked(torch.optim.LBFGS, "step", lambda optimizer, *args, **kwargs: _refuse_lbfgs(optimizer))
     for method in ("unscale_", "_check_inf_per_device"):  # of all optimizers but fused ones, and of these
         _checked(torch.amp.GradScaler, method, lambda scaler, optimizer: _refuse_overflows(optimizer))
 
 
-def _checked(kind: type, method: str, check: Callable[..., None]) -> None:
-    """Put a check before a method, which is not checked yet."""
-    original = getattr(kind, method)
+def _checked(owner: Any, name: str, check: Callable[..., None]) -> None:
+    """Put a check before a function, once in a process. What a generator yields is a list for both."""
+    original = getattr(owner, name)
     if getattr(original, "checks_parts", False):
         return
 
     @wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tuple(map(_as_list, args)), {key: _as_list(value) for key, value in kwargs.items()}
         check(*args, **kwargs)
         return original(*args, **kwargs)
 
     setattr(checked, "checks_parts", True)
-    setattr(kind, method, checked)
+    setattr(owner, name, checked)
+
+
+def _as_list(argument: Any) -> Any:
+    return list(argument) if isinstance(argument, Iterator) else argument
 
 
 @contextmanager
@@ -127,23 +111,23 @@ def shared_overflows() -> Iterator[None]:
 
 
 def _refuse_overflows(optimizer: torch.optim.Optimizer) -> None:
-    if not _overflows_are_shared.get() and _has_part(optimizer):
-        raise RuntimeError(
-            "the GradScaler looks for overflows in the gradients of this rank's layers of the Pipe alone: one rank "
-            "would skip the step, and another would make it. Call pipe.step(x, y, loss_fn=..., optimizer=optimizer, "
-            "scaler=scaler) on every rank, with clip_grad_norm= to clip: all skip an overflowing step, or none."
+    if not _overflows_are_shared.get():
+        _refuse(
+            _params_of(optimizer),
+            "the GradScaler looks for overflows in the gradients of this rank's layers of the Pipe alone ({}): one "
+            "rank would skip the step, and another would make it. Call pipe.step(x, y, loss_fn=..., "
+            "optimizer=optimizer, scaler=scaler) on every rank, with clip_grad_norm= to clip: all skip an overflowing "
+            "step, or none.",
         )
 
 
 def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    if _has_part(optimizer):
-        raise RuntimeError(
-            "LBFGS takes inner products over all parameters, and this rank has only its own layers' of the Pipe: each "
-            "rank would go its own way. Build the Pipe in one process (devices=[...]), or use another optimizer."
-        )
+    _refuse(
+        _params_of(optimizer),
+        "LBFGS takes inner products over all parameters, and this rank has only its own layers' of the Pipe ({}): each "
+        "rank would go its own way. Build the Pipe in one process (devices=[...]), or use another optimizer.",
+    )
 
 
-def _has_part(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has parameters of a Pipe over ranks."""
-    param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    return any(id(param) in param_ids for pipe in _parts for param in pipe.parameters())
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
