@@ -70,9 +70,13 @@ class Call:
     """
 
     def __init__(self, execution: Execution, loss_end: BackwardStart | None = None, keeps_outputs: bool = True) -> None:
-        grad = execution.setup.grad
+        setup = execution.setup
+        grad = setup.grad
         self.execution = execution
         self.stages = stages_of(execution, loss_end is not None)
+        self._flags = *[stage.snapshot.key for stage in self.stages], grad
+        draws_nothing = execution.has_threads and self._flags in setup.traits.draws_nothing
+        execution.generators.seeds_host = setup.compares or not draws_nothing
         self.outputs: list[Activations] = []
         self._run = {stage.layers.index: stage for stage in self.stages}
         self._last = execution.last
@@ -224,9 +228,12 @@ class Call:
             self._check_untouched(draws)
             raise
         self._check_untouched(draws)
-        setup = self.execution.setup
-        for stage in self.stages:
-            stage.note_draws(is_last=not setup.grad or number + 1 == len(setup.plan.phases))
+        if draws and self.execution.has_threads:
+            setup = self.execution.setup
+            if any([stage.seeder.drew for stage in self.stages]):
+                setup.traits.draws_nothing.discard(self._flags)
+            elif not setup.grad or number + 1 == len(setup.plan.phases):  # the call is over
+                setup.traits.draws_nothing.add(self._flags)
 
     def _check_untouched(self, draws: bool) -> None:
         """Raise if the host's generators or torch's switches were touched, though no stage was to touch them."""

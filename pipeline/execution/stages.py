@@ -24,13 +24,10 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     for index, chunk in setup.plan.schedule.split:
         if index in split:
             split[index].add(chunk)
-    stages = [
+    return [
         StageRun(
             layers, setup.layout.places[index].device, execution.bring(index), settings, split[index],
             ends_in_loss and index == execution.last
         )
         for index, layers in execution.layers.items()
     ]
-    draw_nothing = all([(stage.snapshot.key, setup.grad) in setup.traits.draws_nothing for stage in stages])
-    execution.generators.seeds_host = setup.compares or not (execution.has_threads and draw_nothing)
-    return stages

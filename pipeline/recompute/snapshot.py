@@ -42,8 +42,8 @@ SharedObjects: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
 class StageTraits:
     """The traits of a Pipe's stages, by index, as validating calls have observed them."""
 
-    # Draws nothing, nor touches the process otherwise, in whole calls with gradients, or without.
-    draws_nothing: set[tuple[tuple[int, tuple[bool, ...]], bool]] = field(default_factory=set)
+    # Whole calls that drew nothing, nor touched the process otherwise: the stages' training flags, and with gradients.
+    draws_nothing: set[tuple[object, ...]] = field(default_factory=set)
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
     writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # of which modules

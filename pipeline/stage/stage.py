@@ -244,19 +244,6 @@ class StageRun:
         nodes = nodes if chunk in self._split else []
         return ChunkRecord(ChunkGraph(inputs, OutputEdges.of(outputs, self.ends_in_loss), nodes))
 
-    def note_draws(self, is_last: bool) -> None:
-        """Record, after a phase, whether this stage drew from a default generator of the host.
-
-        Args:
-            is_last: whether the call is over.
-        """
-        if self._settings.threads and self._settings.generators.seeds_host:
-            draws_nothing, key = self._settings.traits.draws_nothing, (self.snapshot.key, self._settings.grad)
-            if self.seeder.drew:
-                draws_nothing.discard(key)
-            elif is_last:
-                draws_nothing.add(key)
-
     def commit(self) -> None:
         """Record the observed traits, and apply deferred updates. Called after all forwards."""
         self.snapshot.note()
