@@ -297,16 +297,12 @@ def _check_clip(clip: str | None, clip_value: float | None, max_norm: float | No
             "only when the last of them is there, when most have been used and let go: 'two_pass' runs forward and "
             "backward twice."
         )
-    if clip is None and max_norm is not None:
-        raise ValueError(
-            f"max_norm is {max_norm} without a clip. A norm over all gradients is not known before the first update: "
-            "use clip='two_pass' for that, or 'per_parameter'."
-        )
     wanted = {"clip_value": clip == "value", "max_norm": clip in ("per_parameter", "two_pass")}
     for name, value in (("clip_value", clip_value), ("max_norm", max_norm)):
         if wanted[name] != (value is not None):
             raise ValueError(
-                f"{name} is {value}, but clip is {clip!r}. Give clip_value for 'value', max_norm for the others."
+                f"{name} is {value}, but clip is {clip!r}. Give clip_value for 'value', max_norm for 'per_parameter' "
+                "and for 'two_pass', which clips by the norm over all gradients."
             )
         if value is not None:
             check_limit(name, value)

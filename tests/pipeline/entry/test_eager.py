@@ -839,7 +839,7 @@ def sgd():
     ((3,), TypeError, "update is 3. Give a torch optimizer, or a rule"),
     ((nn.Linear(1, 1),), TypeError, "Give a torch optimizer, or a rule"),
     ((sgd(), "norm"), ValueError, "clip is 'norm'. Use None, 'value'.*known only when the last of them is there"),
-    ((sgd(), None, None, 1.0), ValueError, "max_norm is 1.0 without a clip"),
+    ((sgd(), None, None, 1.0), ValueError, "max_norm is 1.0, but clip is None.*by the norm over all"),
     ((sgd(), None, 1.0), ValueError, "clip_value is 1.0, but clip is None"),
     ((sgd(), "value"), ValueError, "clip_value is None, but clip is 'value'"),
     ((sgd(), "value", 1.0, 1.0), ValueError, "max_norm is 1.0, but clip is 'value'"),
