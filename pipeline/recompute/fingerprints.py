@@ -13,6 +13,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -154,13 +155,8 @@ def same_entries(then: Sequence[Entries], now: Sequence[Entries]) -> bool:
 @lru_cache(maxsize=512)
 def _reader(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Callable[[int], tuple[int, ...]]:
     """A function from a tensor's address to the bits of the entries that are taken."""
-    offsets = []
-    for position in positions(prod(shape)):
-        offset = 0
-        for length, stride in zip(reversed(shape), reversed(strides), strict=True):
-            position, index = divmod(position, length)
-            offset += index * stride
-        offsets.append(offset)
+    indices = numpy.unravel_index(positions(prod(shape)), tuple(shape))
+    offsets = (numpy.array(strides) @ numpy.array(indices)).tolist()
     words = _WORDS[dtype][0] * (max(offsets) + 1)
     if len(offsets) == 1:
         return lambda begin: tuple(words.from_address(begin))
