@@ -255,16 +255,8 @@ class Aliases:
 
     def check_memory(self) -> None:
         """Raise if a forward set what only an alias got, or wrote a parameter past its version counter."""
-        self._check_copies()
+        self._check_copies([id(row[2]) for row, _, _ in self._written()] if self._copies else ())
         self._check_flags()
-        for (real, local, alias), _, _ in self._written() if self._copies else ():
-            if local is not real:
-                raise RuntimeError(
-                    f"parameter '{self._name_of(alias)}' of {self._stage} was written in place within this call, by "
-                    "the earlier stage at another place that owns it, or by other code: this stage computes with a "
-                    "copy from before. Write it before the forward, in a torch.no_grad() block (for "
-                    "nn.Embedding(max_norm=...): renormalise the weight there)."
-                )
         for _, local, alias in self._rows:
             is_strided = alias.layout is local.layout is torch.strided
             if alias.layout is not local.layout or is_strided and alias.data_ptr() != local.data_ptr():
@@ -301,14 +293,15 @@ class Aliases:
                     "stands in for it there, so the parameter did not get it. Do that once, before the call."
                 )
 
-    def _check_copies(self) -> None:
-        """Raise if a forward wrote a copy."""
+    def _check_copies(self, written: Container[int] = ()) -> None:
+        """Raise if a forward wrote a copy. `written`: the ids of aliases whose parameters were written meanwhile."""
         for (_, local, alias), version in zip(self._copies, self._versions[1]):
-            if versions([alias]) != (version,) or alias.data_ptr() != local.data_ptr():
+            if versions([alias]) != (version,) or alias.data_ptr() != local.data_ptr() or id(alias) in written:
                 raise RuntimeError(
-                    f"a forward of {self._stage} wrote parameter '{self._name_of(alias)}', which it shares with an "
-                    "earlier stage at another place: it has a copy for this call. Write it in place before "
-                    "the forward, in a torch.no_grad() block."
+                    f"parameter '{self._name_of(alias)}' of {self._stage}, which it shares with an earlier stage at "
+                    "another place, was written in place within this call, for which it has a copy: one of the two "
+                    "would not get that. Write it before the forward, in a torch.no_grad() block (for "
+                    "nn.Embedding(max_norm=...): renormalise the weight there)."
                 )
 
     def _changed(self, table: ModuleTable, before: ModuleTable) -> RuntimeError:

@@ -668,7 +668,7 @@ def test_a_forward_that_writes_a_copy_in_place_is_refused_by_name(mode, workers)
     weight, model, pipe = tied(checkpoint="never", workers=workers)
     writing(model, 2, in_place)
     before = weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"wrote parameter '2.weight', which it shares with an earlier stage"):
+    with pytest.raises(RuntimeError, match=r"parameter '2.weight' of .*, which it shares with an earlier stage"):
         with torch.set_grad_enabled(mode != "no_grad"):
             pipe(TOKENS) if mode != "step" else by_pipe(pipe, TOKENS, TARGET, "step")
     assert same(weight, before) and weight.grad is None
@@ -681,7 +681,7 @@ def test_a_forward_that_writes_a_copy_in_place_is_refused_by_name(mode, workers)
 def test_a_forward_that_writes_a_copy_in_place_is_refused_by_name_under_recomputation(entry):
     _, model, pipe = tied(checkpoint="always")
     writing(model, 2, in_place)
-    with pytest.raises(RuntimeError, match=r"wrote parameter '2.weight', which it shares with an earlier stage"):
+    with pytest.raises(RuntimeError, match=r"parameter '2.weight' of .*, which it shares with an earlier stage"):
         by_pipe(pipe, TOKENS, TARGET, entry)
 
 
