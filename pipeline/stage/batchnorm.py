@@ -12,9 +12,8 @@ LeVeque 1983), so nothing is lost where the mean is large. The modules stay the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,9 @@ class _StateBefore(NamedTuple):
     momentum: float | None
 
 
+_NormCall: TypeAlias = tuple[_BatchNorm, int]  # a norm, and the number of the call for a chunk
+
+
 class DeferredBatchNorms:
     """The batch norms of one stage during one call.
 
@@ -49,37 +51,61 @@ class DeferredBatchNorms:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._norms = list(dict.fromkeys(norm for layer in layers for _, norm in within_scope(layer, _BatchNorm)))
-        self._moments: dict[int, dict[tuple[int, int], _Moments]] = {}  # by chunk, by norm and number of its call
+        self._moments: dict[int, dict[_NormCall, _Moments]] = {}  # by chunk
 
     @contextmanager
     def within(self, chunk: int | None) -> Iterator[None]:
         """Within: running statistics stay as they are. The moments of `chunk` are recorded (None: they are known)."""
-        moments: dict[tuple[int, int], _Moments] = {}
-        states: dict[int, _StateBefore] = {}  # of norms that compute now
-        handles = []
-        for number, norm in enumerate(self._norms):
-            handles.append(norm.register_forward_pre_hook(partial(_before, number, states)))
-            after = partial(_after, number, states, moments)
-            handles.append(norm.register_forward_hook(after, prepend=True, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for number, state in states.items():  # one that raised
-                _put_back(self._norms[number], state)
+        moments: dict[_NormCall, _Moments] = {}
+        states: dict[_BatchNorm, _StateBefore] = {}  # of norms that compute now
+
+        def before(norm: _BatchNorm, *_: Any) -> None:
+            if norm in states:  # its forward raised, and the layer that called it caught that
+                _put_back(norm, states.pop(norm))
+            if _tracks(norm) and norm.running_mean is not None:
+                states[norm] = _StateBefore({name: norm._buffers[name] for name in _RUNNING}, norm.momentum)
+                for name in _RUNNING:
+                    buffer = norm._buffers[name]
+                    norm._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
+                norm.momentum = 1.0
+
+        def after(norm: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+            if norm in states:
+                mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
+                assert mean is not None and variance is not None  # `before` put them there
+                _put_back(norm, states.pop(norm))
+                number = sum(1 for other, _ in moments if other is norm)
+                batch: Tensor = args[0] if args else kwargs["input"]
+                moments[norm, number] = _Moments(batch.numel() // batch.size(1), mean, variance)
+
+        with ExitStack() as hooks:
+            for norm in self._norms:
+                hooks.enter_context(norm.register_forward_pre_hook(before))
+                hooks.enter_context(norm.register_forward_hook(after, prepend=True, with_kwargs=True))
+            try:
+                yield
+            finally:
+                for norm, state in states.items():  # one that raised
+                    _put_back(norm, state)
         if chunk is not None:
             self._moments[chunk] = moments
 
     @contextmanager
     def refused(self, stage: str) -> Iterator[None]:
         """Within (a backward): a batch norm that computes again is an error."""
-        handles = [norm.register_forward_pre_hook(partial(_refuse, stage)) for norm in self._norms]
-        try:
+
+        def refuse(norm: _BatchNorm, _: Any) -> None:
+            if _tracks(norm):
+                raise CheckpointError(
+                    f"a batch norm of {stage} computes again in the backward (within torch.utils.checkpoint), where "
+                    "deferred_batch_norm=True cannot put off its running statistics. Use the Pipe's checkpoint= "
+                    "instead, or deferred_batch_norm=False."
+                )
+
+        with ExitStack() as hooks:
+            for norm in self._norms:
+                hooks.enter_context(norm.register_forward_pre_hook(refuse))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def commit(self) -> list[nn.Module]:
         """Update the running statistics once, after all chunks.
@@ -87,16 +113,16 @@ class DeferredBatchNorms:
         Returns:
             The modules that were updated, and those that compute without their hooks and should have been.
         """
-        by_call: dict[tuple[int, int], list[_Moments]] = {}
+        by_call: dict[_NormCall, list[_Moments]] = {}
         for chunk in sorted(self._moments):
             for call, moments in self._moments[chunk].items():  # in the order of the calls
                 by_call.setdefault(call, []).append(moments)
         with torch.no_grad():
-            for (number, _), parts in by_call.items():
-                _update(self._norms[number], _combined(parts))
+            for (norm, _), parts in by_call.items():
+                _update(norm, _combined(parts))
         self._moments.clear()
-        updated = {number for number, _ in by_call}
-        return [norm for number, norm in enumerate(self._norms) if number in updated or _tracks(norm)]
+        updated = {norm for norm, _ in by_call}
+        return [norm for norm in self._norms if norm in updated or _tracks(norm)]
 
 
 def check_deferrable(module: nn.Module) -> None:
@@ -113,47 +139,6 @@ def check_deferrable(module: nn.Module) -> None:
                 "(a SyncBatchNorm's are those of several processes). Use an nn.BatchNorm, with what the layer does "
                 "besides in a module around it, or deferred_batch_norm=False."
             )
-
-
-def _before(number: int, states: dict[int, _StateBefore], norm: _BatchNorm, args: tuple[Any, ...]) -> None:
-    if number in states:  # its forward raised, and the layer that called it caught that
-        _put_back(norm, states.pop(number))
-    if not _tracks(norm) or norm.running_mean is None:
-        return
-    states[number] = _StateBefore({name: norm._buffers[name] for name in _RUNNING}, norm.momentum)
-    for name in _RUNNING:
-        buffer = norm._buffers[name]
-        norm._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
-    norm.momentum = 1.0
-
-
-def _after(
-    number: int,
-    states: dict[int, _StateBefore],
-    moments: dict[tuple[int, int], _Moments],
-    norm: _BatchNorm,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> None:
-    state = states.pop(number, None)
-    if state is None:
-        return
-    mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
-    assert mean is not None and variance is not None  # _before put them there
-    _put_back(norm, state)
-    call = sum(1 for norm_number, _ in moments if norm_number == number)
-    batch: Tensor = args[0] if args else kwargs["input"]
-    moments[number, call] = _Moments(batch.numel() // batch.size(1), mean, variance)
-
-
-def _refuse(stage: str, norm: _BatchNorm, args: tuple[Any, ...]) -> None:
-    if _tracks(norm):
-        raise CheckpointError(
-            f"a batch norm of {stage} computes again in the backward (within torch.utils.checkpoint), where "
-            "deferred_batch_norm=True cannot put off its running statistics. Use the Pipe's checkpoint= instead, or "
-            "deferred_batch_norm=False."
-        )
 
 
 def _tracks(norm: _BatchNorm) -> bool:
