@@ -585,7 +585,7 @@ class Pipe(FixedModule, StateDictMixin):
             self._history.traces.remove(recorder)
         with self.runtime.communicator("trace") as communicator:
             communicator.open(lambda values: {}, draws=False)
-            recorder.join(*communicator.exchange.share_events(recorder.events, recorder.steps))
+            recorder.events, recorder.steps = communicator.exchange.share_events(recorder.events, recorder.steps)
 
     def report(
         self, steps: Step | Timeline | Iterable[Step | Timeline], planned: Costs | HasCosts | None = None,

@@ -125,7 +125,7 @@ def _run(
         trace.steps.append((start, end))
     if recorder is None:
         return result
-    recorder.join(*communicator.exchange.share_events(recorder.events, recorder.steps))
+    recorder.events, recorder.steps = communicator.exchange.share_events(recorder.events, recorder.steps)
     return replace(result, timeline=recorder.timeline)
 
 

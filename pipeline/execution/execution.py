@@ -71,7 +71,7 @@ class Execution:
         self.placement = ParameterPlacement(setup.stages, setup.layout.places, setup.layout.transport)
         self.mailbox = self._new_mailbox()
         self._driver = Driver(setup.layout.places, setup.stages, self._lane_of, setup.layout.workers)
-        self._recorded = [len(trace) for trace in setup.traces]
+        self._recorded = [len(trace.events) for trace in setup.traces]
         self._ready: dict[int, float] = {}  # by stage: when the action under way, or what is left of it, could begin
 
     # ---------------------------------------------------------------------------------------------------- settings
@@ -168,7 +168,7 @@ class Execution:
         """Forget all that has run: it runs again."""
         self.drop_values()
         for trace, number in zip(self.setup.traces, self._recorded, strict=True):
-            trace.forget_from(number)
+            del trace.events[number:]
 
     def go_on_with(self, communicator: Communicator) -> None:
         """From now on this communicator carries messages, agrees and reports failures."""
@@ -223,7 +223,7 @@ class Execution:
         """Record in the traces that an action ran from `start` until now. Returns now."""
         end = perf_counter()
         for trace in self.setup.traces:
-            trace.record(Event(action, self._lane_of[action.stage], start, end))
+            trace.events.append(Event(action, self._lane_of[action.stage], start, end))
         return end
 
     def record_recomputation(self, stage: int, chunk: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,43 +32,24 @@ def clock_name() -> str:
         return socket.gethostname()
 
 
+@dataclass(eq=False)
 class TraceRecorder:
     """A recorder of the actions of one or several calls.
 
-    Args:
+    Attributes:
         lanes: their number.
         turns: the groups of lanes that take turns, see Timeline.
-
-    Attributes:
-        events: all actions so far.
-        steps: the span of each step so far, over the processes that `join` has brought together.
+        events: all actions so far, in seconds of `perf_counter`.
+        steps: the span of each step so far, over the processes whose events these are.
     """
 
-    def __init__(self, lanes: int, turns: Sequence[Sequence[int]] = ()) -> None:
-        self.lanes = lanes
-        self._turns = turns
-        self.events: list[Event] = []
-        self.steps: list[Span] = []
-
-    def record(self, event: Event) -> None:
-        """Note what ran, in seconds of `perf_counter`."""
-        self.events.append(event)
-
-    def __len__(self) -> int:
-        """The number of recorded actions."""
-        return len(self.events)
-
-    def forget_from(self, number: int) -> None:
-        """Forget the actions from this number on, which run again."""
-        del self.events[number:]
-
-    def join(self, events: Sequence[Event], steps: Sequence[Span]) -> None:
-        """Replace the events, and the spans of steps, by those of all processes."""
-        self.events = list(events)
-        self.steps = list(steps)
+    lanes: int
+    turns: Sequence[Sequence[int]] = ()
+    events: list[Event] = field(default_factory=list)
+    steps: list[Span] = field(default_factory=list)
 
     @property
     def timeline(self) -> Timeline:
         """All actions so far, in seconds since the first began."""
         step = self.steps[0] if len(self.steps) == 1 else None  # what is outside several nobody asks
-        return Timeline.measured(self.events, self.lanes, self._turns, step)
+        return Timeline.measured(self.events, self.lanes, self.turns, step)

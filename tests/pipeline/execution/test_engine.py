@@ -230,7 +230,7 @@ def test_a_trace_begins_at_zero_and_keeps_the_order_of_the_actions() -> None:
     start = perf_counter()
     for action, number in zip(order("0F0 1F0 1B0 0B0"), (0, 1, 1, 0), strict=True):
         start, before = perf_counter(), start
-        trace.record(Event(action, number, before, start))
+        trace.events.append(Event(action, number, before, start))
     timeline = trace.timeline
     assert words(event.action for event in timeline.events) == "0F0 1F0 1B0 0B0"
     assert timeline.unit == "s" and timeline.events[0].start == 0 and timeline.lanes == 2
