@@ -149,7 +149,7 @@ class _Patch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not _is_transformed():
-            return eagerly(_replayed, self, args, kwargs)
+            return eagerly(_Patch.replay, self, args, kwargs)
         return self.__wrapped__(*args, **kwargs)
 
     @property
@@ -179,7 +179,8 @@ class _Patch:
         _refuse_own_checkpointing(block, modules)
         _refuse_caches(description, (*args, *kwargs.values()))
         compares = self._cadence.next(tuple([module.training for module in modules]))
-        return replayed(modules, self.__wrapped__, description, self._traits, compares, args, kwargs)
+        with DeferredSignals():
+            return replayed(modules, self.__wrapped__, description, self._traits, compares, args, kwargs)
 
     def check_removable(self) -> None:
         if _patch_of(self.block) is not self:
@@ -199,11 +200,6 @@ class _Patch:
 def _is_transformed() -> bool:
     """Whether torch.func (vmap, grad, jvp) or forward mode is on: without hooks of saved tensors nothing is dropped."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def _replayed(patch: _Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with DeferredSignals():
-        return patch.replay(args, kwargs)
 
 
 def _owned_patch(block: nn.Module, name: str, nested: bool, configs: list[Any]) -> _Patch:
