@@ -60,21 +60,18 @@ def all_reduce(
     _check_equal(by_rank)
     columns = list(zip(*(descriptions for _, descriptions in by_rank), strict=True))
     slots = [slot for _, slot in named]
-    sparse = {
-        key
-        for key, column in enumerate(columns)
-        if all(description.sparse for description in column if description.dtype)
-    }
-    if strict:
-        for key, column in enumerate(columns):
-            if key not in sparse and any(description.sparse for description in column):
-                raise TypeError(mixed_layouts(slots[key].param))
-    filled = [key for key, column in enumerate(columns) if any(description.dtype for description in column)]
-    for bucket in _buckets([key for key in filled if key not in sparse], columns):
+    dense: list[int] = []
+    sparse: list[int] = []
+    for key, column in enumerate(columns):
+        layouts = {description.sparse > 0 for description in column if description.dtype}
+        if strict and len(layouts) > 1:
+            raise TypeError(mixed_layouts(slots[key].param))
+        if layouts:
+            (sparse if False not in layouts else dense).append(key)
+    for bucket in _buckets(dense, columns):
         _reduce_dense([slots[key] for key in bucket], _dtype(columns[bucket[0]]), group, op, world)
-    for key in filled:
-        if key in sparse:
-            _reduce_sparse(slots[key], columns[key], group, op)
+    for key in sparse:
+        _reduce_sparse(slots[key], columns[key], group, op)
 
 
 def _word(name: str | None, slot: GradientSum) -> Word:
