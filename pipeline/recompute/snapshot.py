@@ -72,6 +72,10 @@ class ForwardSnapshot:
         samples: whether to compare some entries of each output, in every call.
         tables: parameters that are restored beside attributes, where no aliases stand in for them.
         owners: the stages that reach a module's dict or a container, by id: each adds itself.
+
+    Attributes:
+        buffers: those of the modules.
+        attributes: those of the modules.
     """
 
     def __init__(
@@ -90,10 +94,10 @@ class ForwardSnapshot:
         self.buffers = Buffers(modules, None if compares else traits.writes_buffers.get(self.key))
         copies = compares or index in traits.writes_attributes
         owners = {} if owners is None else owners
-        self._attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies, owners, index)
+        self.attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies, owners, index)
         self._hooks = ModuleHooks(modules)
         self._fingerprints = Fingerprints(samples, sums=compares)
-        self._first = self._found(self._attributes.first, private_generators(modules).items())
+        self._first = self._found(self.attributes.first, private_generators(modules).items())
         self._before: dict[int, _ChunkStart] = {}  # by chunk
         self._modules = modules
         self._ambient = ambient
@@ -105,7 +109,7 @@ class ForwardSnapshot:
 
     def before_forward(self, chunk: int, keep: bool) -> None:
         """Look at the state that F of `chunk` will change. `keep`: a recomputation may need it."""
-        attributes = self._attributes.before_forward() if self._attributes else self._attributes.first
+        attributes = self.attributes.before_forward() if self.attributes else self.attributes.first
         if keep:
             generators = [(key, generator) for key, (generator, _) in self._first.generators.items()]
             self._before[chunk] = self._found(attributes, generators)
@@ -121,19 +125,10 @@ class ForwardSnapshot:
         if keep:
             self._fingerprints[chunk] = self._fingerprints.of(outputs)
 
-    def note_left(self, chunk: int, is_kept: bool) -> None:
-        """Note the attributes that F of `chunk` left. `is_kept`: its own graph goes backward."""
-        if self._attributes:
-            self._attributes.after_forward(chunk, is_kept)
-
-    def as_left(self, chunk: int) -> AbstractContextManager[None]:
-        """Within, where a chunk goes backward: attributes of modules are as its forward left them."""
-        return self._attributes.as_left(chunk)
-
     def note(self) -> None:
         """Record the observed traits, after all forwards have succeeded."""
         self._traits.writes_buffers[self.key] = self.buffers.writers
-        if self._attributes.are_written:
+        if self.attributes.are_written:
             self._traits.writes_attributes.add(self.key[0])
 
     def shareable(self) -> Iterator[tuple[int, str]]:
@@ -190,11 +185,11 @@ class ForwardSnapshot:
 
         Args:
             again: whether another recomputation of the chunk may come.
-            goes_backward: whether `as_left` will ask for the attributes that are left within.
+            goes_backward: whether `StageAttributes.as_left` will ask for the attributes that are left within.
         """
         before = self._before.get(chunk, self._first) if again else self._before.pop(chunk, self._first)
         hooks = self._hooks.as_before(before.hooks)
-        if hooks or self._differing or self._attributes or self.buffers or before.generators:
+        if hooks or self._differing or self.attributes or self.buffers or before.generators:
             return self._as_found(chunk, before, again, goes_backward, hooks or _NOTHING)
         return Recomputing()
 
@@ -203,7 +198,7 @@ class ForwardSnapshot:
         self, chunk: int, before: _ChunkStart, again: bool, goes_backward: bool, hooks: AbstractContextManager[None]
     ) -> Iterator[None]:
         attributes = (
-            self._attributes.as_before(chunk, before.attributes, goes_backward) if self._attributes else _NOTHING
+            self.attributes.as_before(chunk, before.attributes, goes_backward) if self.attributes else _NOTHING
         )
         buffers = self.buffers.as_before(before.buffers, again) if self.buffers else _NOTHING
         generators = generators_at([*before.generators.values()]) if before.generators else _NOTHING
@@ -223,13 +218,13 @@ class ForwardSnapshot:
 
     def forget(self, chunk: int) -> None:
         """Drop the state for this chunk, which is not recomputed any more."""
-        self._attributes.forget(chunk)
+        self.attributes.forget(chunk)
         self._before.pop(chunk, None)
         self._fingerprints.pop(chunk, None)
 
     def release(self) -> None:
         """Drop all state: no recomputation follows."""
-        for state in (self._attributes, self._before, self._fingerprints):
+        for state in (self.attributes, self._before, self._fingerprints):
             state.clear()
 
 

@@ -77,6 +77,8 @@ class StageAttributes:
 
     def after_forward(self, chunk: int, is_kept: bool) -> None:
         """Note what F of `chunk` left. `is_kept`: its own graph goes backward, not that of a recomputation."""
+        if not self:
+            return
         snapshot = before = self._found
         if not before.is_current:
             snapshot = self._new_alive()

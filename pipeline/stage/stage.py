@@ -179,7 +179,7 @@ class StageRun:
             self.snapshot.after_forward(chunk, keep, tensors)
         need = tuple([grad and tensor.requires_grad for tensor in outputs.tensors])
         if grad:
-            self.snapshot.note_left(chunk, is_kept=True in need and not recompute)
+            self.snapshot.attributes.after_forward(chunk, is_kept=True in need and not recompute)
         if True in need:
             self._records[chunk] = self._record(
                 chunk, read, needs_grad, versions_before, inputs, layer_inputs, outputs, recompute
@@ -291,7 +291,7 @@ class StageRun:
         if roots.tensors:
             self._seed_backward(chunk)
             self.aliases.begin_sums()
-            left = self.snapshot.as_left(chunk)
+            left = self.snapshot.attributes.as_left(chunk)
             with left, self._cut.guard, self._differentiating(), self._modes_of_backward():
                 if chunk in self._split:
                     self._differentiate_first(chunk, roots, inputs, sites, retain)
