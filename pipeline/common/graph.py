@@ -99,14 +99,17 @@ def leaves_at(nodes: Sequence[Any]) -> dict[int, Tensor]:
     return requestable({id(leaf): leaf for leaf in [node.variable for node in nodes]})
 
 
-def constants(roots: Sequence[Tensor]) -> list[tuple[str, str]]:
-    """The numbers that autograd.Functions behind some tensors keep for their backward, which no output shows.
+def path_of(roots: Sequence[Tensor]) -> list[tuple[str, str]]:
+    """The path that a forward took, as the graph behind some tensors shows it: what it has, and how many or which.
 
-    Whole numbers are left out: they may be names rather than factors.
+    It has nodes, whose number comes first, and numbers that autograd.Functions keep for their backward, which no output
+    shows. Whole numbers are left out: they may be names rather than factors.
     """
-    functions = [node for node in nodes_of(roots) if isinstance(node, torch.autograd.function.BackwardCFunction)]
+    nodes = nodes_of(roots)
+    functions = [node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)]
     entries = [pair for node in functions for pair in vars(node).items()]
-    return [(name, repr(value)) for name, value in entries if type(value) is float]
+    kept = [(f"an autograd.Function kept {name}", repr(value)) for name, value in entries if type(value) is float]
+    return [("autograd nodes", str(len(nodes))), *kept]
 
 
 def saved(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from partition.graph import nodes_of
-from pipeline.common.graph import constants, edge
+from pipeline.common.graph import edge
 from pipeline.data.pytrees import Bundle
 from pipeline.stage.inputs import StageInputs
 
@@ -55,17 +54,6 @@ class ChunkGraph(NamedTuple):
     nodes: Sequence[Any]
 
 
-class Path(NamedTuple):
-    """The path that a forward took through the layers, as its graph shows it."""
-
-    nodes: int
-    constants: Sequence[tuple[str, str]]  # see `graph.constants`
-
-    @classmethod
-    def of(cls, roots: Sequence[Tensor]) -> Path:
-        return cls(len(nodes_of(roots)), constants(roots))
-
-
 class ChunkRecord(NamedTuple):
     """The record of one chunk between F and B: its graph, or what R needs to make it.
 
@@ -74,11 +62,11 @@ class ChunkRecord(NamedTuple):
         read: what it read.
         needs_grad: of which tensors of it a gradient is wanted.
         versions: of these tensors, at F.
-        path: in validating calls, what R must show too.
+        path: in validating calls, that of its forward, which R must take too, see `graph.path_of`.
     """
 
     graph: ChunkGraph | None
     read: Bundle = Bundle((), ())
     needs_grad: Sequence[bool] = ()
     versions: tuple[int, ...] = ()
-    path: Path | None = None
+    path: Sequence[tuple[str, str]] = ()

@@ -28,7 +28,7 @@ from partition.graph import nodes_of
 from partition.halves import Site, ends_without, survey
 from pipeline.common.call_lock import run_in
 from pipeline.common.errors import CheckpointError, DroppedError
-from pipeline.common.graph import OF_SCRIPTS, Roots, holds, refuse_tangents, run_backward
+from pipeline.common.graph import OF_SCRIPTS, Roots, holds, path_of, refuse_tangents, run_backward
 from pipeline.common.profiling import named
 from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
@@ -40,7 +40,7 @@ from pipeline.stage.external import ExternalLeaves
 from pipeline.stage.inputs import InputCut, StageInputs
 from pipeline.stage.layers import StageLayers
 from pipeline.stage.parameters import Aliases
-from pipeline.stage.records import ChunkGraph, ChunkRecord, OutputEdges, Path
+from pipeline.stage.records import ChunkGraph, ChunkRecord, OutputEdges
 from pipeline.stage.split_backward import SplitBackward
 from scheduler import Action, Kind
 
@@ -239,7 +239,7 @@ class StageRun:
         nodes = nodes_of(roots, ends=(inputs.entry, *self.aliases.ends))
         self.external.learn(chunk, self.aliases.learn(nodes), layer_inputs)
         if recompute:
-            path = Path.of(roots) if self._settings.compares else None
+            path = path_of(roots) if self._settings.compares else ()
             return ChunkRecord(None, read, needs_grad, versions_before, path)
         nodes = nodes if chunk in self._split else []
         return ChunkRecord(ChunkGraph(inputs, OutputEdges.of(outputs, self.ends_in_loss), nodes))
@@ -361,7 +361,7 @@ class StageRun:
                 self._settings.context, self._run, chunk, record.read, record.needs_grad, context
             )
         roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
-        if record.path is not None:
+        if record.path:
             self._check_path(chunk, roots, record.path)
         self.snapshot.check_same(chunk, outputs.tensors)
         self.external.check_reached(chunk, outputs.tensors)
@@ -373,21 +373,15 @@ class StageRun:
         as_before = self.snapshot.as_at_forward(chunk, again, goes_backward)
         return as_before if self._deferred is None else _both(as_before, self._deferred.within(None))
 
-    def _check_path(self, chunk: int, roots: Sequence[Tensor], then: Path) -> None:
-        now, differs = Path.of(roots), ""
-        if now.nodes != then.nodes:
-            if not holds(roots, OF_SCRIPTS):  # torch.jit compiles between its first runs
-                differs = f"{then.nodes} autograd nodes then, {now.nodes} now"
-        else:
-            for (name, earlier), (_, value) in zip(then.constants, now.constants, strict=False):
-                if earlier != value:
-                    differs = f"an autograd.Function kept {name} = {earlier} then, {value} now"
-        if differs:
+    def _check_path(self, chunk: int, roots: Sequence[Tensor], then: Sequence[tuple[str, str]]) -> None:
+        pairs = zip(then, path_of(roots))
+        what, earlier, value = next(((what, one, now) for (what, one), (_, now) in pairs if one != now), ("", "", ""))
+        if what and not (what == then[0][0] and holds(roots, OF_SCRIPTS)):  # torch.jit compiles between its first runs
             raise CheckpointError(
                 f"the recomputation of {self.layers.name}, chunk {chunk}, took another path than its forward: "
-                f"{differs}. A layer depends on state that changed in between, such as a counter in its class, a "
-                "global or a closure. Make it an attribute or a buffer, test pipeline.is_recomputing() where a module "
-                "counts, or use checkpoint='never'."
+                f"{what}: {earlier} then, {value} now. A layer depends on state that changed in between, such as a "
+                "counter in its class, a global or a closure. Make it an attribute or a buffer, test "
+                "pipeline.is_recomputing() where a module counts, or use checkpoint='never'."
             )
 
     def check_unchanged(self, chunk: int) -> None:
