@@ -202,7 +202,12 @@ class EagerStep:
                     "a backward of its own (a reentrant checkpoint): use checkpoint_blocks or use_reentrant=False, or "
                     "the optimizer itself."
                 )
-            self._take(param, grad)
+            grad = grad.to(param.dtype)
+            self.note(param, grad)
+            if not self.only_norms:
+                firm()
+                self.updated.add(id(param))
+                self._update.apply(param, self._clipped(grad))
 
     def take_grads(self, params: Iterable[Tensor]) -> None:
         """Take the `.grad` of each that has one; it is None then."""
@@ -215,16 +220,6 @@ class EagerStep:
         """Count a gradient in the norm, if one is needed."""
         if self.only_norms:
             self.norms[id(param)] = param, norm_of(grad.to(param.dtype))
-
-    def _take(self, param: Tensor, grad: Tensor) -> None:
-        update = self._update
-        grad = grad.to(param.dtype)
-        self.note(param, grad)
-        if self.only_norms:
-            return
-        firm()
-        self.updated.add(id(param))
-        update.apply(param, self._clipped(grad))
 
     def _clipped(self, grad: Tensor) -> Tensor:
         update = self._update
