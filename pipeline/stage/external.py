@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -116,11 +116,7 @@ class ExternalLeaves:
                 _, total = self._sums.get(id(leaf), (leaf, None))
                 self._sums[id(leaf)] = leaf, owned(grad, leaf) if total is None else total + grad
 
-    def take_sums(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (leaf, this stage's sum over chunks), and forget the sums."""
+    def take_sums(self) -> list[tuple[Tensor, Tensor]]:
+        """(Leaf, this stage's sum over chunks) of all that have one; forgets the sums."""
         sums, self._sums = self._sums, {}
-        yield from sums.values()
-
-    def drop_sums(self) -> None:
-        """Drop the sums after a failed backward."""
-        self._sums.clear()
+        return list(sums.values())

@@ -440,8 +440,7 @@ class StageRun:
 
     def drop_sums(self) -> None:
         """Drop the sums after a failed backward."""
-        self.aliases.take_sums()
-        self.external.drop_sums()
+        self.take_sums()
         self._split.clear()
 
     def rewind(self) -> None:
