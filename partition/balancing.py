@@ -17,8 +17,6 @@ from partition.profiles.sandbox import DeviceLike, device_of
 from partition.splitting import check_module
 from scheduler.errors import refuse_unless_finite, whole_number
 
-__all__ = ["balance_by_time", "balance_by_size"]
-
 
 def balance_by_time(
     stages: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: DeviceLike = None

@@ -26,8 +26,6 @@ from typing import SupportsFloat, SupportsIndex
 from partition.errors import PartitionError
 from scheduler.errors import whole
 
-__all__ = ["balance_costs", "check_stages"]
-
 
 def balance_costs(costs: Iterable[SupportsFloat | SupportsIndex], stages: int) -> list[int]:
     """Cut a row of layers into stages so that the most expensive stage is as cheap as it can be.

@@ -30,10 +30,6 @@ from torch.autograd.graph import GradientEdge
 from partition.contents import version_of
 from partition.graph import node_of
 
-__all__ = [
-    "REENTRANT", "LateGrads", "Site", "as_it_was", "ends_without", "held_by", "late_gradients", "survey", "waiting",
-]  # fmt: skip
-
 REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
 WeightGradFunction: TypeAlias = "partial[Sequence[Tensor]]"  # from the gradient of an output to those of the weights
 

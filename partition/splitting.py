@@ -17,8 +17,6 @@ from partition.errors import PartitionError
 from partition.names import sequential
 from scheduler.errors import whole
 
-__all__ = ["split", "check_module", "check_balance"]
-
 
 def split(module: nn.Sequential, balance: Iterable[int]) -> list[nn.Sequential]:
     """Cut a sequential module into contiguous stages.

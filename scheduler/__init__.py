@@ -26,6 +26,7 @@ from scheduler.csv_files import from_csv, to_csv
 from scheduler.dependencies import requires
 from scheduler.drawing import draw
 from scheduler.errors import ScheduleError
+from scheduler.event import Event
 from scheduler.links import Link
 from scheduler.placement import Placement
 from scheduler.plotting import plot, svg
@@ -36,7 +37,7 @@ from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
 from scheduler.searches.searching import Found, search
 from scheduler.simulation import simulate
-from scheduler.timeline import Event, Timeline
+from scheduler.timeline import Timeline
 from scheduler.verification import verify
 
 __all__ = [

@@ -7,8 +7,6 @@
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.

@@ -30,8 +30,6 @@ from typing import NamedTuple
 
 from scheduler.errors import ScheduleError
 
-__all__ = ["COMPUTE", "WORDS", "Action", "Kind"]
-
 
 class Kind(StrEnum):
     """The kind of work of an action: a row of the table above."""

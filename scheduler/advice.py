@@ -21,8 +21,6 @@ from scheduler.schedules import by_name, for_placement
 from scheduler.simulation import simulate
 from scheduler.timeline import Timeline, in_flight
 
-__all__ = ["Change", "Job", "advice", "known_name"]
-
 
 class Change(NamedTuple):
     """A change, and what it would gain.

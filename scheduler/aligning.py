@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from unicodedata import combining, east_asian_width
 
-__all__ = ["aligned", "columns_of"]
-
 
 def aligned(rows: Iterable[Iterable[str]], left: int = 1) -> list[str]:
     """The lines of a table, two spaces between columns: the first `left` columns flush left, the others flush right.

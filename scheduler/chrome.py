@@ -18,11 +18,10 @@ from typing import Any
 
 from scheduler.action import Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_a
+from scheduler.event import Event
 from scheduler.explanation import Causes
 from scheduler.memory_model import ChunkMemory
-from scheduler.timeline import Event, Timeline
-
-__all__ = ["chrome_trace", "timeline_from_chrome"]
+from scheduler.timeline import Timeline
 
 
 def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = True, arrows: bool = False) -> str:

@@ -16,8 +16,6 @@ from operator import attrgetter
 from scheduler.event import Event
 from scheduler.exchanges import exchanges
 
-__all__ = ["ahead_of_first", "on_one_clock"]
-
 
 def on_one_clock(clocks: Sequence[Sequence[Event]]) -> list[Event]:
     """The events of several clocks, in the time of the first.

@@ -7,8 +7,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["no_collecting"]
-
 
 @contextmanager
 def no_collecting() -> Iterator[None]:

@@ -22,8 +22,6 @@ from scheduler.errors import ScheduleError, whole
 from scheduler.faults import Fault
 from scheduler.schedule import Schedule
 
-__all__ = ["KINDS", "Columns", "Numbers"]
-
 Numbers = NDArray[numpy.int64]
 Booleans = NDArray[numpy.bool_]
 

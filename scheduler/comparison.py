@@ -24,8 +24,6 @@ from scheduler.placement import Placement
 from scheduler.simulation import simulate
 from scheduler.split_costs import of_stages
 
-__all__ = ["Row", "compare"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -24,8 +24,6 @@ from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 from scheduler.timeline import Timeline
 
-__all__ = ["Cost", "Costs"]
-
 Cost = float | Sequence[float] | Callable[[int, int], float]
 
 

@@ -20,8 +20,6 @@ from scheduler.errors import ScheduleError, refuse_unless_a
 from scheduler.placement import Placement
 from scheduler.schedule import Order, Schedule
 
-__all__ = ["from_csv", "to_csv"]
-
 
 def to_csv(schedule: Schedule) -> str:
     """Writes the orders of a schedule as a table, as torch does.

@@ -19,8 +19,6 @@ weight read a value that no action of the step changes, and add into sums of the
 
 from scheduler.action import COMPUTE, Action
 
-__all__ = ["requires"]
-
 
 def requires(action: Action, stages: int, split: frozenset[tuple[int, int]] = frozenset()) -> tuple[Action, ...]:
     """The actions that `action` waits for directly; those that these wait for are left out.

@@ -21,12 +21,11 @@ from math import gcd, lcm
 from numbers import Rational
 
 from scheduler.errors import refuse_unless_a, whole_number
+from scheduler.event import Event
 from scheduler.grid import IDLE, grid, label_for
 from scheduler.schedule import Schedule
 from scheduler.simulation import simulate
-from scheduler.timeline import Event, Timeline
-
-__all__ = ["draw", "duration", "measures", "take_turns"]
+from scheduler.timeline import Timeline
 
 
 def draw(what: Schedule | Timeline, width: int | None = None) -> str:

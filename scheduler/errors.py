@@ -12,8 +12,6 @@ from collections.abc import Iterable, Set
 from numbers import Real
 from typing import Any
 
-__all__ = ["ScheduleError", "one_each", "plain", "refuse_unless_a", "refuse_unless_finite", "whole", "whole_number"]
-
 
 class ScheduleError(ValueError):
     """A schedule, or a number that one is made from, that cannot be right."""

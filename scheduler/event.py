@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from scheduler.action import Action
 
-__all__ = ["Event"]
-
 
 class Event(NamedTuple):
     """`action` ran on `lane` from `start` to `end`."""

@@ -11,8 +11,6 @@ from math import inf
 from scheduler.action import Kind
 from scheduler.event import Event
 
-__all__ = ["exchanges"]
-
 
 def exchanges(rows: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, Event, float]]:
     """The messages between lanes. Where an action ran several times, in several steps, the first reads the first.

@@ -14,8 +14,6 @@ from scheduler.dependencies import requires
 from scheduler.errors import ScheduleError
 from scheduler.event import Event
 
-__all__ = ["Causes", "critical_path", "why_idle"]
-
 EventRows = Sequence[Sequence[Event]]
 
 

@@ -25,8 +25,6 @@ from scheduler.grid import grid, label_for
 from scheduler.programs.program import Program
 from scheduler.schedule import Schedule
 
-__all__ = ["Fault", "refusal"]
-
 
 class Fault(NamedTuple):
     """One thing that is wrong.

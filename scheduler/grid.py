@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from scheduler.action import Action
 
-__all__ = ["IDLE", "grid", "label_for"]
-
 IDLE = "."
 
 

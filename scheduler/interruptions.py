@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 
 from scheduler.action import Action, Kind
 
-__all__ = ["interrupted"]
-
 
 def interrupted(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
     """The (stage, chunk) pairs that have another backward (B or I) between their F and their own.

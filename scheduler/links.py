@@ -13,8 +13,6 @@ from math import inf
 
 from scheduler.errors import ScheduleError, refuse_unless_finite
 
-__all__ = ["Link", "Links", "between"]
-
 
 @dataclass(frozen=True)
 class Link:

@@ -28,8 +28,6 @@ from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 from scheduler.timeline import Timeline
 
-__all__ = ["OF_ACTIONS", "Measurement", "Sample", "costs_of", "links_of", "measure", "steps_of"]
-
 OF_ACTIONS: tuple[str, ...] = ("forward", "input", "weight", "backward", "recompute")  # the costs of actions
 
 

@@ -18,8 +18,6 @@ from scheduler.action import Kind
 from scheduler.errors import ScheduleError
 from scheduler.event import Event
 
-__all__ = ["ChunkMemory", "steps"]
-
 
 class ChunkMemory(NamedTuple):
     """The memory of a chunk in one stage: the three heights of the pictures above."""

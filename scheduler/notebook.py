@@ -11,8 +11,6 @@ from abc import ABC, abstractmethod
 from base64 import b64encode
 from html import escape
 
-__all__ = ["NotebookResult"]
-
 
 class NotebookResult(ABC):
     """A result that prints as a few lines."""

@@ -10,8 +10,6 @@ colour blindness; forward is blue, what goes backward is warm. Within its band a
 
 from scheduler.action import Kind
 
-__all__ = ["IDLE_COLOUR", "colour", "ink"]
-
 IDLE_COLOUR = "#eef0f2"
 
 

@@ -14,8 +14,6 @@ from functools import cached_property
 
 from scheduler.errors import ScheduleError, whole_number
 
-__all__ = ["HasPlacement", "Placement"]
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -39,8 +39,6 @@ from scheduler.schedule import Schedule
 from scheduler.simulation import simulate
 from scheduler.timeline import Timeline
 
-__all__ = ["matplotlib", "plot", "svg"]
-
 
 def plot(what: Schedule | Timeline, *, title: str | None = None, memory: bool = True, width: int = 960) -> Any:
     """Draws a schedule or a timeline as a matplotlib figure.

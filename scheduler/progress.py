@@ -23,8 +23,6 @@ from scheduler.dependencies import requires
 from scheduler.faults import Fault
 from scheduler.schedule import Schedule
 
-__all__ = ["LaneProgress", "progress"]
-
 HopTime = Callable[[int, int], float]
 NeedRow = tuple[int, float, int, float]  # where the ends of the two needs of chunk 0 stand, and how long each travels
 

@@ -30,8 +30,6 @@ from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.timeline import Timeline
 
-__all__ = ["HasCosts", "Report", "StageReport", "report"]
-
 
 class HasCosts(Protocol):
     """Something with costs, such as a plan."""

@@ -20,8 +20,6 @@ from scheduler.errors import ScheduleError, refuse_unless_a, whole_number
 from scheduler.placement import HasPlacement, Placement
 from scheduler.text import NAME, read, written
 
-__all__ = ["Order", "Schedule", "refuse_unless_one_each"]
-
 Order = tuple[Action, ...]
 
 

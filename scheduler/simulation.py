@@ -15,12 +15,11 @@ from scheduler.collecting import no_collecting
 from scheduler.columns import Columns
 from scheduler.costs import Costs
 from scheduler.errors import ScheduleError, refuse_unless_a
+from scheduler.event import Event
 from scheduler.faults import refusal
 from scheduler.progress import progress
 from scheduler.schedule import Schedule
-from scheduler.timeline import Event, Timeline
-
-__all__ = ["simulate"]
+from scheduler.timeline import Timeline
 
 
 @no_collecting()

@@ -21,8 +21,6 @@ from scheduler.measurement import OF_ACTIONS
 from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 
-__all__ = ["of_stages"]
-
 
 def of_stages(costs: Costs, placement: Placement) -> Costs:
     """Shares out what lanes cost among their stages, evenly.

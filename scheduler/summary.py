@@ -16,8 +16,6 @@ from scheduler.plotting import svg
 from scheduler.schedule import Schedule
 from scheduler.timeline import Timeline
 
-__all__ = ["picture", "size_of", "timeline_text"]
-
 
 def timeline_text(timeline: Timeline) -> str:
     """At most 40 lines of at most 120 columns.

@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from scheduler.errors import ScheduleError
 from scheduler.placement import Placement
 
-__all__ = ["NAME", "read", "written"]
-
 NAME = r"[\w.+-]+"
 
 

@@ -32,8 +32,6 @@ from scheduler.event import Event
 from scheduler.explanation import critical_path, why_idle
 from scheduler.memory_model import ChunkMemory, steps
 
-__all__ = ["Event", "Timeline", "in_flight"]
-
 
 @dataclass(frozen=True, repr=False)
 class Timeline:

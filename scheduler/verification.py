@@ -25,8 +25,6 @@ from scheduler.progress import progress
 from scheduler.schedule import Schedule
 from scheduler.timeline import in_flight
 
-__all__ = ["verify"]
-
 
 @no_collecting()
 def verify(schedule: Schedule | Program, cap: int | Sequence[int] | None = None) -> None:

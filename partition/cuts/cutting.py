@@ -25,8 +25,6 @@ from partition.cuts.windows import DeviceStages, HeldChunks, StageSpec, Windows
 from partition.errors import PartitionError
 from partition.profiles.profile import Profile
 
-__all__ = ["cut", "cut_layers"]
-
 
 def cut(
     profile: Profile, stages: int | Sequence[StageSpec], latency: float = 0.0, bandwidth: float = inf,

@@ -16,8 +16,6 @@ import numpy
 from partition.cuts.layers import Floats
 from partition.cuts.windows import Windows, starts_of
 
-__all__ = ["fastest", "furthest"]
-
 
 def fastest(windows: Windows, caps: Floats) -> tuple[float, list[int]]:
     """The time of the slowest stage, as small as can be but for rounding; inf where nothing fits.

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from partition.profiles.amounts import Bytes
 from partition.profiles.profile import Profile
 
-__all__ = ["Amounts", "Floats", "Layers", "amounts_of", "layers_of", "sums_of"]
-
 Floats: TypeAlias = NDArray[numpy.float64]
 
 

@@ -26,8 +26,6 @@ from partition.cuts.fastest import fastest
 from partition.cuts.layers import Floats
 from partition.cuts.windows import Windows
 
-__all__ = ["Cut", "loosest_caps", "shared"]
-
 
 class _LimitedCut(NamedTuple):
     """A cut under limits of stages; those with the fastest slowest stage come first, then the nearest to fit.

@@ -20,8 +20,6 @@ from partition.cuts.layers import Floats, Layers, sums_of
 from partition.errors import PartitionError
 from scheduler.errors import refuse_unless_finite
 
-__all__ = ["DeviceStages", "HeldChunks", "StageSpec", "Windows", "starts_of"]
-
 
 @dataclass(frozen=True)
 class StageSpec:

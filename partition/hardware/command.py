@@ -15,8 +15,6 @@ from partition.hardware.inventory import devices as find
 from partition.hardware.selection import MARGIN, Choice, memory_cap
 from scheduler.command_line.running import CommandError
 
-__all__ = ["devices"]
-
 
 @click.command(context_settings={"max_content_width": 120}, short_help="GPUs: memory, users, power, links.")
 @click.option("--choose", "count", type=int, metavar="N", help="Choose N for a pipeline, in the order of its stages.")

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from partition.hardware.nvml import NvmlQueries, words_of
 
-__all__ = ["Device", "GpuProcess", "Unit", "gib", "load_of", "read_units", "text_of"]
-
 
 class GpuProcess(NamedTuple):
     """A process that computes on a device, and the bytes that it holds there; None where the driver does not tell."""

@@ -24,8 +24,6 @@ from partition.hardware.selection import MARGIN, Choice, choose, memory_cap
 from partition.hardware.tables import bandwidths, device_table, link_table, plain
 from scheduler.aligning import aligned
 
-__all__ = ["Devices", "devices"]
-
 
 @dataclass(frozen=True)
 class Devices:

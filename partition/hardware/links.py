@@ -22,8 +22,6 @@ from typing import Any
 from partition.hardware.gpus import Unit, text_of
 from partition.hardware.nvml import NvmlQueries
 
-__all__ = ["DeviceLink", "DeviceLinks", "read_links"]
-
 
 @dataclass(frozen=True)
 class DeviceLink:

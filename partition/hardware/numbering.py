@@ -24,8 +24,6 @@ import torch
 
 from partition.hardware.gpus import Unit
 
-__all__ = ["Numbering", "number_devices", "uuids_of_torch"]
-
 T = TypeVar("T")
 
 

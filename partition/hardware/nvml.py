@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["NvmlQueries", "NvmlUnavailable", "opened", "words_of"]
-
 
 class NvmlUnavailable(Exception):
     """NVML cannot be asked at all; the words say why."""

@@ -22,8 +22,6 @@ from partition.errors import PartitionError
 from partition.hardware.gpus import Device, load_of
 from partition.hardware.nvml import NvmlQueries, NvmlUnavailable, opened, words_of
 
-__all__ = ["DeviceSampling", "Usage"]
-
 
 class Reading(NamedTuple):
     """A reading: seconds on the clock; None for what NVML did not tell."""

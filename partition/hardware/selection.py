@@ -19,8 +19,6 @@ from partition.errors import PartitionError
 from partition.hardware.gpus import Device, gib
 from partition.hardware.links import DeviceLink, DeviceLinks
 
-__all__ = ["Choice", "best_line", "choose", "memory_cap", "why_poor"]
-
 MARGIN = 0.1
 GpuOrder = tuple[int, ...]
 

@@ -15,8 +15,6 @@ from typing import Any
 from partition.hardware.gpus import Device, gib
 from partition.hardware.links import DeviceLinks
 
-__all__ = ["bandwidths", "device_table", "link_table", "plain"]
-
 TextTable = list[list[str]]
 
 

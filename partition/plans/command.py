@@ -23,8 +23,6 @@ from scheduler.command_line.running import CommandError
 from scheduler.command_line.targets import value_at
 from scheduler.links import Link
 
-__all__ = ["plan", "profile"]
-
 _TARGET = "TARGET"
 _OPTIMIZERS: dict[str, Any] = {"sgd": 0, "momentum": 1, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,

@@ -14,8 +14,6 @@ from math import factorial, prod
 from partition.plans.trials import Machine, Trial, TrialSetup, enumerated, polished, tried
 from scheduler import Placement, Schedule
 
-__all__ = ["fitting", "reordered", "tried_in_orders"]
-
 DeviceOrder = tuple[int, ...]
 
 

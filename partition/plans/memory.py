@@ -23,8 +23,6 @@ from partition.cuts.windows import HeldChunks
 from partition.profiles.profile import Profile, StageProfile
 from scheduler import Action, Kind, Placement, Timeline
 
-__all__ = ["StageValue", "DevicePeak", "moments_of", "peaks", "values_of"]
-
 
 class StageValue(NamedTuple):
     """A value that one stage computes and another reads, of one chunk; its gradient goes the other way.

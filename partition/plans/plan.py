@@ -19,8 +19,6 @@ from scheduler import Costs, Link, Schedule
 from scheduler.aligning import aligned
 from scheduler.notebook import NotebookResult
 
-__all__ = ["ExpectedStep", "Plan", "RecomputedStages"]
-
 
 @dataclass(frozen=True)
 class RecomputedStages:

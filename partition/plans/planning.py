@@ -40,8 +40,6 @@ from scheduler.errors import one_each, refuse_unless_finite, whole, whole_number
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.formulation import pose
 
-__all__ = ["plan"]
-
 
 def plan(
     module: nn.Sequential,

@@ -26,11 +26,6 @@ from scheduler.collecting import no_collecting
 from scheduler.interruptions import interrupted
 from scheduler.links import between
 
-__all__ = [
-    "Machine", "Trial", "TrialSetup", "costs_of", "enumerated", "least_time", "polished", "recomputed", "replayed",
-    "stages_of", "tried",
-]  # fmt: skip
-
 Checkpoint = str | RecomputedStages
 StageChunks = frozenset[tuple[int, int]]
 PlanLinks = float | Link | Mapping[tuple[int, int], float | Link]

@@ -26,8 +26,6 @@ from torch.nn.parameter import is_lazy
 from partition.contents import storage_of
 from partition.models.parts import Block
 
-__all__ = ["Likeness", "LikenessCache"]
-
 Attribute = tuple[str, str]  # path of a module in a layer, name
 T = TypeVar("T")
 

@@ -8,8 +8,6 @@ import statistics
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Bytes", "MedianSpread", "joined", "spelt_bytes", "spelt_work"]
-
 
 class Bytes(NamedTuple):
     """Bytes of one layer.

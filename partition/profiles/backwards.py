@@ -15,8 +15,6 @@ from torch import Tensor
 from partition.graph import nodes_of
 from partition.halves import LateGrads, ends_without, late_gradients, survey, waiting
 
-__all__ = ["backward", "first_half", "second_half"]
-
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Sequence[Any]) -> None:
     """B, to `targets` alone: a closure may reach tensors of the caller.

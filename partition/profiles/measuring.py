@@ -23,8 +23,6 @@ from partition.profiles.alike import LikenessCache
 from partition.profiles.sandbox import Sandbox
 from partition.profiles.skips import renew, skips_of, values_of
 
-__all__ = ["RunInput", "VisitedLayer", "VisitedLoss", "each_layer", "outputs_of"]
-
 T = TypeVar("T")
 Visit = Callable[[nn.Module, Any, "VisitedLayer"], tuple[T, Any]]
 Reuse = Callable[[T, Any, Any], T]

@@ -21,8 +21,6 @@ from partition.contents import tensors_in
 from partition.errors import PartitionError
 from scheduler.errors import refuse_unless_finite
 
-__all__ = ["OptimizerLike", "state_bytes"]
-
 OptimizerLike: TypeAlias = float | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 

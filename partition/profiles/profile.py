@@ -18,8 +18,6 @@ from partition.profiles.amounts import Bytes, MedianSpread, joined, spelt_bytes,
 from scheduler.aligning import aligned
 from scheduler.notebook import NotebookResult
 
-__all__ = ["LayerProfile", "Profile", "SkipTraffic", "SplitBackwardBytes", "StageProfile", "Work", "frozen"]
-
 
 class Work(NamedTuple):
     """The work of the actions of one chunk, in seconds or in FLOPs.

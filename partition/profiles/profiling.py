@@ -26,8 +26,6 @@ from partition.profiles.working import Pass, counted, timed
 from partition.splitting import check_module
 from scheduler.errors import refuse_unless_finite, whole_number
 
-__all__ = ["layer_bytes", "layer_work", "profile", "rows_of", "with_rows"]
-
 
 def profile(
     module: nn.Sequential,

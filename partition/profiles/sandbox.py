@@ -24,8 +24,6 @@ from partition.models.outline import Outline
 from partition.models.parts import Part
 from partition.randomness import generators_left
 
-__all__ = ["DeviceLike", "Sandbox", "device_of"]
-
 DeviceLike = torch.device | str | int | None
 
 

@@ -12,8 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-__all__ = ["SkipModule", "renew", "skips_of", "values_of"]
-
 
 @runtime_checkable
 class SkipModule(Protocol):

@@ -25,8 +25,6 @@ from partition.profiles.measuring import RunInput, VisitedLayer, outputs_of
 from partition.profiles.profile import SkipTraffic, SplitBackwardBytes
 from partition.profiles.skips import values_of
 
-__all__ = ["SavedBytes", "Storages"]
-
 
 class SavedBytes(NamedTuple):
     """The bytes that autograd holds of one layer for its backward, that the layer has, and that it returns.

@@ -16,8 +16,6 @@ from partition.halves import LateGrads
 from partition.profiles.backwards import backward, first_half, second_half
 from partition.profiles.measuring import RunInput, VisitedLayer, outputs_of
 
-__all__ = ["Pass", "counted", "counter", "timed"]
-
 
 class Pass(NamedTuple):
     """The work of the actions of one run, in seconds or FLOPs: F, I, W, and B, both halves in one run of autograd."""

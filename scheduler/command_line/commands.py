@@ -45,8 +45,6 @@ from scheduler.schedules import names
 from scheduler.searches import searching
 from scheduler.timeline import Timeline
 
-__all__ = ["schedules"]
-
 Caps = float | tuple[float, ...] | None
 Release = Literal["early", "block"]
 

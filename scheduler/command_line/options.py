@@ -20,11 +20,6 @@ from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
 from scheduler.verification import verify
 
-__all__ = [
-    "INPUT", "OUTPUT", "number", "numbers", "read", "with_all", "with_costs", "with_release", "with_schedule",
-    "with_sizes",
-]  # fmt: skip
-
 Command: TypeAlias = Callable[..., int]
 
 INPUT = click.File(encoding="utf-8", errors="replace")  # what is no text is refused as it is read

@@ -14,8 +14,6 @@ from scheduler.errors import ScheduleError
 from scheduler.reporting import report as reported
 from scheduler.timeline import Timeline
 
-__all__ = ["report"]
-
 
 @click.command(context_settings={"max_content_width": 120}, short_help="Traced steps: the bottleneck, what to change.")
 @click.argument("files", type=INPUT, nargs=-1, required=True, metavar="FILE...")

@@ -13,8 +13,6 @@ from types import TracebackType
 
 import click
 
-__all__ = ["CommandError", "run"]
-
 
 class CommandError(click.ClickException):
     """A command that cannot run: the message says what is wrong, and what to do."""

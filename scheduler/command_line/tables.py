@@ -6,8 +6,6 @@ import click
 
 from scheduler.aligning import aligned, columns_of
 
-__all__ = ["show"]
-
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]], dim: Sequence[bool] = ()) -> None:
     """Prints a table: words to the left in the first column, numbers to the right in the others.

@@ -14,8 +14,6 @@ from typing import Any
 
 from scheduler.command_line.running import CommandError
 
-__all__ = ["value_at"]
-
 
 def value_at(target: str, values: tuple[type, ...] = ()) -> Any:
     """The object that a target names; if it can be called, its result.

@@ -35,8 +35,6 @@ from scheduler.programs.program import Program
 from scheduler.progress import progress
 from scheduler.schedule import Schedule
 
-__all__ = ["lower", "place_messages", "post_ahead"]
-
 
 @no_collecting()
 def lower(schedule: Schedule, ahead: int = 0) -> Program:

@@ -14,8 +14,6 @@ from scheduler.programs.messages import Messages, messages
 from scheduler.programs.program import Program, other_end
 from scheduler.programs.rendezvous import stuck_lanes
 
-__all__ = ["message_faults"]
-
 
 def message_faults(program: Program) -> list[Fault]:
     """All faults of the messages.

@@ -15,8 +15,6 @@ from scheduler.action import COMPUTE, Action, Kind
 from scheduler.dependencies import requires
 from scheduler.placement import Placement
 
-__all__ = ["MessageRoute", "Messages", "messages"]
-
 
 class MessageRoute(NamedTuple):
     """The way of a result from one action to another.

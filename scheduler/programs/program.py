@@ -23,8 +23,6 @@ from scheduler.placement import HasPlacement, Placement
 from scheduler.schedule import Order, Schedule, refuse_unless_one_each
 from scheduler.text import read, written
 
-__all__ = ["Channel", "Program", "other_end"]
-
 
 class Channel(NamedTuple):
     """The messages from one lane to another, at both ends: `sends` and `receives` belong together one by one."""

@@ -12,8 +12,6 @@ from scheduler.faults import Fault
 from scheduler.programs.messages import messages
 from scheduler.programs.program import Program, other_end
 
-__all__ = ["stuck_lanes"]
-
 
 def stuck_lanes(program: Program, receives_wait: bool = False) -> list[Fault]:
     """Runs every lane as far as it gets, in time proportional to the length of the program.

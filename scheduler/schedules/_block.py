@@ -23,8 +23,6 @@ from typing import NamedTuple
 from scheduler.action import Action, Kind
 from scheduler.placement import Placement
 
-__all__ = ["PERIOD", "BuildingBlock", "BlockSlot", "length_of", "pattern"]
-
 PERIOD = 6
 
 

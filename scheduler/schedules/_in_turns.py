@@ -27,8 +27,6 @@ from scheduler.errors import whole_number
 from scheduler.placement import Placement
 from scheduler.schedule import Order, Schedule
 
-__all__ = ["in_turns", "rounds"]
-
 
 def in_turns(
     name: str, lanes: int, groups: Sequence[int], warmup: Callable[[int], int],

@@ -25,8 +25,6 @@ from scheduler.placement import Placement
 from scheduler.schedule import Order, Schedule
 from scheduler.schedules._block import PERIOD, BlockSlot, BuildingBlock, length_of, pattern
 
-__all__ = ["vee"]
-
 
 def vee(name: str, lanes: int, chunks: int, block: BuildingBlock, room: int, hold: bool = False) -> Schedule:
     """The schedule that a block makes.

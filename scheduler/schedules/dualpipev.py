@@ -21,8 +21,6 @@ from scheduler.errors import refuse_unless_filled
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int) -> Schedule:
     """DualPipeV with two stages a lane.

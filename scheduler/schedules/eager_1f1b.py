@@ -21,8 +21,6 @@ from scheduler.errors import ScheduleError, one_each, whole_number
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int, warmup: int | Sequence[int] | None = None) -> Schedule:
     """1F1B with a deep warm-up, one stage a lane.

@@ -14,8 +14,6 @@ ascending order, as in every schedule, so that gradients are bitwise the same (v
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int) -> Schedule:
     """GPipe with one stage a lane."""

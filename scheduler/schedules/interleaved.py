@@ -20,8 +20,6 @@ chunk has to pass all stages and back, while on the last stage the others follow
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns, rounds
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int, stages_per_lane: int = 2) -> Schedule:
     """Interleaved 1F1B for any number of chunks.

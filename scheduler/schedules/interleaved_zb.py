@@ -16,8 +16,6 @@ time. All lanes hold (v - 1) g + lanes chunks of a stage: where `lanes` divides 
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns, rounds
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int, stages_per_lane: int = 2) -> Schedule:
     """Interleaved ZB-H1 for any number of chunks.

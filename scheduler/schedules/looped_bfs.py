@@ -15,8 +15,6 @@ Chunks go backward in ascending order, as in every schedule (verification.py).
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int, stages_per_lane: int = 2) -> Schedule:
     """Looped breadth-first: all forwards stage by stage, then all backwards, the last stage first.

@@ -14,8 +14,6 @@ backwards that are left (cool-down). It is as fast as GPipe, and holds at most l
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int) -> Schedule:
     """1F1B with one stage a lane; fewer chunks than lanes will do."""

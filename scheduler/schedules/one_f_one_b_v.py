@@ -17,8 +17,6 @@ from scheduler.schedule import Schedule
 from scheduler.schedules._block import BuildingBlock
 from scheduler.schedules._vee import vee
 
-__all__ = ["BUILDERS", "build"]
-
 BLOCK = BuildingBlock(steps=(1, 1, 2, 2), turns=(1, 1, 2), backward=Kind.B)
 
 

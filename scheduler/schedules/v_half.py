@@ -21,8 +21,6 @@ from scheduler.schedule import Schedule
 from scheduler.schedules._block import BuildingBlock
 from scheduler.schedules._vee import vee
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int) -> Schedule:
     """V-Half with two stages a lane; fewer chunks than lanes will do."""

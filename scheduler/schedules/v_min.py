@@ -22,8 +22,6 @@ from scheduler.schedules._block import BuildingBlock
 from scheduler.schedules._vee import vee
 from scheduler.schedules.zb_v import BLOCK
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int) -> Schedule:
     """V-Min with two stages a lane; fewer chunks than lanes will do."""

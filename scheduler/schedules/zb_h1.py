@@ -16,8 +16,6 @@ the cool-down. Where W takes no longer than F and no longer than I, and chunks >
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int) -> Schedule:
     """ZB-H1 with one stage a lane; fewer chunks than lanes will do."""

@@ -17,8 +17,6 @@ from scheduler.errors import refuse_unless_filled
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
 
-__all__ = ["BUILDERS", "build"]
-
 
 def build(lanes: int, chunks: int) -> Schedule:
     """ZB-H2 with one stage a lane.

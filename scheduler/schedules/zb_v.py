@@ -18,8 +18,6 @@ from scheduler.schedule import Schedule
 from scheduler.schedules._block import BuildingBlock
 from scheduler.schedules._vee import vee
 
-__all__ = ["BLOCK", "BUILDERS", "build"]
-
 BLOCK = BuildingBlock(steps=(4, 2, 4, 2), turns=(1, 1, 1))
 
 

@@ -18,8 +18,6 @@ from random import Random
 from scheduler.searches.incremental_timing import IncrementalTiming
 from scheduler.searches.problem import LaneOrders, Problem
 
-__all__ = ["anneal"]
-
 
 def anneal(
     problem: Problem,

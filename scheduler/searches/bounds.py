@@ -23,8 +23,6 @@ from typing import NamedTuple
 from scheduler.searches.precedence import PrecedenceGraph, graph_of, heads, mirror, mirrored
 from scheduler.searches.problem import Problem
 
-__all__ = ["LowerBound"]
-
 
 class LowerBound:
     """A bound that no plan beats; it grows as more is proven.

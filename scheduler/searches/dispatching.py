@@ -21,8 +21,6 @@ from math import inf
 from scheduler.searches.formulation import one_chunk_peak
 from scheduler.searches.problem import LaneOrders, Problem
 
-__all__ = ["dispatch", "limits"]
-
 
 def limits(problem: Problem) -> Iterator[list[int]]:
     """Numbers of chunks that each stage may have in flight: even steps from the first stage down to 1 on the last."""

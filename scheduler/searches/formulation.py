@@ -17,8 +17,6 @@ from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 from scheduler.searches.problem import MessageWaits, Objective, Problem, Times
 
-__all__ = ["Memory", "one_chunk_peak", "pose"]
-
 Memory = float | Sequence[float] | None
 
 

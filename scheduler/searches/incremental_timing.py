@@ -21,8 +21,6 @@ from typing import NamedTuple
 from scheduler.searches.problem import LaneOrders, Problem
 from scheduler.searches.timing import run, value
 
-__all__ = ["IncrementalTiming"]
-
 
 class _Clock(NamedTuple):
     """The start, the end and the tail of each action."""

@@ -24,8 +24,6 @@ import numpy
 
 from scheduler.searches.problem import Problem
 
-__all__ = ["PrecedenceGraph", "graph_of", "heads", "mirror", "mirrored"]
-
 T = TypeVar("T")
 TimedNeeds = list[list[tuple[int, float]]]
 Choices = dict[int, list[dict[int, int]]]

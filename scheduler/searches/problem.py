@@ -24,8 +24,6 @@ from scheduler.memory_model import ChunkMemory
 from scheduler.placement import HasPlacement, Placement
 from scheduler.schedule import Schedule
 
-__all__ = ["Objective", "LaneOrders", "Problem", "Times"]
-
 Objective = Literal["flush", "span"]
 
 

@@ -48,8 +48,6 @@ from scheduler.summary import picture
 from scheduler.timeline import Timeline
 from scheduler.verification import verify
 
-__all__ = ["Found", "search"]
-
 
 @dataclass(frozen=True, repr=False)
 class Found(NotebookResult):

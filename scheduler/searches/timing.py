@@ -11,8 +11,6 @@ from math import inf
 
 from scheduler.searches.problem import LaneOrders, Problem
 
-__all__ = ["run", "value", "value_of"]
-
 
 def value_of(problem: Problem, plan: LaneOrders) -> float:
     """The value of a plan, which is to be small; infinite where a lane waits for ever."""

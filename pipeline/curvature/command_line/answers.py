@@ -22,8 +22,6 @@ from pipeline.curvature.results.result import Result
 from scheduler.command_line.running import CommandError
 from scheduler.plotting import matplotlib
 
-__all__ = ["answer"]
-
 
 def answer(options: SimpleNamespace) -> int:
     """Answers all that a command asks.

@@ -16,8 +16,6 @@ from pipeline.curvature.command_line.answers import answer
 from pipeline.curvature.command_line.target import MATRICES
 from scheduler.command_line.running import CommandError
 
-__all__ = ["curvature"]
-
 CurvatureCommand: TypeAlias = Callable[..., int]
 
 _QUESTIONS = ("check", "top", "trace", "layers", "density")  # what can be asked; none of them stands for top and trace

@@ -18,8 +18,6 @@ from pipeline.pipe import Pipe
 from scheduler.command_line.running import CommandError
 from scheduler.command_line.targets import value_at
 
-__all__ = ["MATRICES", "operator_of"]
-
 MATRICES: dict[str, type[Operator]] = {
     "hessian": Hessian, "gauss-newton": GaussNewton, "fisher": EmpiricalFisher
 }  # fmt: skip

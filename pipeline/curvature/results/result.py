@@ -21,8 +21,6 @@ from scheduler.notebook import NotebookResult
 
 FilePath: TypeAlias = "str | PathLike[str]"
 
-__all__ = ["Result", "ResultError"]
-
 
 @dataclass(frozen=True, eq=False)
 class Result(NotebookResult):
