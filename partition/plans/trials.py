@@ -7,7 +7,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, combinations
 from math import comb, inf, isfinite
@@ -21,7 +21,7 @@ from partition.errors import PartitionError
 from partition.plans.memory import DevicePeak, moments_of, peaks, values_of
 from partition.plans.plan import RecomputedStages
 from partition.profiles.profile import Profile, StageProfile
-from scheduler import Action, Costs, Kind, Link, Schedule, Timeline, simulate
+from scheduler import Costs, Link, Schedule, Timeline, simulate
 from scheduler.collecting import no_collecting
 from scheduler.interruptions import interrupted
 from scheduler.links import between
@@ -151,43 +151,11 @@ def polished(trial: Trial) -> Trial:
 def _neighbours(trial: Trial) -> Iterator[Trial]:
     moved = [trial.balance, *_moved(trial.balance)]
     for checkpoint in _toggled(trial):
-        if not _is_slower(trial, checkpoint, _cut(trial.setup, checkpoint)):
-            yield _fitted(trial.setup, checkpoint)
+        yield _fitted(trial.setup, checkpoint)
         for balance in moved if len(moved) <= _FEW else moved[:1]:
-            if not _is_slower(trial, checkpoint, balance):
-                yield replayed(trial.setup, checkpoint, balance)
+            yield replayed(trial.setup, checkpoint, balance)
     for balance in moved[1:]:
-        if not _is_slower(trial, trial.checkpoint, balance):
-            yield replayed(trial.setup, trial.checkpoint, balance)
-
-
-def _is_slower(trial: Trial, checkpoint: Checkpoint, balance: Sequence[int]) -> bool:
-    """Whether a choice must take longer than a trial that fits: it need not be simulated."""
-    setup = trial.setup
-    costs = costs_of(setup, stages_of(setup.profile, balance), balance, recomputed(checkpoint, setup.schedule))
-    longest = trial.timeline.makespan * (1 + 1e-9)  # sums of floats round
-    return trial.fits and least_time(setup.schedule, costs) > longest
-
-
-def least_time(schedule: Schedule, costs: Costs) -> float:
-    """A time that no step is shorter than.
-
-    A device works through its order, from when its first chunk can have come; and the gradient of each of its backwards
-    has the way to the first stage before it.
-    """
-    once = replace(costs, recompute=0)
-    way_in, way_out = (
-        [0.0, *accumulate(min(once.of(Action(stage, kind, 0), lane) for kind in kinds)
-                          for stage, lane in enumerate(schedule.placement.lane_of))]
-        for kinds in ((Kind.F,), (Kind.B, Kind.I))
-    )  # fmt: skip
-    least = 0.0
-    for lane, order in enumerate(schedule.orders):
-        time = way_in[order[0].stage]
-        for (stage, kind, _), duration in zip(order, costs.of_order(lane, order)):
-            time += duration
-            least = max(least, time + way_out[stage] if kind is Kind.B or kind is Kind.I else time)
-    return least
+        yield replayed(trial.setup, trial.checkpoint, balance)
 
 
 def _moved(balance: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -28,7 +28,6 @@ from partition.plans.trials import (
     Machine,
     Trial,
     TrialSetup,
-    least_time,
     polished,
     recomputed,
     replayed,
@@ -40,7 +39,7 @@ from partition.profiles.profile import SplitBackwardBytes, Work
 from partition.profiles.profiling import with_rows
 from pipeline import Pipe, Place
 from pipeline.stage.split_backward import SplitBackward
-from scheduler import Costs, Link, Schedule, ScheduleError, by_name, names, simulate
+from scheduler import Link, Schedule, by_name
 
 
 class SavedByStage:
@@ -204,26 +203,6 @@ def test_what_fits_is_found_and_hardly_slower_than_the_best_of_all_balances(seed
         if best.fits:
             ratios.append(found.timeline.makespan / best.timeline.makespan)
     assert 1 - 1e-9 <= min(ratios) and max(ratios) < 1.15  # 96 of 100 are the best itself
-
-
-@given(st.sampled_from(names()), st.integers(1, 5), st.integers(1, 9), st.integers(0, 10**6))
-def test_no_step_is_shorter_than_its_least_time(name: str, lanes: int, chunks: int, seed: int) -> None:
-    source = random.Random(seed)
-    try:
-        schedule = by_name(name, lanes, chunks)
-    except ScheduleError:  # not for so few chunks
-        return
-    times = [tuple(source.choice([0, 1, 2.5]) for _ in range(schedule.stages)) for _ in range(5)]
-    some = {(stage, chunk) for stage in range(schedule.stages) for chunk in range(chunks) if source.random() < 0.5}
-    costs = Costs(
-        *times[:3], backward=source.choice([None, times[3]]), link=source.choice([0, 0.5]),
-        recompute=source.choice([times[4], lambda stage, chunk: float((stage, chunk) in some)]),
-        speed=tuple(source.choice([1, 2]) for _ in range(lanes)),
-    )  # fmt: skip
-    assert least_time(schedule, costs) <= simulate(schedule, costs).makespan * (1 + 1e-9)
-    even = Costs(speed=2)
-    if name == "gpipe":  # the last lane is never idle from its first action on
-        assert least_time(schedule, even) == simulate(schedule, even).makespan
 
 
 tight = st.builds(
