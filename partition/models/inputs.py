@@ -45,6 +45,12 @@ class UnsentInput(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not annotated
         return f"UnsentInput({self._name}, {tuple(self.shape)}, {self.dtype})"
 
+    def tolist(self) -> Any:  # torch's dispatches nothing
+        raise UnsentInputError(self._leaf, self._name, "tolist")
+
+    def numpy(self, **_: Any) -> Any:
+        raise UnsentInputError(self._leaf, self._name, "numpy")
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

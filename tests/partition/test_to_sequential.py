@@ -639,6 +639,17 @@ def test_an_input_that_is_read_only_later_is_refused_where_it_is_read():
         layers(ids(2, 8))
 
 
+@pytest.mark.parametrize("read", [lambda ids: sum(ids.flatten().tolist()), lambda ids: int(ids.numpy().sum())])
+def test_an_input_is_sent_where_python_reads_all_its_numbers_behind_blocks(read):
+    class Reading(Chain):
+        def finish(self, x, ids):
+            return x * read(ids)
+
+    model = Reading()
+    layers, x = to_sequential(model, ids(4)), ids(3)
+    assert torch.equal(layers(x), model(x))
+
+
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="model must be an nn.Module, got int"):
         to_sequential(3, ids(2))
