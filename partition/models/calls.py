@@ -196,7 +196,7 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
                 try:
                     leaves = tree_leaves(make(run_model(model, sample, always)))
                 except Exception as error:
-                    error.add_note(_how_called(model, sample, mode))
+                    error.add_note(_how_called(model, sample, always, mode))
                     raise
                 tick()
             flags = {key for key, value in values.items() if value is True} - attribute_keys | flags - values.keys()
@@ -242,10 +242,11 @@ def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
     return names_at_0 != names_at_1 or not same(at_0, at_1)
 
 
-def _how_called(model: nn.Module, sample: Any, mode: str) -> str:
+def _how_called(model: nn.Module, sample: Any, always: Iterable[str], mode: str) -> str:
     kind, hint = type(model).__name__, ""
     if isinstance(sample, Mapping):
-        hint = f" Its arguments were {', '.join(f'{name}=' for name in sample)}; to hand it a dict, give (sample,)."
+        names = ", ".join(f"{name}=" for name in [*sample, *always])
+        hint = f" Its arguments were {names}; to hand it a dict, give (sample,)."
     return f"to_sequential called {kind} with the sample in {mode} mode: it must run in both.{hint}"
 
 

@@ -466,6 +466,19 @@ def test_the_error_of_a_model_says_with_what_it_was_called():
     x = ids(3)
     assert torch.equal(layers(({"ids": x},))["output"], model({"ids": x})["output"])
 
+    class WithCache(OfFeatures):
+        def forward(self, ids, **arguments):
+            return self.inner(ids, use_cache=False, **arguments)
+
+        def inner(self, ids, use_cache=True):
+            return super().forward({"ids": ids})
+
+    model = WithCache()
+    model.blocks[0].forward = lambda x, use_cache=None: x
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'use_cache'") as raised:
+        to_sequential(model, {"ids": ids(4)})
+    assert " Its arguments were ids=, use_cache=; to hand it a dict, " in raised.value.__notes__[0]
+
 
 @pytest.mark.parametrize("length, words", [
     (5, r"block 'blocks\.2' was called where 'blocks\.1' was on the sample by which the model was cut\. .*layerdrop=0"),
