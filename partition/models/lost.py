@@ -1,4 +1,4 @@
-"""What was computed in another part of a model: its numbers are not here.
+"""Values that another part of a model has computed: their numbers are not here.
 
     an absent module returns a LostTensor ──► + ──► a LostTensor ──► an argument of a block, or the output: refused
 

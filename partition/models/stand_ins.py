@@ -7,7 +7,7 @@ finds, so whatever would need its numbers is seen.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 from weakref import ref
@@ -108,34 +108,44 @@ class AbsentModule(Shadow):
         shapes = [TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         key = repr((tree, shapes, Switches.now().autocast))
-        if key not in self._meta_outputs:
-            self._meta_outputs[key] = self._meta_output(device, shapes, tree)
-            forget_oldest(self._meta_outputs)
-        meta_output = self._meta_outputs[key]
+        meta_output = self._meta_outputs.get(key)
+        if meta_output is None:
+            meta_output, follows_from_shapes = self._meta_output(device, leaves, tree)
+            if follows_from_shapes:
+                self._meta_outputs[key] = meta_output
+                forget_oldest(self._meta_outputs)
         return lost(meta_output, device) if isinstance(meta_output, Tensor) else tree_map_only(
             Tensor, lambda meta: lost(meta, device), meta_output
         )
 
-    def _meta_output(self, device: torch.device, shapes: Iterable[Any], tree: TreeSpec | None) -> Any:
-        """The output of the module, on the meta device; of its arguments, shapes stand for tensors.
+    def _meta_output(self, device: torch.device, leaves: Sequence[Any], tree: TreeSpec | None) -> tuple[Any, bool]:
+        """The output of the module, on the meta device, and whether it follows from the shapes of its arguments.
 
         Autocast does not come there, nor do modules that ask for their device or keep tensors beside their buffers: for
-        these, torch's fake tensors stand on the device, which take longer. One whose code asks for numbers gets nan.
+        these, torch's fake tensors stand on the device, which take longer. One whose code asks for numbers gets nan,
+        and whole numbers (sizes of images) as they are.
         """
         if not any(is_on for _, is_on, _ in Switches.now().autocast):
             try:
-                return self._output_on(torch.device("meta"), shapes, tree)
+                return self._output_on(torch.device("meta"), leaves, tree), True
             except Exception:
                 pass
+        reads = False
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
-                output = self._output_on(device, shapes, tree)
+                output = self._output_on(device, leaves, tree)
         except (DataDependentOutputException, DynamicOutputShapeException):  # experts that are called for some rows
-            output = self._output_on(device, shapes, tree)
-        return tree_map_only(Tensor, lambda leaf: TensorShape.of(leaf).poison(torch.device("meta")), output)
+            reads = any(map(_is_whole, leaves))
+            output = self._output_on(device, leaves, tree, keeps_whole=reads)
+        return tree_map_only(Tensor, lambda leaf: TensorShape.of(leaf).poison(torch.device("meta")), output), not reads
 
-    def _output_on(self, device: torch.device, shapes: Iterable[Any], tree: TreeSpec | None) -> Any:
-        leaves = [shape.poison(device) if isinstance(shape, TensorShape) else shape for shape in shapes]
+    def _output_on(
+        self, device: torch.device, leaves: Sequence[Any], tree: TreeSpec | None, keeps_whole: bool = False
+    ) -> Any:
+        leaves = [
+            leaf if not isinstance(leaf, Tensor) else
+            leaf.clone() if keeps_whole and _is_whole(leaf) else TensorShape.of(leaf).poison(device) for leaf in leaves
+        ]  # fmt: skip
         args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
         module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: TensorShape.of(tensor).poison(device))
         with torch.no_grad():
@@ -145,6 +155,10 @@ class AbsentModule(Shadow):
 def without_numbers(tensor: Tensor) -> Tensor:
     """The stand-in for a tensor that lies in another part."""
     return as_lost(TensorShape.of(tensor).poison(tensor.device))
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
 
 
 def rebuilt(

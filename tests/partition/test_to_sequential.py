@@ -663,6 +663,29 @@ def test_an_input_is_sent_where_python_reads_all_its_numbers_behind_blocks(read)
     assert torch.equal(layers(x), model(x))
 
 
+def test_a_module_of_another_part_may_ask_for_the_sizes_among_its_arguments():
+    """As embeddings of images of several sizes do."""
+    class Patches(nn.Linear):
+        def forward(self, images, sizes):
+            longest = max(sizes.tolist())
+            if not longest:
+                raise ValueError("sizes must be positive")
+            return super().forward(images)[:, :longest], longest
+
+    class OfPatches(Chain):
+        def forward(self, images, sizes):
+            x, longest = self.embed(images, sizes)
+            for block in self.blocks:
+                x = block(x)
+            return x * torch.arange(longest)[:, None]
+
+    model = OfPatches()
+    model.embed = Patches(6, 4)
+    layers = to_sequential(model, (torch.randn(4, 5, 6), torch.tensor([2, 3, 1, 3])))
+    x = torch.randn(3, 5, 6), torch.tensor([4, 2, 2])
+    assert torch.equal(layers(x), model(*x))
+
+
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="model must be an nn.Module, got int"):
         to_sequential(3, ids(2))
