@@ -24,10 +24,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from partition import PartitionError, to_sequential
@@ -51,6 +53,7 @@ KINDS = {
     "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
+WORDS = ("causal", "masked", "seq2seq", "sequence")  # kinds that are called with a text alone, as far as they take one
 TRAINED = ("causal", "masked", "seq2seq", "image")
 # What configurations call their sizes.
 SIZES = {
@@ -66,43 +69,79 @@ SIZES = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16), **dict.fromkeys(("n_group", "topk_group"), 1),
     "num_key_value_heads": 2, "num_experts_per_tok": 2, "vocab_size": 60, "max_position_embeddings": 64,
     "n_positions": 64, "image_size": 32, "patch_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 1,
+    "decoder_start_token_id": 1, "use_cache": False, "depth": 2, "in_channels": 3, "out_hidden_size": 32,
+    **dict.fromkeys(("expand", "mamba_expand"), 1), "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60,
 }  # fmt: skip
+OTHERS: tuple[dict[str, Any], ...] = (  # where a model does not run with these sizes
+    {}, {"num_key_value_heads": 4}, {"image_size": 64}, {"image_size": 224, "patch_size": 16}, {"head_dim": 16},
+    {"num_hidden_layers": 6}, dict.fromkeys(("num_experts_per_tok", "n_groups", "n_shared_experts"), 1),
+    *[dict.fromkeys(("num_attention_heads", "num_heads", "num_key_value_heads"), 1)
+      | dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "head_dim"), width) for width in (64, 128)],
+)  # fmt: skip
 DROPPED = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "speech_encoder_layerdrop")  # layers at random
 LARGEST = 40_000_000  # parameters
 IMAGE = 55  # the token of an image
 
 
-def model_of(kind: str, name: str, known: str) -> nn.Module:
-    """A small model of a kind: `known` is the name of its class."""
+def model_of(kind: str, name: str, known: str) -> tuple[nn.Module, str]:
+    """A small model of a kind, and the kind of what it is called with: `known` is the name of its class.
+
+    It is the first that runs. A model that sees or hears is called with a text alone where that takes what is not here.
+    """
+    errors: list[Exception] = []
+    for others, called in product(OTHERS, dict.fromkeys((kind, "seq2seq"))):
+        try:
+            model = built(kind, name, known, others)
+            with torch.no_grad():
+                model(**inputs(called, model, 2))
+            return model, called
+        except Exception as error:  # whatever a configuration of other sizes does
+            errors.append(error)
+    raise errors[0]
+
+
+def built(kind: str, name: str, known: str, others: dict[str, Any]) -> nn.Module:
+    """A model of these sizes. Its class may ask for a configuration that is within the one of its name."""
     transformers = importlib.import_module("transformers")
-    config_class = transformers.CONFIG_MAPPING[name]
-    config = config_class(**sized(config_class, kind))
-    torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, known)(config).eval()
-    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST:
+    config_class, model_class = transformers.CONFIG_MAPPING[name], getattr(transformers, known)
+    if model_class.config_class in getattr(config_class, "sub_configs", {}).values():
+        config_class = model_class.config_class
+    config = config_class(**sized(config_class, kind, others))
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in model_class(config).parameters())
+    if size > LARGEST:
         raise ValueError("its configuration has sizes by other names")
+    torch.manual_seed(0)
+    model: nn.Module = model_class(config).eval()
     return model
 
 
-def sized(config_class: Any, kind: str) -> dict[str, Any]:
-    """The settings of a configuration that make it small, of those in it too."""
+def sized(config_class: Any, kind: str, others: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a configuration that make it small, of those in it too. The kinds of layers keep four."""
     usual = config_class()
-    known = SIZES | (dict.fromkeys(DROPPED, 0.0) if kind in ("audio", "ctc", "speech") else {})
+    values = usual.to_dict()
+    values |= {key: values[name] for key, name in usual.attribute_map.items() if name in values}
+    known = SIZES | (dict.fromkeys(DROPPED, 0.0) if kind in ("audio", "ctc", "speech") else {}) | others
     found: dict[str, Any] = {
-        key: size for key, size in known.items()
-        if hasattr(usual, key) and isinstance(getattr(usual, key), int | float | None)
+        key: size for key, size in known.items() if key in values and isinstance(values[key], int | float | None)
+    }
+    found |= {
+        key: value[:3] + value[-1:] for key, value in values.items()
+        if isinstance(value, list) and len(value) == values.get("num_hidden_layers") and isinstance(value[0], str)
     }  # fmt: skip
     for key in getattr(config_class, "sub_configs", {}):
         inner = getattr(usual, key, None)
         if inner is not None:
-            found[key] = {**sized(type(inner), kind), "model_type": inner.model_type}
+            found[key] = {**sized(type(inner), kind, others), "model_type": inner.model_type}
     return found
 
 
 def inputs(kind: str, model: Any, rows: int) -> dict[str, torch.Tensor]:
     """What the model's forward asks for, of these: images, sounds, token ids and a padding mask."""
-    asked = signature(model.forward).parameters
+    asked: Any = signature(model.forward).parameters
+    if kind in WORDS and "input_ids" in asked:
+        asked = asked.keys() & {"input_ids", "decoder_input_ids"}
     config = model.config
     found: dict[str, torch.Tensor] = {}
     if "pixel_values" in asked:
@@ -150,8 +189,7 @@ def verdict(kind: str, name: str, known: str, seconds: int) -> tuple[str, str]:
     """What became of a model, and the words of a refusal."""
     try:
         with within(seconds), torch.no_grad():
-            model = model_of(kind, name, known)
-            model(**inputs(kind, model, 2))
+            model, kind = model_of(kind, name, known)
     except TooLongError:
         return "too slow to build", ""
     except Exception as error:  # whatever a configuration of other sizes does
@@ -176,8 +214,9 @@ def trained(kind: str, name: str, known: str, seconds: int) -> tuple[str, str]:
     """What became of a model's gradients and Hessian products through a Pipe, and the words that say more."""
     try:
         with within(seconds):
-            model: Any = model_of(kind, name, known).double()
+            model: Any = model_of(kind, name, known)[0].double()
             model.set_attn_implementation("eager")
+            model.set_experts_implementation("eager")
             layers: Any = to_sequential(model, doubled(inputs(kind, model, 4))).eval()
     except (Exception, TooLongError):  # as `verdict` says, or not in float64
         return "not trained", ""
@@ -198,9 +237,10 @@ def trained(kind: str, name: str, known: str, seconds: int) -> tuple[str, str]:
             pipe = Pipe(layers, balance, 2, checkpoint="always", mixes_rows=True)
             keys = {id(each): key for key, each in pipe.named_parameters()}
             product = Hessian(pipe, (x, target), loss_of) @ {keys[id(parameters[key])]: v[key] for key in parameters}
-            expected = plain_grads(model, x, always, target, list(parameters.values()))
-            dots = sum((v[key] * each).sum() for key, each in zip(v, expected, strict=True) if each is not None)
-            plain = torch.autograd.grad(dots, list(parameters.values()), allow_unused=True)
+            with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+                expected = plain_grads(model, x, always, target, list(parameters.values()))
+                dots = sum((v[key] * each).sum() for key, each in zip(v, expected, strict=True) if each is not None)
+                plain = torch.autograd.grad(dots, list(parameters.values()), allow_unused=True)
             gradients = max(apart(grads, expected) for grads in found)
             products = apart([product[keys[id(each)]] for each in parameters.values()], plain)
     except TooLongError:
