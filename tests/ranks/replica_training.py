@@ -139,11 +139,11 @@ def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Weighted(nn.Module):
-    """A loss with a parameter of its own."""
+    """A loss with a parameter of its own, or with a number."""
 
-    def __init__(self) -> None:
+    def __init__(self, learns: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.tensor(0.7, dtype=torch.float64)) if learns else 0.7
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return mean_loss(output * self.weight, target)
