@@ -36,7 +36,7 @@ def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> Non
 
     Args:
         modules: with their names, in the mode in which they will run.
-        chunks: into which a mini-batch is cut.
+        chunks: into which a mini-batch is cut; 1 if each may be computed by itself.
 
     Raises:
         ValueError: it names the module and says what to do.
@@ -58,7 +58,8 @@ def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> Non
         is_batch_norm = isinstance(module, _BatchNorm) or kind in _SCRIPTED_BATCH_NORMS
         looks_at_all = is_batch_norm and (module.training or getattr(module, "running_mean", None) is None)
         if looks_at_all and chunks > 1:
-            raise ValueError(_of_all_rows(f"'{name}' ({kind})"))
+            alone = " If each chunk may be computed by itself, use Pipe(..., mixes_rows=True)."
+            raise ValueError(_of_all_rows(f"'{name}' ({kind})") + alone)
 
 
 def _has_spectral_norm(module: nn.Module) -> bool:
@@ -81,20 +82,12 @@ _BATCH_NORM_CALLS = (torch.batch_norm, functional.batch_norm)  # `training` is t
 
 
 class BatchNormGuard(TorchFunctionMode):
-    """Within: a batch norm by the statistics of its rows is refused: that of a module, of a function, or on data.
-
-    Args:
-        stage: how an error names the stage, or the loss.
-    """
-
-    def __init__(self, stage: str) -> None:
-        super().__init__()
-        self._stage = stage
+    """Within a loss: a batch norm by the statistics of its rows is refused, which no probe of the layers sees."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         if func in _BATCH_NORM_CALLS and (args[5] if len(args) > 5 else keywords.get("training", False)):
-            raise ValueError(_of_all_rows(f"a batch norm of {self._stage}"))
+            raise ValueError(_of_all_rows("a batch norm of loss_fn"))
         return func(*args, **keywords)
 
 

@@ -77,7 +77,7 @@ class LossProduct(ChunkLosses):
         self._seed(chunk)
         ends = [tensor for tensor in tensors if tensor.requires_grad]
         is_first_of_several = chunk == 0 and self._execution.batch.chunks > 1
-        with BatchNormGuard("loss_fn") if is_first_of_several else nullcontext():
+        with BatchNormGuard() if is_first_of_several else nullcontext():
             loss, weight, external = self.computed(loss_sum, chunk, tree, tensors, ends)
         for leaf in external.values():
             raise RuntimeError(

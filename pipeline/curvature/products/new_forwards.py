@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from pipeline.common.graph import explore, refuse_marked
-from pipeline.curvature.known_bad import BatchNormGuard
 from pipeline.data.pytrees import Bundle, Tree
 from pipeline.recompute.randomness import Seeder
 from pipeline.recompute.snapshot import ForwardSnapshot
@@ -29,7 +28,6 @@ class NewForwards(Forwards):
         seeder: seeds its layers.
         inspect: gets a chunk and its graph before anything is computed with it, and may refuse it. Returns whether a
             layer has an autograd.Function of the user's.
-        is_cut: whether the mini-batch has several chunks.
     """
 
     layers: StageLayers
@@ -37,7 +35,6 @@ class NewForwards(Forwards):
     snapshot: ForwardSnapshot
     seeder: Seeder
     inspect: Callable[[StageLayers, int, ProductGraph], bool]
-    is_cut: bool
     is_doubtful: bool = False
     _is_inspected: bool = False
 
@@ -54,9 +51,7 @@ class NewForwards(Forwards):
 
     def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
         self.snapshot.before_forward(chunk, keep=True)
-        refuses_batch_norm = chunk == 0 and self.is_cut and not self.layers.is_quiet
-        with BatchNormGuard(self.layers.name) if refuses_batch_norm else nullcontext():
-            graph = compute()
+        graph = compute()
         self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.outputs.tensors])
         self._learn(chunk, graph)
         return graph

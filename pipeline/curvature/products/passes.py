@@ -127,7 +127,7 @@ def _minibatch(
             f"EmpiricalFisher is a sum over rows, which it counts along dim 0; the Pipe's batch_dim is "
             f"{batch.batch_dim}. Make rows the first dim of the data and the output, or use Hessian or GaussNewton."
         )
-    refuse_modules(op.pipe.named_modules(), batch.chunks)
+    refuse_modules(op.pipe.named_modules(), 1 if op.pipe.mixes_rows else batch.chunks)
     setup = replace(op.pipe.runtime.setup(batch, target_batch, communicator, options), seed=seed)
     execution = Execution(setup, batch)
     compares = setup.compares or op.compares_losses

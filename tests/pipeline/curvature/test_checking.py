@@ -226,6 +226,7 @@ def test_what_cannot_be_looked_at_is_said() -> None:
     assert any("a parameter in a list" in note for note in report.notes)
 
 
+@pytest.mark.probes
 @pytest.mark.parametrize("at", [0, 1])
 def test_statistics_of_data_are_refused_where_no_graph_shows_them(at: int) -> None:
     def normed(x: Tensor) -> Tensor:
@@ -235,9 +236,9 @@ def test_statistics_of_data_are_refused_where_no_graph_shows_them(at: int) -> No
     layers[0] = nn.Sequential(Layer(normed), layers[0]) if at == 0 else layers[0]
     layers[1] = nn.Sequential(Layer(lambda x: normed(x.detach()) + x), layers[1]) if at == 1 else layers[1]
     model = nn.Sequential(*layers).double()
-    pipe = Pipe(model, [1, 1, 1], 3, devices=["cpu"] * 3, mixes_rows=True)
+    pipe = Pipe(model, [1, 1, 1], 3, devices=["cpu"] * 3)
     op = Hessian(pipe, data(), functional.cross_entropy)
-    with pytest.raises(ValueError, match="statistics of the rows that it sees: cut into chunks"):
+    with pytest.raises(ValueError, match=f"layer {at} .*mixes the rows of the mini-batch"):
         op.gradient()
     pipe.chunks = 1
     assert op.gradient() and (at == 1 or op.check().ok)  # where something is detached, differences see what it was of

@@ -127,24 +127,6 @@ def test_what_is_harmless_is_not_refused():
     refuse_modules([("0", nn.BatchNorm1d(8)), ("1", plain_batch_norm())], 1)
 
 
-@pytest.mark.probes
-@every_kind
-@every_cut
-@pytest.mark.parametrize("shape, chunks", [((8,), 2), ((2, 3, 3), 3), ((2, 3, 3), ROWS)], ids=str)
-def test_a_batch_norm_function_over_several_chunks_is_refused(shape, chunks, cut, kind):
-    """Also where a chunk has one row, and it looks like an instance norm; also where a Pipe lets layers mix rows."""
-    middle = Apply(lambda x: F.batch_norm(x, None, None, training=True))
-    stage = 1 if cut[0] == 1 else 0
-    with pytest.raises(ValueError, match=f"a batch norm of stage {stage} .* normalises with.*use chunks=1"):
-        product(kind, middle, cut, shape, chunks=chunks, mixes_rows=True)
-    with pytest.raises(ValueError, match="layer 1 .*mixes the rows of the mini-batch.*chunks=1"):
-        product(kind, middle, cut, shape, chunks=chunks)
-
-
-class Renamed(nn.BatchNorm1d):
-    """Compiled, it has no base class, and another name than torch's."""
-
-
 class WrittenOut(nn.Module):
     """A batch norm of another class than torch's: nothing but what it computes tells that it is one."""
 
@@ -161,6 +143,49 @@ class WrittenOut(nn.Module):
             self.mean.lerp_(mean, 0.1)
             self.var.lerp_(var, 0.1)
         return (x - mean) / var.sqrt()
+
+
+@pytest.mark.probes
+@every_kind
+@every_cut
+@pytest.mark.parametrize("shape, chunks", [((8,), 2), ((2, 3, 3), 3), ((2, 3, 3), ROWS)], ids=str)
+def test_a_batch_norm_function_over_several_chunks_is_refused(shape, chunks, cut, kind):
+    """Also where a chunk has one row, and it looks like an instance norm."""
+    middle = Apply(lambda x: F.batch_norm(x, None, None, training=True))
+    with pytest.raises(ValueError, match="layer 1 .*mixes the rows of the mini-batch.*chunks=1"):
+        product(kind, middle, cut, shape, chunks=chunks)
+
+
+@pytest.mark.probes
+@pytest.mark.parametrize("kind", [Hessian, GaussNewton])
+@pytest.mark.parametrize("build", [
+    lambda: nn.BatchNorm1d(8), plain_batch_norm, lambda: WrittenOut(8),
+    lambda: Apply(lambda x: F.batch_norm(x, None, None, training=True)),
+])  # fmt: skip
+def test_chunks_that_may_be_computed_by_themselves_are_as_mini_batches(build, kind):
+    torch.manual_seed(1)
+    model = model_of(build(), 8)
+    x, y = torch.randn(6, 6, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0, 2])
+    once = kind(Pipe(model, [2, 1], 1), [(x[:3], y[:3]), (x[3:], y[3:])], F.cross_entropy, training=True)
+    both = kind(Pipe(model, [2, 1], 2, mixes_rows=True), (x, y), F.cross_entropy, training=True)
+    v = torch.randn(both.shape[0], dtype=torch.float64)
+    torch.testing.assert_close(both @ v, once @ v, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.probes
+def test_a_batch_norm_of_a_weight_mixes_no_rows():
+    """Standardised convolutions are written so."""
+    class Standardised(nn.Conv2d):
+        def forward(self, x):
+            weight = F.batch_norm(self.weight.reshape(1, 2, -1), None, None, training=True).reshape_as(self.weight)
+            return F.conv2d(x, weight, self.bias, padding=1)
+
+    convolution = Standardised(2, 2, 3)
+    torch.testing.assert_close(*[on_data(convolution, chunks) for chunks in (3, 1)])
+
+
+class Renamed(nn.BatchNorm1d):
+    """Compiled, it has no base class, and another name than torch's."""
 
 
 @pytest.mark.probes
@@ -188,23 +213,23 @@ def test_an_instance_norm_is_no_batch_norm(affine, chunks):
     torch.testing.assert_close(found, once)
 
 
-def on_data(layer, chunks, mixes_rows=False):
+def on_data(layer, chunks):
     """A normalisation of what the mini-batch is made of, which needs no gradient."""
     torch.manual_seed(1)
     model = nn.Sequential(layer, nn.Flatten(), nn.Linear(18, 3)).double()
     data = torch.randn(ROWS, 2, 3, 3, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0])
-    operator = Hessian(Pipe(model, [1, 2], chunks, mixes_rows=mixes_rows), data, F.cross_entropy)
+    operator = Hessian(Pipe(model, [1, 2], chunks), data, F.cross_entropy)
     return operator @ torch.randn(operator.shape[0], dtype=torch.float64)
 
 
+@pytest.mark.probes
 def test_on_data_too_an_instance_norm_is_no_batch_norm():
     found, once = [on_data(nn.InstanceNorm2d(2, affine=True), chunks) for chunks in (3, 1)]
     torch.testing.assert_close(found, once)
     normed = Apply(lambda x, w: F.batch_norm(x, None, None, w, training=True), (2,))
-    with pytest.raises(ValueError, match="a batch norm of stage 0 .*use chunks=1"):
-        on_data(normed, 3, mixes_rows=True)
-    with pytest.raises(ValueError, match="a batch norm of stage 0 .*use chunks=1"):
-        on_data(normed, ROWS, mixes_rows=True)
+    for chunks in (3, ROWS):
+        with pytest.raises(ValueError, match="layer 0 .*mixes the rows of the mini-batch"):
+            on_data(normed, chunks)
 
 
 def test_a_batch_norm_of_the_loss_over_several_chunks_is_refused():
