@@ -192,7 +192,7 @@ class Probe:
         if not self._communicator.exchange.any(is_certain):
             return
         culprit = _first_to_differ(ours, theirs, partial(differs, least=0.0))  # what later layers have enlarged, too
-        is_excused = culprit is not None and (self._gathers and culprit.gathers or bool(when) and culprit.draws)
+        is_excused = culprit is not None and self._gathers and (culprit.gathers or bool(when) and culprit.draws)
         self._refuse(
             culprit, is_excused,
             f"mixes the rows of the mini-batch{when}: with other rows beside it, a row comes out otherwise"

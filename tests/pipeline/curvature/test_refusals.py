@@ -150,10 +150,17 @@ class WrittenOut(nn.Module):
 @every_cut
 @pytest.mark.parametrize("shape, chunks", [((8,), 2), ((2, 3, 3), 3), ((2, 3, 3), ROWS)], ids=str)
 def test_a_batch_norm_function_over_several_chunks_is_refused(shape, chunks, cut, kind):
-    """Also where a chunk has one row, and it looks like an instance norm."""
+    """Also where a chunk has one row, and it looks like an instance norm; also in a layer that draws."""
     middle = Apply(lambda x: F.batch_norm(x, None, None, training=True))
     with pytest.raises(ValueError, match="layer 1 .*mixes the rows of the mini-batch.*chunks=1"):
         product(kind, middle, cut, shape, chunks=chunks)
+    with pytest.raises(ValueError, match="layer 1 .*mixes the rows of the mini-batch in train mode.*chunks=1"):
+        product(kind, DropsAndNorms(), cut, shape, chunks=chunks, training=True)
+
+
+class DropsAndNorms(nn.Module):
+    def forward(self, x):
+        return F.batch_norm(F.dropout(x, 0.1), None, None, training=True) if self.training else x
 
 
 @pytest.mark.probes
