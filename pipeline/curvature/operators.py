@@ -215,7 +215,10 @@ class Operator(Analysis):
         pipe = self.pipe
         if pipe.runtime.topology is not None or len(set(pipe.devices)) > 1:
             return None
-        whole = Pipe(pipe.to_sequential(), [len(pipe)], pipe.chunks, devices=pipe.devices[:1])
+        whole = Pipe(
+            pipe.to_sequential(), [len(pipe)], pipe.chunks, devices=pipe.devices[:1], batch_dim=pipe.batch_dim,
+            mixes_rows=pipe.mixes_rows,
+        )
         return self._twin(pipe=whole)
 
     def fingerprint(self) -> str:

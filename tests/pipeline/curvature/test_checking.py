@@ -52,7 +52,7 @@ def data(dtype=torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def operator(matrix=Hessian, model=None, dtype=torch.float64, **options):
-    pipe = Pipe(network(dtype) if model is None else model, [2, 2, 2], 2, devices=["cpu"] * 3)
+    pipe = Pipe(network(dtype) if model is None else model, [2, 2, 2], 2, devices=["cpu"] * 3, mixes_rows=True)
     return matrix(pipe, data(dtype), functional.cross_entropy, **options)
 
 
@@ -242,6 +242,15 @@ def test_statistics_of_data_are_refused_where_no_graph_shows_them(at: int) -> No
         op.gradient()
     pipe.chunks = 1
     assert op.gradient() and (at == 1 or op.check().ok)  # where something is detached, differences see what it was of
+
+
+@pytest.mark.probes
+@pytest.mark.parametrize("settings", [{"batch_dim": 1}, {"mixes_rows": True}], ids=str)
+def test_a_check_of_the_whole_model_keeps_what_the_pipe_says_of_rows(settings) -> None:
+    layer = Layer(lambda x: x - x.mean(0))
+    model = nn.Sequential(nn.Linear(4, 6), layer, nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(5, 6, 4).double(), torch.randn(5, 6, 3).double()
+    assert Hessian(Pipe(model, [2, 2], 2, **settings), (x, y), functional.mse_loss).check().ok
 
 
 def test_a_compiled_batch_norm_that_sees_chunks_is_refused() -> None:
