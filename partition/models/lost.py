@@ -28,6 +28,8 @@ class LostTensor(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+        if not isinstance(result, Tensor | tuple | list) or isinstance(result, torch.Size):
+            return result
         if func.__name__.startswith("new_") or func.__name__.endswith("_like"):  # these read shapes alone
             return result
         read = args[:1] if func.__name__ in _AS_ANOTHER else (args, kwargs)

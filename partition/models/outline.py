@@ -295,7 +295,8 @@ class Outline(nn.Module):
         inputs = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
         leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
         self._check_arguments(run, leaves)
-        versioned = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, LostTensor)]
+        versioned = {id(leaf): leaf for leaf in made if not leaf.is_inference()}
         versions = [leaf._version for leaf in versioned.values()]
         with self._cache.lock:
             self._cache.entries[key] = _CachedArguments(inputs, run.calls, list(versioned.values()), versions)

@@ -53,7 +53,7 @@ class Request:
         grad: whether the call has gradients.
         keep: whether every chunk may have to be recomputed later, kept ones too.
         draws: whether the call draws a seed.
-        gathers: whether layers may gather statistics of a chunk's rows in train mode, as BatchNorm does, or draw by them.
+        gathers: whether layers may gather statistics of a chunk's rows in train mode, as BatchNorm does, or draw.
         options: its arguments, by name, on which all ranks must agree.
         scaler: scales the loss, on all ranks by the same.
     """
