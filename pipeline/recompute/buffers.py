@@ -244,6 +244,11 @@ class Buffers:
             else:
                 _give(slot.tensor, copy)
 
+    def begin_again(self) -> None:
+        """Give the buffers that change what they held as the call began."""
+        values = [slot.initial for slot in self._written]
+        self.put_back(BufferValues(self._written, values, [None] * len(self._empty)))
+
     def roll_back(self) -> None:
         """Restore every buffer to the beginning of the call: the same tensor with the same values."""
         for table, tensors in self._tables:

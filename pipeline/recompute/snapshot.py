@@ -144,6 +144,12 @@ class ForwardSnapshot:
             if not same_state(state, generator.get_state()):
                 yield key
 
+    def begin_again(self) -> None:
+        """Give buffers and attributes what they held as the call began, where a forward has changed it."""
+        self.buffers.begin_again()
+        if not self._first.attributes.is_current:
+            self._first.attributes.roll_back()
+
     def roll_back(self) -> None:
         """Restore the state from the beginning of the call."""
         self.buffers.roll_back()

@@ -50,6 +50,7 @@ class NewForwards(Forwards):
         return outputs
 
     def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
+        self.snapshot.begin_again()  # in one chunk all rows would find what the first ones do
         self.snapshot.before_forward(chunk, keep=True)
         graph = compute()
         self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.outputs.tensors])

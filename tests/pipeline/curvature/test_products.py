@@ -1395,6 +1395,45 @@ def held_by_a_product(matrix, model, stages, chunks, mode):
     return peak_of(model, lambda: op @ vector)
 
 
+class Running(nn.Module):
+    """It divides by a running mean, and then adds to that."""
+
+    def __init__(self, kind):
+        super().__init__()
+        if kind == "attribute":
+            self.mean = torch.ones(4).double()
+        else:
+            self.register_buffer("mean", None if kind == "no buffer yet" else torch.ones(4).double())
+        self.kind = kind
+
+    def forward(self, x):
+        before = torch.ones(4).double() if self.mean is None else self.mean.clone()
+        mean = before.lerp(x.detach().square().mean(0), 0.5)
+        if self.kind == "written past its version":
+            self.mean.data.copy_(mean)
+        elif self.kind == "written":
+            self.mean.copy_(mean)
+        else:
+            self.mean = mean
+        return (x / before).tanh()
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("kind", ["attribute", "written", "written past its version", "replaced", "no buffer yet"])
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_all_chunks_find_the_state_of_layers_as_the_minibatch_found_it(matrix, kind, mode):
+    """So the matrix is that of all rows at once."""
+    model = nn.Sequential(nn.Linear(3, 4), Running(kind), nn.Linear(4, 2)).double()
+    data = normal(7, 3), normal(7, 2, seed=2)
+    matrices = [
+        MATRICES[matrix](Pipe(model, [2, 1], chunks, checkpoint=mode), data, functional.mse_loss, training=True)
+        for chunks in (1, 3)
+    ]
+    vectors = columns(matrices[0].shape[0])
+    for _ in range(3):
+        torch.testing.assert_close(*[op @ vectors for op in matrices], rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.inline
 @pytest.mark.parametrize("matrix, stages, chunks", [("Hessian", 1, 8), ("Hessian", 4, 4), ("GaussNewton", 4, 4)])
 def test_what_autograd_holds_is_one_stages_graph_of_one_chunk(matrix, stages, chunks):
