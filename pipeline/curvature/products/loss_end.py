@@ -143,6 +143,8 @@ class LossProduct(ChunkLosses):
     def check_rows(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], per_row: int) -> None:
         """Raise ValueError if the loss of a row is not its own: the gradient at some rows must not need the others.
 
+        Some rows are looked at alone, and all in halves: by each bit of their numbers, so that any two are once apart.
+
         Args:
             grads: of the loss at the chunk's output tensors that require one.
             per_row: how many rows the output has for one of the input.
@@ -150,17 +152,24 @@ class LossProduct(ChunkLosses):
         rows = self._target.rows[chunk]
         sizes = sum([grad.abs().double().cpu().reshape(rows, -1).sum(1) for grad in grads if grad is not None])
         assert isinstance(sizes, Tensor)  # a loss that depends on nothing has been left out
-        for row in {0, rows - 1, *sizes.topk(min(_ROWS, rows)).indices.tolist()}:
-            self._check_row(chunk, tree, grads, row, slice(row * per_row, (row + 1) * per_row))
+        numbers = torch.arange(rows, device="cpu")
+        parts = [numbers[row : row + 1] for row in {0, rows - 1, *sizes.topk(min(_ROWS, rows)).indices.tolist()}]
+        for bit in range((rows - 1).bit_length()):
+            parts += [numbers[(numbers >> bit) % 2 == half] for half in (0, 1)]
+        for part in parts:
+            self._check_part(chunk, tree, grads, part, per_row)
 
-    def _check_row(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], row: int, part: slice) -> None:
+    def _check_part(
+        self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], rows: Tensor, per_row: int
+    ) -> None:
+        part = (rows[:, None] * per_row + torch.arange(per_row, device="cpu")).flatten()
         leaves = [tensor.detach()[part].requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
         self._seed(chunk)
-        own_loss = self.loss.anew([1])
-        loss, _ = own_loss.chunk(0, tree.build(leaves), self._row(chunk, tree, row))  # of its part: their mean, or sum
+        own_loss = self.loss.anew([len(rows)])
+        loss, _ = own_loss.chunk(0, tree.build(leaves), self._rows_of(chunk, tree, rows))  # their mean, or sum
         wanted = [tensor for tensor in leaves if tensor.requires_grad]
         row_grads = gradients_of([loss], wanted, [torch.ones_like(loss)])
-        share = self.share(1)
+        share = self.loss.factor(len(rows)) * self._relative
         for row_grad, whole in zip(row_grads, grads, strict=True):
             computed = torch.zeros((), device="cpu") if row_grad is None else row_grad * share
             expected = torch.zeros((), device="cpu") if whole is None else whole[part]
@@ -176,7 +185,7 @@ class LossProduct(ChunkLosses):
         """The factor of the gradient of one row's loss where those of the rows are added."""
         return self.loss.factor(1) * self._relative / (per_row if self.loss.rule == "mean" else 1)
 
-    def _row(self, chunk: int, tree: Tree, row: int) -> Any:
+    def _rows_of(self, chunk: int, tree: Tree, rows: Tensor) -> Any:
         pieces = zip(self._target.pieces, self._target.cut, strict=True)
-        row_pieces = [piece[chunk][row : row + 1] if is_cut else piece[chunk] for piece, is_cut in pieces]
+        row_pieces = [piece[chunk][rows] if is_cut else piece[chunk] for piece, is_cut in pieces]
         return self.beside(self._target.tree.build(row_pieces), tree)

@@ -825,6 +825,25 @@ def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused(matrix):
         op @ columns(op.shape[0])
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("row, other", [(5, 6), (5, 7), (8, 9), (1, 8)])
+def test_a_row_that_another_one_weighs_has_no_empirical_fisher(row, other, chunks):
+    """Wherever the two are, and however small their gradients."""
+    def weighed(out, y):
+        weights = torch.ones_like(y)
+        weights[row] = 0.3 if y[row] == y[other] else 1.0
+        return ((out - y).square() * weights).mean()
+
+    def beside(out, y):
+        return weighed(out, y) if len(y) > max(row, other) else (out - y).square().mean()
+
+    x, y = normal(10 * chunks, 3), torch.arange(10.0 * chunks).double()[:, None]
+    y[row] = y[other] = 0.1
+    op = EmpiricalFisher(Pipe(nn.Sequential(nn.Linear(3, 1)).double(), [1], chunks), (x, y), beside)
+    with pytest.raises(ValueError, match="the loss of a row depends on other rows"):
+        op @ columns(op.shape[0])
+
+
 @pytest.mark.parametrize("lengths", sorted({*itertools.permutations([3, 5, 1, 3])}))
 def test_a_mean_over_tokens_by_hand_has_no_empirical_fisher_also_where_a_row_has_the_mean_length(lengths):
     """The loss of a row is not its part then: the first one's is, where its length is the mean one."""
