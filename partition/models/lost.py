@@ -15,27 +15,37 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from partition.contents import storage_of, tensors_in
+from partition.contents import storage_of, tensors_in, version_of
 
 filled: ContextVar[set[int]] = ContextVar("filled")  # the storages whose numbers have arrived, in the run under way
 
 
 class LostTensor(Tensor):
-    """A tensor that another part has computed, or that was computed from one. Its numbers are nan, whole ones 0."""
+    """A tensor that another part has computed, or that was computed from one. Its numbers are nan, whole ones 0.
+
+    One into which such numbers are written becomes one.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            given = tensors_in((args, kwargs))
+            versions = list(map(version_of, given)) if len(given) > 1 else []
             result = func(*args, **kwargs)
-        if not isinstance(result, Tensor | tuple | list) or isinstance(result, torch.Size):
+            written = [tensor for tensor, version in zip(given, versions) if version_of(tensor) != version]
+        if not written and (not isinstance(result, Tensor | tuple | list) or isinstance(result, torch.Size)):
             return result
         if func.__name__.startswith("new_") or func.__name__.endswith("_like"):  # these read shapes alone
             return result
-        read = args[:1] if func.__name__ in _AS_ANOTHER else (args, kwargs)
-        if not any(map(is_lost, tensors_in(read))):
+        read = args[:1] if func.__name__ in _AS_ANOTHER else given
+        if not any(map(is_lost, read)):
             return result
-        there = set(map(id, tensors_in((args, kwargs))))
+        for tensor in written:
+            for holder in (tensor, tensor._base):
+                if type(holder) is Tensor:
+                    holder.__class__ = LostTensor
+        there = set(map(id, given))
         return tree_map_only(Tensor, lambda tensor: tensor if id(tensor) in there else as_lost(tensor), result)
 
 

@@ -174,8 +174,15 @@ class Switching(Base):
 HOW = {
     "as it is": lambda h: h, "computed": torch.tanh, "a mask": lambda h: h > 0, "a part": lambda h: h[..., :1],
     "whole numbers": lambda h: h.argmax(-1, keepdim=True), "chosen": lambda h: torch.where(h > 0, 1.0, 2.0),
-    "written": lambda h: h.mul_(2),
+    "written": lambda h: h.mul_(2), "copied": lambda h: torch.zeros_like(h).copy_(h), "set": lambda h: with_part(h),
+    "added": lambda h: three().expand_as(h).clone().add_(h),
 }  # fmt: skip
+
+
+def with_part(h: Tensor) -> Tensor:
+    made = torch.zeros(h.shape)
+    made[:, :1][:, 0] = h[:, 0]
+    return made
 
 
 @WAYS
