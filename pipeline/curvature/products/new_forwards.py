@@ -28,6 +28,7 @@ class NewForwards(Forwards):
         seeder: seeds its layers.
         inspect: gets a chunk and its graph before anything is computed with it, and may refuse it. Returns whether a
             layer has an autograd.Function of the user's.
+        mixes_rows: whether each chunk may be computed by itself, as in a loop over them.
     """
 
     layers: StageLayers
@@ -35,6 +36,7 @@ class NewForwards(Forwards):
     snapshot: ForwardSnapshot
     seeder: Seeder
     inspect: Callable[[StageLayers, int, ProductGraph], bool]
+    mixes_rows: bool
     is_doubtful: bool = False
     _is_inspected: bool = False
 
@@ -50,7 +52,8 @@ class NewForwards(Forwards):
         return outputs
 
     def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
-        self.snapshot.begin_again()  # in one chunk all rows would find what the first ones do
+        if not self.mixes_rows:  # in one chunk all rows would find what the first ones do
+            self.snapshot.begin_again()
         self.snapshot.before_forward(chunk, keep=True)
         graph = compute()
         self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.outputs.tensors])

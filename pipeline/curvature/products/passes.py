@@ -69,7 +69,8 @@ def run_pass(
         runtime = op.pipe.runtime
         shared = read_by_several(runtime.stages()) | set(map(id, runtime.tied().values()))
         sums = [op.space.zeros() for _ in range(len(vectors) + gradient)]
-        task = ProductTask(vectors, slots, gradient, sums, shared, op.checks, on_result, shift)
+        mixes_rows = op.pipe.mixes_rows
+        task = ProductTask(vectors, slots, gradient, sums, shared, mixes_rows, op.checks, on_result, shift)
         total, loss, reached = _sum_minibatches(op, task, first)
         if not reached:
             raise RuntimeError(
@@ -127,7 +128,7 @@ def _minibatch(
             f"EmpiricalFisher is a sum over rows, which it counts along dim 0; the Pipe's batch_dim is "
             f"{batch.batch_dim}. Make rows the first dim of the data and the output, or use Hessian or GaussNewton."
         )
-    refuse_modules(op.pipe.named_modules(), 1 if op.pipe.mixes_rows else batch.chunks)
+    refuse_modules(op.pipe.named_modules(), 1 if task.mixes_rows else batch.chunks)
     setup = replace(op.pipe.runtime.setup(batch, target_batch, communicator, options), seed=seed)
     execution = Execution(setup, batch)
     compares = setup.compares or op.compares_losses

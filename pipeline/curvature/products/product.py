@@ -64,7 +64,7 @@ class ProductCall(Product):
         of_vectors, add = partial(task.along, device), partial(task.add, index)
         parameters = StageParameters(aliases, task.slots, task.number, of_vectors, add)
         seeder = Seeder(setup.seed, [device], execution.generators)
-        forwards = NewForwards(layers, parameters, snapshot, seeder, self._rule_check.inspect)
+        forwards = NewForwards(layers, parameters, snapshot, seeder, self._rule_check.inspect, task.mixes_rows)
         forward_mode = task.number == 1 and not execution.has_threads
         along = ForwardMode(task.checks.forward, setup.compares) if forward_mode else None
         return StageRule(layers, parameters, forwards, along)

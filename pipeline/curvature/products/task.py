@@ -49,6 +49,7 @@ class ProductTask:
         gradient: whether the gradient is wanted too.
         sums: of the gradient, where it is wanted, and of each direction's product.
         shared: the ids of parameters that several stages read.
+        mixes_rows: whether layers may look at all rows of a chunk.
         checks: of the stages, with what earlier products have found out.
         on_result: called for chunk 0 of each stage with the error of its rule against finite differences. None: only
             stages that must be checked are, and one that is wrong is an error.
@@ -60,6 +61,7 @@ class ProductTask:
     gradient: bool
     sums: list[Vec]
     shared: Collection[int]
+    mixes_rows: bool
     checks: StageChecks
     on_result: OnResult | None = None
     shift: Vec | None = None
