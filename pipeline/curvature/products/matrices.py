@@ -167,7 +167,7 @@ def _row_by_row(grads: Sequence[Tensor | None], tangents: Sequence[Tensor], shar
     live = [(grad, tangent) for grad, tangent in zip(grads, tangents, strict=True) if grad is not None]
     along: Tensor | float = 0.0
     for grad, tangent in live:  # a row may have parts in several tensors
-        along = along + (grad * tangent).flatten(1).sum(1) if grad.dim() > 1 else along + grad * tangent
+        along = along + (grad.conj() * tangent).real.reshape(len(grad), -1).sum(1)
     assert isinstance(along, Tensor)  # a loss that depends on nothing has been left out
     factors = along / share
     return [None if grad is None else grad * factors.view(-1, *[1] * (grad.dim() - 1)) for grad in grads]

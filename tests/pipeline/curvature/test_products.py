@@ -628,6 +628,21 @@ def test_complex_numbers_may_go_from_stage_to_stage(sizes, mode):
     agree(build, [rows_of()], CE, pipe_of=lambda model, chunks: Pipe(model, sizes, chunks, checkpoint=mode))
 
 
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_a_complex_output_is_one_of_real_and_imaginary_parts(matrix):
+    def products(last, loss_fn):
+        torch.manual_seed(5)
+        layers = nn.Linear(3, 3), Apply(torch.fft.fft), Apply(lambda z: z * z), Apply(last)
+        op = MATRICES[matrix](piped(nn.Sequential(*layers).double(), 2), rows_of(), loss_fn)
+        return op @ torch.eye(op.shape[0], dtype=torch.float64)
+
+    def of_parts(parts, y):
+        return functional.cross_entropy(parts[..., 0] + 2 * parts[..., 1], y)
+
+    wanted = products(torch.view_as_real, of_parts)
+    close(products(torch.clone, lambda z, y: of_parts(torch.view_as_real(z), y)), wanted)
+
+
 class Odd(nn.Module):
     """Parameters of no dimension, of no entry, and transposed."""
 
