@@ -199,7 +199,7 @@ class Costs:
 
     def _items(self) -> list[tuple[str, Any]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)
-                if field.name != "unit" and getattr(self, field.name) is not None]
+                if field.name != "unit" and (field.default is not None or getattr(self, field.name) is not None)]
 
 
 def _halves(halves: float | Costs, stage: int) -> tuple[float, float]:

@@ -60,6 +60,13 @@ def test_what_is_not_a_cost_is_refused_with_its_name_and_value(what, number):
         Costs(**{what: [1, number]})
 
 
+@pytest.mark.parametrize("what", ["forward", "input", "weight", "recompute", "link", "message", "speed", "activation"])
+def test_only_what_may_be_left_open_is_none(what):
+    assert Costs(backward=None, kept=None, checkpoint=None) == Costs()
+    with pytest.raises(ScheduleError, match=f"{what} is None, but must be a finite number"):
+        Costs(**{what: None})
+
+
 @pytest.mark.parametrize("numbers", [{1, 2}, frozenset([1]), b"12", {1: 2}.keys()])
 def test_numbers_without_an_order_are_no_costs_of_stages(numbers):
     with pytest.raises(ScheduleError, match="forward is .*, but must be a finite number"):
