@@ -99,11 +99,12 @@ def _columns(timeline: Timeline, width: int | None) -> dict[float, int]:
 
 
 def _whole_slot(timeline: Timeline, times: Set[float]) -> Fraction | None:
-    """The longest slot that all times are whole multiples of, unless the shortest action would fill many of them."""
+    """The longest slot that all times are whole multiples of; not where the shortest action would fill many of them, or
+    a lane more than a grid has."""
     exact = [_exactly(time) for time in times]
     slot = Fraction(gcd(*(time.numerator for time in exact)), lcm(*(time.denominator for time in exact)))
     shortest = min((end - start for _, _, start, end in timeline.events if end != start), default=0)
-    return slot if shortest <= _MANY * slot else None
+    return slot if shortest <= _MANY * slot and timeline.makespan <= _MOST * slot else None
 
 
 def _exactly(time: float) -> Fraction:
@@ -114,3 +115,4 @@ _FURTHER = "=="
 _BLOCK = "+"
 _WIDTH = 40
 _MANY = 8
+_MOST = 100_000

@@ -63,6 +63,11 @@ def test_times_without_a_sensible_common_slot_are_drawn_as_shares_of_the_makespa
     assert (row.index("F0"), row.index("B0")) == (0, 13)
 
 
+def test_a_short_action_beside_a_long_one_makes_no_endless_row():
+    row = draw(simulate(by_name("gpipe", 1, 1), Costs(1, backward=10**12))).splitlines()[0].removeprefix("lane 0 |")
+    assert row.split() == ["F0", "B0", *["=="] * 38]
+
+
 def test_a_width_cuts_the_makespan_into_so_many_slots():
     assert draw(simulate(by_name("gpipe", 1, 1)), width=6) == golden("""
         lane 0 |F0 == B0 == == ==
