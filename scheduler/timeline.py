@@ -206,7 +206,7 @@ class Timeline:
         return why_idle(self.by_lane, not self.clocked, lane, time)
 
     def _idle_share(self, length: float) -> float:
-        return 1 - sum(self.busy) / (self.lanes * length) if length else 0.0
+        return max(0.0, 1 - sum(self.busy) / (self.lanes * length)) if length else 0.0  # sums of floats are rounded
 
 
 def in_flight(actions: Iterable[Action]) -> Iterator[int]:

@@ -46,6 +46,7 @@ def test_busy_bubble_and_span_bubble_are_idle_shares():
     assert timeline.busy == (2, 2)
     assert timeline.bubble == 1 - 4 / 16
     assert timeline.span_bubble == 1 - 4 / 8
+    assert simulate(by_name("zb-h2", 3, 8), Costs(speed=2.5)).span_bubble >= 0
     assert timeline.events[0].duration == 2
 
 
