@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import schedules
 
-from scheduler import Action, Event, Kind, ScheduleError, Timeline, by_name, simulate
+from scheduler import Action, Costs, Event, Kind, ScheduleError, Timeline, by_name, simulate
 
 
 def event(text, lane, start, end):
