@@ -257,7 +257,7 @@ OPERATORS = POINTWISE | {
     "batch_norm train without buffers": apply(lambda x: F.batch_norm(x, None, None, training=True), chunks=1),
     "Dropout": module(lambda: nn.Dropout(0.3), train=True),
     "AlphaDropout": module(lambda: nn.AlphaDropout(0.3), train=True),
-    "RReLU train": module(lambda: nn.RReLU(), train=True),
+    "RReLU train": module(lambda: nn.RReLU(), train=True, chunks=1),  # how much it draws goes by the signs of all rows
     "MaxPool1d": module(lambda: nn.MaxPool1d(2), *LINE),
     "MaxPool2d": module(lambda: nn.MaxPool2d(2), *IMAGE),
     "MaxPool3d": module(lambda: nn.MaxPool3d(2), *VOLUME),
