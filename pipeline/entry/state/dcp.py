@@ -28,6 +28,7 @@ class Directory:
 
     Raises:
         FileNotFoundError: there is no checkpoint in the directory.
+        RuntimeError: its list of entries cannot be read.
         KeyError: it has no such part.
     """
 
@@ -65,7 +66,7 @@ class Directory:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for: no_dist
                 dcp.load(state_dict, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:  # a BaseException, around what went wrong on each rank
-            causes = "; ".join(str(failure[0]) for failure in error.failures.values())
+            causes = "; ".join(str(failure[0]) or repr(failure[0]) for failure in error.failures.values())
             first = next(iter(key_paths.values()))[0]
             raise RuntimeError(
                 f"{first!r} of {str(self._reader.path)!r} cannot be read: {causes}. Is the directory whole?"
@@ -93,6 +94,10 @@ class _RequestedReader(dcp.FileSystemReader):
             raise FileNotFoundError(
                 f"no checkpoint in {str(path)!r}: {error}. Give the directory that torch.distributed.checkpoint.save "
                 "got as checkpoint_id, or a folder of safetensors files."
+            ) from error
+        except Exception as error:  # pickle says in many types that a file is not its own, or was cut short
+            raise RuntimeError(
+                f"'.metadata' of {str(path)!r} cannot be read: {error!r}. Is the directory whole?"
             ) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -1,5 +1,6 @@
 """A checkpoint as a dict: every value as it was saved, read alone, whoever saved it."""
 
+import pickle
 import sys
 import warnings
 from collections.abc import Mapping
@@ -83,6 +84,17 @@ def test_only_what_is_asked_for_is_read(tmp_path):
         saved["9"]
     with pytest.raises(RuntimeError, match=r"'3' of .* cannot be read: .*No such file.*whole"):
         saved["3"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(["of", "others"])])
+def test_a_damaged_list_of_entries_or_file_of_values_is_said(content, tmp_path):
+    dcp.save({"3": torch.ones(1)}, checkpoint_id=tmp_path)
+    (tmp_path / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(RuntimeError, match=r"(?s)'3' of .* cannot be read: \S.*Is the directory whole"):
+        Saved(tmp_path)["3"]
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(RuntimeError, match=r"'.metadata' of .* cannot be read: \w+Error.*Is the directory whole"):
+        Saved(tmp_path)
 
 
 def test_what_is_not_there_is_said(tmp_path):
