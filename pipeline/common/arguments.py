@@ -73,13 +73,13 @@ def check_limit(name: str, value: Any) -> None:
         TypeError: it is no number.
         ValueError: it is not above 0, or nan.
     """
-    if not _number(name, value) > 0:
+    if not check_number(name, value) > 0:
         raise ValueError(f"{name} is {shown(value)}. Give a number above 0.")
 
 
 def check_norm_type(value: Any) -> None:
     """Raise unless a value names a norm, as torch.linalg.vector_norm has them."""
-    if isnan(_number("norm_type", value)):
+    if isnan(check_number("norm_type", value)):
         raise ValueError("norm_type is nan. Give a number, such as 2.0 or float('inf').")
 
 
@@ -87,11 +87,12 @@ def check_factor(value: Any) -> None:
     """Raise unless gradients can be multiplied by a value: a number that is not nan, or a tensor of one."""
     if isinstance(value, Tensor) and not value.is_nested and value.numel() == 1 and not value.is_complex():
         return  # on any device: its value is not read
-    if isnan(_number("factor", value)):
+    if isnan(check_number("factor", value)):
         raise ValueError("factor is nan, so every gradient would be nan. Give a number.")
 
 
-def _number(name: str, value: Any) -> float:
+def check_number(name: str, value: Any) -> float:
+    """A real number, or a tensor of one, as a float; TypeError for anything else."""
     if isinstance(value, Tensor) and not value.is_nested and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):

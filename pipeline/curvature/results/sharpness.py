@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.common.arguments import check_count, check_number
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.estimates.trace import Trace
 from pipeline.curvature.results.measured import Curve, column, curves, error_bounds, rows
@@ -87,8 +88,10 @@ class SharpnessHistory(Result):
             lr: learning rate at that step, for the line 2 / lr.
 
         Raises:
+            TypeError: the step is no whole number, or the loss or lr no number.
             ValueError: the step is not after the last one.
         """
+        step = check_count("step", step, least=0)
         if len(self.steps) and step <= int(self.steps[-1]):
             raise ValueError(
                 f"step {step} is not after the last one, {int(self.steps[-1])}. If the training went back to an "
@@ -101,10 +104,10 @@ class SharpnessHistory(Result):
             steps=torch.cat([self.steps, torch.tensor([step], device="cpu")]),
             values=rows([*self.values, values]),
             value_errors=rows([*self.value_errors, errors]),
-            traces=_extended(self.traces, None if trace is None else trace.value),
-            trace_errors=_extended(self.trace_errors, None if trace is None else trace.stderr),
-            losses=_extended(self.losses, loss),
-            lrs=_extended(self.lrs, lr),
+            traces=_extended(self.traces, "trace", None if trace is None else trace.value),
+            trace_errors=_extended(self.trace_errors, "trace's error", None if trace is None else trace.stderr),
+            losses=_extended(self.losses, "loss", loss),
+            lrs=_extended(self.lrs, "lr", lr),
         )
 
     def before(self, step: int) -> SharpnessHistory:
@@ -148,5 +151,5 @@ class SharpnessHistory(Result):
 _EDGE = "2 / lr"
 
 
-def _extended(column: Tensor, value: float | None) -> Tensor:
-    return torch.cat([column, torch.tensor([math.nan if value is None else value], **HOST)])
+def _extended(column: Tensor, name: str, value: float | None) -> Tensor:
+    return torch.cat([column, torch.tensor([math.nan if value is None else check_number(name, value)], **HOST)])

@@ -205,6 +205,23 @@ def test_steps_of_a_history_grow():
     assert str(back.with_entry(100, pairs(1.0)).values.tolist()) == "[[3.0, nan], [1.0, nan]]"
 
 
+@pytest.mark.parametrize(
+    ("entry", "kind", "words"),
+    [
+        ({"step": 16_777_217.0}, TypeError, "step is 16777217.0. Give a whole number"),
+        ({"step": math.nan}, TypeError, "step is nan. Give a whole number"),
+        ({"step": -1}, ValueError, "step is -1. Give a whole number of at least 0"),
+        ({"lr": [0.1, 0.2]}, TypeError, r"lr is \[0.1, 0.2\]. Give a number"),
+        ({"loss": torch.ones(2)}, TypeError, "loss is .*. Give a number"),
+    ],
+)
+def test_what_a_column_cannot_hold_is_refused(entry, kind, words):
+    with pytest.raises(kind, match=words):
+        SharpnessHistory("Hessian").with_entry(**{"step": 0, **entry})
+    exact = SharpnessHistory("Hessian").with_entry(torch.tensor(2**53 + 1), loss=torch.tensor(0.5), lr=0)
+    assert (exact.steps.tolist(), exact.losses.tolist(), exact.lrs.tolist()) == ([2**53 + 1], [0.5], [0.0])
+
+
 @pytest.mark.parametrize("largest", [0.02, 0.999, 1.0, 700.0, 1e9])
 def test_about_a_thousandth_of_the_largest_value_is_drawn_linearly(largest):
     ax = axes()
