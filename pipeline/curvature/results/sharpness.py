@@ -81,16 +81,21 @@ class SharpnessHistory(Result):
 
         Args:
             step: of training; after the last entry's.
-            eigenpairs: anything with `values` and `residuals`, [k], and the residuals' `scale`: `Eigenpairs`. k may
-                differ between entries.
-            trace: anything with `value` and `stderr`: `Trace`.
+            eigenpairs: of this matrix. Their number may differ between entries.
+            trace: of this matrix.
             loss: at that step.
             lr: learning rate at that step, for the line 2 / lr.
 
         Raises:
             TypeError: the step is no whole number, or the loss or lr no number.
-            ValueError: the step is not after the last one.
+            ValueError: the step is not after the last one, or the eigenpairs or the trace are of another matrix.
         """
+        for result in (eigenpairs, trace):
+            if result is not None and result.matrix != self.matrix:
+                raise ValueError(
+                    f"results of {result.matrix} are no entry of a history of {self.matrix}. Begin another history: "
+                    f"SharpnessHistory({result.matrix!r})."
+                )
         step = check_count("step", step, least=0)
         if len(self.steps) and step <= int(self.steps[-1]):
             raise ValueError(

@@ -26,12 +26,14 @@ class Pairs:
     values: Tensor
     residuals: Tensor
     scale: float
+    matrix: str = "Hessian"
 
 
 @dataclass
 class Number:
     value: float
     stderr: float
+    matrix: str = "Hessian"
 
 
 @dataclass
@@ -89,7 +91,7 @@ def test_spectra_of_layers_print_a_row_for_each_in_the_order_of_the_sizes():
 def test_errors_of_eigenvalues_are_in_their_unit():
     eigenvalues = torch.linspace(1.0, 2000.0, 60, dtype=torch.float64) ** 1.2
     top = top_eigenpairs(DenseMap(symmetric(eigenvalues)), 3, tol=1e-2)
-    found = SharpnessHistory("dense").with_entry(0, top)
+    found = SharpnessHistory("dense matrix").with_entry(0, top)
     assert found.value_errors[0].equal(top.residuals * top.scale)
     distance = (found.values[0][:, None] - eigenvalues).abs().min(1).values
     assert (distance <= found.value_errors[0] + 1e-9).all()
@@ -222,6 +224,13 @@ def test_what_a_column_cannot_hold_is_refused(entry, kind, words):
     assert (exact.steps.tolist(), exact.losses.tolist(), exact.lrs.tolist()) == ([2**53 + 1], [0.5], [0.0])
 
 
+def test_a_history_is_of_one_matrix():
+    G = DenseMap(symmetric(torch.ones(3)))
+    for results in {"eigenpairs": top_eigenpairs(G, 1)}, {"trace": trace(G, 3)}:
+        with pytest.raises(ValueError, match="of dense matrix are no entry of a history of Hessian. Begin another"):
+            SharpnessHistory("Hessian").with_entry(0, **results)
+
+
 @pytest.mark.parametrize("largest", [0.02, 0.999, 1.0, 700.0, 1e9])
 def test_about_a_thousandth_of_the_largest_value_is_drawn_linearly(largest):
     ax = axes()
@@ -243,10 +252,10 @@ def test_over_ranks_each_has_the_same_history_and_goes_on_from_its_file(tmp_path
     def measured(A, history, step):
         return history.with_entry(step, top_eigenpairs(A, 1), trace(A, 6), lr=0.5)
 
-    whole = SharpnessHistory("dense")
+    whole = SharpnessHistory("dense matrix")
     for step, matrix in enumerate(matrices):
         whole = measured(DenseMap(matrix), whole, step)
-    first = over_ranks(matrices[0], 2, lambda A: measured(A, SharpnessHistory("dense"), 0))
+    first = over_ranks(matrices[0], 2, lambda A: measured(A, SharpnessHistory("dense matrix"), 0))
     for rank, history in enumerate(first):
         history.save(tmp_path / f"run.rank{rank}.json")
     on_each = over_ranks(
