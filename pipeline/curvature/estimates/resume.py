@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import sys
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -125,9 +125,13 @@ class RunFiles:
         if not path.exists():
             return None
         try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()  # torch would read what a disk has changed
+            if damaged is not None:
+                raise ValueError(f"{damaged} is not as it was written")
             saved: dict[str, SavedValue] = torch.load(path, map_location="cpu", weights_only=True)
             settings = saved["settings"]
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        except Exception as error:  # zipfile, pickle and torch say in many types that a file is not theirs, or damaged
             raise ResumeError(
                 f"{path} cannot be read as the state of a run ({type(error).__name__}: {str(error)[:200]}). "
                 "Delete it to begin anew, or give another path to resume."

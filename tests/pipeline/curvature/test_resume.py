@@ -210,6 +210,21 @@ def test_the_state_of_another_matrix_and_a_file_that_is_none_are_refused_in_word
             top_eigenpairs(DenseMap(symmetric(VALUES)), resume=path, **WANTED)
 
 
+def test_a_state_with_a_changed_byte_is_refused_or_goes_on_as_it_was(tmp_path: Path) -> None:
+    path, matrix = tmp_path / "top.pt", symmetric(VALUES)
+    top_eigenpairs(DenseMap(matrix), resume=path, max_products=20, **WANTED)
+    whole, refused = path.read_bytes(), 0
+    expected = top_eigenpairs(DenseMap(matrix), resume=path, **WANTED)
+    places = range(0, len(whole), len(whole) // 40)
+    for place in places:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x21]) + whole[place + 1:])
+        try:
+            assert top_eigenpairs(DenseMap(matrix), resume=path, **WANTED).values.equal(expected.values)
+        except ResumeError:
+            refused += 1
+    assert refused > len(places) / 2
+
+
 def test_a_state_with_code_in_it_is_not_run(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, tuple[str]]:
