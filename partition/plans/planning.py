@@ -33,10 +33,10 @@ from partition.profiles.amounts import spelt_bytes, spelt_work
 from partition.profiles.optimizer_state import OptimizerLike
 from partition.profiles.profile import Profile
 from partition.profiles.profiling import profile, rows_of, with_rows
-from partition.profiles.sandbox import DeviceLike
+from partition.profiles.sandbox import DeviceLike, device_named
 from partition.splitting import check_module
 from scheduler import Costs, Schedule, ScheduleError, by_name, names, search
-from scheduler.errors import one_each, refuse_unless_finite, whole, whole_number
+from scheduler.errors import one_each, plain, refuse_unless_finite, whole, whole_number
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.formulation import pose
 
@@ -101,6 +101,8 @@ def plan(
         ((4, 4, 4), '1f1b', 16, 'never')
     """
     check_module(module)
+    for name, number in ("timeout", timeout), ("overhead", overhead), ("effort", effort):
+        refuse_unless_finite(name, number, error=PartitionError)
     if flops is not None:
         refuse_unless_finite("flops", flops, above=True, error=PartitionError)
     labels, machine = _machine(devices, memory, speed, link)
@@ -173,7 +175,7 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
     elif whole(devices) is not None:
         count = int(devices)
     else:
-        labels = tuple([str(torch.device(device)) for device in ([devices] if isinstance(devices, str) else devices)])
+        labels = tuple([str(device_named(device)) for device in ([devices] if isinstance(devices, str) else devices)])
         count = len(labels)
     if count < 1:
         raise PartitionError(f"devices is {devices!r}, but there must be one or more. Give a number, or their names.")
@@ -184,7 +186,7 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
 
 
 def _each(name: str, setting: Any, count: int) -> tuple[float, ...]:
-    values = tuple(one_each(name, setting, count, PartitionError))
+    values = tuple(map(plain, one_each(name, setting, count, PartitionError)))
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise PartitionError(f"{name} is {setting!r}, but must be a number above 0, or one for each device.")

@@ -30,8 +30,16 @@ DeviceLike = torch.device | str | int | None
 def device_of(module: nn.Module, device: DeviceLike) -> torch.device:
     """The device to run layers on: the one that is given, or that of the parameters, or the CPU."""
     if device is not None:
-        return torch.device(device)
+        return device_named(device)
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+def device_named(device: torch.device | str | int) -> torch.device:
+    """torch's device of that name; PartitionError where there is none."""
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise PartitionError(f"{device!r} is no device: {error}. Give a name such as cpu, cuda:0 or meta.") from None
 
 
 class Sandbox:

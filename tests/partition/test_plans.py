@@ -425,6 +425,11 @@ def test_what_cannot_be_planned_is_said() -> None:
     for words, wrong in {
         "memory lists 3 numbers but there are 2 lanes": {"memory": [1, 2, 3]},
         "speed is 0, but must be a number above 0": {"speed": 0},
+        "effort is nan, but must be a finite number": {"effort": float("nan")},
+        "overhead is -1, but must be a finite number": {"overhead": -1},
+        "timeout is -1, but must be a finite number": {"timeout": -1},
+        "'gpu:0' is no device: .*Give a name such as cpu": {"devices": ["gpu:0", "gpu:1"]},
+        "'gpu' is no device": {"device": "gpu"},
         "devices is 0, but there must be one or more": {"devices": 0},
         "chunks is .9., but must list whole numbers from 1 to 8": {"chunks": [9]},
         "chunks is .'4'., but must list whole numbers": {"chunks": "4"},
@@ -440,3 +445,5 @@ def test_what_cannot_be_planned_is_said() -> None:
     }.items():
         with pytest.raises(ValueError, match=words):
             plan(model, x, **{"devices": 2, "device": "meta", **wrong})
+    numpys = plan(model, x, devices=2, device="meta", memory=np.float32(1e6), speed=[1, np.int64(2)])
+    assert numpys == plan(model, x, devices=2, device="meta", memory=1e6, speed=[1, 2])
