@@ -150,7 +150,7 @@ class Plan(NotebookResult):
             )
             str(read)  # which takes values of other kinds, or other numbers of them, for none
             return read
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
             raise PartitionError(
                 f"this is no plan ({type(error).__name__}: {error}). Give what Plan.to_json has written."
             ) from None

@@ -210,7 +210,7 @@ class Profile(NotebookResult):
             read = cls(**fields, layers=layers, loss=None if loss is None else _layer(loss))
             str(read)  # which takes values of other kinds, or other numbers of them, for none
             return read
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
             raise PartitionError(
                 f"this is no profile ({type(error).__name__}: {error}). Give what Profile.save or to_json has written."
             ) from None

@@ -390,7 +390,10 @@ def test_a_search_is_taken_where_it_is_shorter() -> None:
     assert Plan.from_json(found.to_json()) == found and Plan.from_json(named.to_json()) == named
     with pytest.raises(PartitionError, match="this is no plan.*Give what Plan.to_json has written"):
         Plan.from_json("{}")
-    for field, value in (("lane_of", []), ("devices", ["cpu"]), ("notes", None), ("memory", ["1e9"])):
+    for field, value in (
+        ("lane_of", []), ("lane_of", [0, 10**30]), ("devices", ["cpu"]), ("notes", None), ("memory", ["1e9"]),
+        ("chunks", 0),
+    ):
         with pytest.raises(PartitionError, match="this is no plan"):
             Plan.from_json(json.dumps({**json.loads(named.to_json()), field: value}))
 
