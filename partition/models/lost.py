@@ -30,7 +30,7 @@ class LostTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            given = tensors_in((args, kwargs))
+            given = tensors_in((*args, *kwargs.values()) if kwargs or len(args) > 1 else args[0])
             versions = list(map(version_of, given)) if len(given) > 1 else []
             result = func(*args, **kwargs)
             written = [tensor for tensor, version in zip(given, versions) if version_of(tensor) != version]

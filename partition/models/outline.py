@@ -19,7 +19,7 @@ from functools import partial
 from itertools import filterfalse
 from operator import is_
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +83,6 @@ class _ArgumentCache:
 
     def __reduce__(self) -> tuple[type[_ArgumentCache], tuple[()]]:
         return _ArgumentCache, ()
-
-
-_Kept: TypeAlias = tuple[dict[Any, Any], dict[Any, int]]  # values by name, and the versions of tensors
 
 
 class Outline(nn.Module):
@@ -204,14 +201,15 @@ class Outline(nn.Module):
             vars(module)["training"] = modes.get(name, False)
         absent = [parameter for name in self.settings for parameter in copies[name]._parameters.values()]
         run.spare([*units.values(), *leaves, *absent])
-        earlier = self._state(copies, given)
+        earlier = self._kept(copies, given)
+        versions = {owner: _versions(values) for owner, values in earlier.items()}
         args, kwargs = self.inputs.called(leaves)
         try:
             with run.entered():
                 returned = copies[""](*args, **kwargs)
         except OutlineRunEnd:
             returned = None
-        self._check_kept(earlier, self._state(copies, given))
+        self._check_kept(earlier, versions, self._kept(copies, given))
         return returned
 
     def _with_units(self, root: nn.Module, units: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -226,25 +224,27 @@ class Outline(nn.Module):
             renew_references(copies[name], present, keys)
         return copies
 
-    def _state(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[str | None, _Kept]:
-        """The values that a forward may write: of modules that contain blocks, by their names, and inputs."""
-        state: dict[str | None, _Kept] = {name: _kept({**vars(copies[name]), **copies[name]._buffers})
-                                          for name in self._volatile}  # fmt: skip
-        state[None] = _kept(dict(enumerate(given)))
-        return state
+    def _kept(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[str | None, dict[Any, Any]]:
+        """The values that a forward may write: of modules that contain blocks, by their names, and the inputs."""
+        values: dict[str | None, dict[Any, Any]] = {None: dict(enumerate(given))}
+        values.update((name, {**vars(copies[name]), **copies[name]._buffers}) for name in self._volatile)
+        return values
 
-    def _check_kept(self, earlier: Mapping[str | None, _Kept], state: Mapping[str | None, _Kept]) -> None:
-        """Raise if a forward has written something."""
-        for owner, (values, versions) in state.items():
-            before, versions_before = earlier[owner]
-            if versions == versions_before and len(values) == len(before) and all(
-                map(is_, values.values(), before.values())
-            ):
+    def _check_kept(
+        self,
+        earlier: Mapping[str | None, Mapping[Any, Any]],
+        versions: Mapping[str | None, Mapping[Any, int]],
+        now: Mapping[str | None, Mapping[Any, Any]],
+    ) -> None:
+        """Raise if a forward has written something. `versions`: of the tensors that were there."""
+        for owner, values in now.items():
+            before = earlier[owner]
+            written = [name for name, version in versions[owner].items() if version_of(before[name]) != version]
+            if not written and len(values) == len(before) and all(map(is_, values.values(), before.values())):
                 continue
             volatile = frozenset[str]() if owner is None else self._volatile[owner]
             for name in filterfalse(volatile.__contains__, values):
-                is_written = name in versions_before and versions_before[name] != versions.get(name)
-                if is_written or not is_same(values[name], before.get(name)):
+                if name in written or not is_same(values[name], before.get(name)):
                     path = f"{owner}.{name}" if owner else name
                     words = f"keeps {path!r} from one call to the next"
                     raise PartitionError(
@@ -390,8 +390,9 @@ def _count_lost(leaves: Leaves) -> int:
     return sum([isinstance(leaf, LostTensor) for leaf in leaves])
 
 
-def _kept(values: dict[Any, Any]) -> _Kept:
-    return values, {name: version_of(value) for name, value in values.items() if isinstance(value, Tensor)}
+def _versions(values: Mapping[Any, Any]) -> dict[Any, int]:
+    """The versions of the tensors among some values, by name."""
+    return {name: version_of(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _stream(device: torch.device) -> int:

@@ -31,7 +31,9 @@ class Switches(NamedTuple):
     @classmethod
     def now(cls) -> Switches:
         """Those that are on."""
-        kinds = ("cpu", *_accelerators()) if torch._C._is_any_autocast_enabled() else ()
+        if not torch._C._is_any_autocast_enabled():
+            return _WITH_GRAD if torch.is_grad_enabled() else _WITHOUT_GRAD
+        kinds = ("cpu", *_accelerators())
         return cls(torch.is_grad_enabled(), tuple([
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
         ]))  # fmt: skip
@@ -45,6 +47,9 @@ class Switches(NamedTuple):
             for kind, is_on, dtype in self.autocast or off:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
             yield
+
+
+_WITH_GRAD, _WITHOUT_GRAD = Switches(True, ()), Switches(False, ())
 
 
 def _accelerators() -> tuple[str, ...]:
@@ -287,7 +292,8 @@ class OutlineRun:
             leaves = tree_leaves(absent(*args, **kwargs))
         for place, leaf in outputs.items():
             leaves[place] = leaf
-        self._hidden = [(leaves[place], version_of(leaves[place])) for place in chain.exits]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._hidden = [(leaves[place], version_of(leaves[place])) for place in chain.exits]
         return tree_unflatten(leaves, chain.tree)
 
     def _check_hidden(self, number: int, hidden: Sequence[Any]) -> None:
@@ -296,8 +302,10 @@ class OutlineRun:
         Raises:
             PartitionError: the model computes something between the two, which it did not on the sample.
         """
-        for (output, version), leaf in zip(self._hidden, hidden, strict=True):
-            if id(leaf) not in self._before.ids and (leaf is not output or version_of(leaf) != version):
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = list(map(version_of, hidden))
+        for (output, version), leaf, now in zip(self._hidden, hidden, versions, strict=True):
+            if id(leaf) not in self._before.ids and (leaf is not output or now != version):
                 names = [name for chain in self._chains for name in chain.blocks]
                 raise PartitionError(
                     f"block {names[number]!r} is not called with what block {names[number - 1]!r} returned, as it was "
