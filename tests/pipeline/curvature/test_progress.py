@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 import torch
 import tqdm as real_tqdm
-from dense_map import DenseMap
+from dense_map import DenseMap, symmetric
 
+from pipeline.curvature.estimates.density import density
+from pipeline.curvature.estimates.diagonal import diagonal
+from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
+from pipeline.curvature.estimates.frobenius import frobenius_squared
 from pipeline.curvature.estimates.resume import Resumable
+from pipeline.curvature.estimates.solve import solve
+from pipeline.curvature.estimates.trace import trace
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +85,17 @@ def test_an_exception_passes_and_the_bar_ends_where_it_was(capfd):
 def test_outside_of_with_nothing_is_shown(show, capfd):
     bar_of("solve", 8, show).advance(3, note="1.0")
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("estimate", [
+    lambda A: trace(A, 11, show=True), lambda A: trace(A, 12, method="hutch++", show=True),
+    lambda A: trace(A, 12, method="xtrace", show=True), lambda A: diagonal(A, 11, show=True),
+    lambda A: frobenius_squared(A, 11, show=True), lambda A: density(A, runs=3, steps=7, show=True),
+    lambda A: top_eigenpairs(A, 2, show=True),
+    lambda A: solve(A, A.space.random("normal", 0, 0), damping=0.1, show=True),
+])  # fmt: skip
+def test_the_bar_of_an_estimate_counts_its_products(estimate, capfd):
+    A = DenseMap(symmetric(torch.linspace(1, 5, 40)))
+    estimate(A)
+    (count,) = re.findall(r" (\d+)(?:/\d+ |it )\[", last_line(capfd.readouterr().err))
+    assert int(count) == A.asked > 0
