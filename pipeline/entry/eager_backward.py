@@ -11,9 +11,9 @@ Autograd runs each node of a graph once, so the gradient is whole at that point.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from pipeline.common.arguments import shown
 from pipeline.common.interrupts import DeferredSignals, calls_users_code
 from pipeline.distributed.wrapped import OF_PARTS, refuse_parts, refuse_reduced
 from pipeline.entry.eager_step import refuse_shared_memory
-from pipeline.entry.forward import Backward, GradientHandover
+from pipeline.entry.forward import Backward
+from pipeline.execution.final_gradients import EarlyUse
 from pipeline.gradients.clip import joined_norm
-from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
+from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free
 from pipeline.stage.hooks import grads_kept
 
 
@@ -71,40 +72,25 @@ def eager_backward(
 
 def _eager_backward(loss: Tensor, update: EagerUpdate) -> None:
     update.get_ready()
-    graph_leaves, pipes = _explored(loss, update)
-    leaves = [leaf for leaf in graph_leaves if update.holds(leaf.tensor)]
-    _check(loss, leaves, update, is_alone=all(pipe.is_alone for pipe in pipes))
-    with grads_kept([*[leaf.tensor for leaf in leaves], *update.params]):  # of a backward within the backward
-        _backward(loss, leaves, update)
+    leaves, pipes = _explored(loss, update)
+    parents = {leaf: nodes for leaf, nodes in leaves.items() if update.holds(leaf)}
+    _check(loss, list(parents), update, is_alone=all(pipe.is_alone for pipe in pipes))
+    step = EagerStep(update, {id(param): "" for param in update.params})
+    left = [*parents, *update.params]  # by a backward within the backward
+    with grads_kept(left), _taking(loss, parents, step):
+        if step.only_norms:
+            _autograd(loss, True, list(parents))  # `.grad` of other leaves is added to once
+            step.clip_to(joined_norm([norm for _, norm in step.norms]))
+        with update.guarded(step):
+            _autograd(loss, False, None)
+            step.take_grads(update.params)
+            step.finish()
 
 
-def _backward(loss: Tensor, leaves: Sequence[_GraphLeaf], update: EagerUpdate) -> None:
-    """In one run or two."""
-    factor: Tensor | None = None
-    if update.needs_two_runs:
-        trial = EagerStep(update, only_norms=True)
-        _run(loss, leaves, trial, retain=True)
-        order = {id(param): index for index, param in enumerate(update.params)}
-        norms = [norm for key, (_, norm) in sorted(trial.norms.items(), key=lambda item: order.get(item[0], 0))]
-        factor = factor_of(update, joined_norm(norms))
-    step = EagerStep(update, factor)
-    with update.guarded(step):
-        _run(loss, leaves, step, retain=False)
-        step.take_grads(update.params)  # left by a backward within the backward
-        step.finish()
-
-
-class _GraphLeaf(NamedTuple):
-    """A leaf of the graph, and the nodes that give gradients to it."""
-
-    tensor: Tensor
-    parents: list[Any]
-
-
-def _explored(loss: Tensor, update: EagerUpdate) -> tuple[list[_GraphLeaf], list[Backward]]:
-    """The leaves of the loss's graph, and the calls of Pipes in it."""
+def _explored(loss: Tensor, update: EagerUpdate) -> tuple[dict[Tensor, list[Any]], list[Backward]]:
+    """The leaves of the loss's graph, each with the nodes that give gradients to it; and the calls of Pipes there."""
     if loss.grad_fn is None:
-        return [], []
+        return {}, []
     nodes = nodes_of([loss])
     if update.optimizer is None and any(node.name() == "CheckpointFunctionBackward" for node in nodes):
         raise RuntimeError(
@@ -112,17 +98,17 @@ def _explored(loss: Tensor, update: EagerUpdate) -> tuple[list[_GraphLeaf], list
             "would not be updated. Use checkpoint(..., use_reentrant=False), checkpoint_blocks, or an optimizer in the "
             "rule's place."
         )
-    leaves: dict[int, _GraphLeaf] = {}
+    leaves: dict[Tensor, list[Any]] = {}
     for node in nodes:
         for next_node, _ in node.next_functions:
             leaf = getattr(next_node, "variable", None)
             if leaf is not None:
-                leaves.setdefault(id(leaf), _GraphLeaf(leaf, [])).parents.append(node)
+                leaves.setdefault(leaf, []).append(node)
     calls = [getattr(node, "backward_call", None) for node in nodes]
-    return list(leaves.values()), [call for call in calls if isinstance(call, Backward)]
+    return leaves, [call for call in calls if isinstance(call, Backward)]
 
 
-def _check(loss: Tensor, leaves: Sequence[_GraphLeaf], update: EagerUpdate, is_alone: bool) -> None:
+def _check(loss: Tensor, leaves: Sequence[Tensor], update: EagerUpdate, is_alone: bool) -> None:
     if update.needs_two_runs and not is_alone:
         raise ValueError(
             "clip='two_pass' in eager_backward would clip each rank's gradients by a norm of its own. Use "
@@ -134,20 +120,13 @@ def _check(loss: Tensor, leaves: Sequence[_GraphLeaf], update: EagerUpdate, is_a
             "the loss depends on no parameter that this EagerUpdate holds: they are frozen, or another optimizer's, or "
             f"the loss is detached (it has {'a' if loss.requires_grad else 'no'} gradient)."
         )
-    params = [leaf.tensor for leaf in leaves] if update.optimizer is None else list(update.params)
+    params = leaves if update.optimizer is None else update.params
     named = [(f"a parameter of shape {list(param.shape)}", param) for param in params]
     refuse_parts(named, "eager_backward", OF_PARTS)
     check_free(named)
     if update.validates():
-        tensors = [leaf.tensor for leaf in leaves]
-        refuse_reduced(tensors, "an EagerUpdate")
-        refuse_shared_memory(enumerate(tensors), "number")
-
-
-def _run(loss: Tensor, leaves: Sequence[_GraphLeaf], step: EagerStep, retain: bool) -> None:
-    with _taking(loss, leaves, step):
-        ends = [leaf.tensor for leaf in leaves] if step.only_norms else None  # `.grad` of other leaves is added to once
-        _autograd(loss, retain, ends)
+        refuse_reduced(leaves, "an EagerUpdate")
+        refuse_shared_memory(enumerate(leaves), "number")
 
 
 @calls_users_code
@@ -156,7 +135,7 @@ def _autograd(loss: Tensor, retain: bool, ends: list[Tensor] | None) -> None:
 
 
 @contextmanager
-def _taking(loss: Tensor, leaves: Sequence[_GraphLeaf], step: EagerStep) -> Iterator[None]:
+def _taking(loss: Tensor, parents: Mapping[Tensor, list[Any]], step: EagerStep) -> Iterator[None]:
     """Within: gradients go to the step as soon as they are whole."""
     assert loss.grad_fn is not None  # it has leaves
     outer: list[int] = []
@@ -169,25 +148,22 @@ def _taking(loss: Tensor, leaves: Sequence[_GraphLeaf], step: EagerStep) -> Iter
     def begins(*_: Any) -> None:
         outer[:] = [torch._C._current_graph_task_id()]
 
-    handles: list[Any] = [leaf.tensor.register_post_accumulate_grad_hook(take) for leaf in leaves]
+    handles: list[Any] = [leaf.register_post_accumulate_grad_hook(take) for leaf in parents]
     handles.append(loss.grad_fn.register_prehook(begins))
-    pipes = _by_pipe(leaves)
-    for pipe, keys in pipes.items():
-        pipe.handover = GradientHandover(keys, step.take)
+    by_pipe = _by_pipe(parents)
+    for pipe in by_pipe.values():
+        pipe.early_use = EarlyUse(lambda: by_pipe.__contains__, step.take)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for pipe in pipes:
-            pipe.handover = None
+        for pipe in by_pipe.values():
+            pipe.early_use = None
 
 
-def _by_pipe(leaves: Sequence[_GraphLeaf]) -> dict[Backward, set[int]]:
-    """The parameters whose gradients come from one run of one Pipe and from nowhere else."""
-    by_pipe: dict[Backward, set[int]] = {}
-    for leaf in leaves:
-        first = getattr(leaf.parents[0], "backward_call", None)
-        if len(leaf.parents) == 1 and isinstance(first, Backward) and not leaf.tensor._backward_hooks:
-            by_pipe.setdefault(first, set()).add(id(leaf.tensor))
-    return by_pipe
+def _by_pipe(parents: Mapping[Tensor, list[Any]]) -> dict[int, Backward]:
+    """The run of a Pipe that gives a parameter its gradient, by its id; of those that get one from nowhere else."""
+    only = {id(leaf): nodes[0] for leaf, nodes in parents.items() if len(nodes) == 1 and not leaf._backward_hooks}
+    calls = {key: getattr(node, "backward_call", None) for key, node in only.items()}
+    return {key: call for key, call in calls.items() if isinstance(call, Backward)}

@@ -2,7 +2,7 @@
 
     one process    stage s settled --GradientFinalizer--> whole gradient / divisor --hooks--> EagerStep.take
     over ranks     this rank's actions have run --> the divisor, from the last rank --> take; then all agree
-    two runs       norms only --> factor --> everything put back --> once more, with the same seed
+    two runs       norms only --> EagerStep.clip_to --> everything put back --> once more, with the same seed
 
 All checks that can refuse the step run before the first update, except those of other ranks.
 
@@ -14,11 +14,10 @@ A schedule's order (looped-bfs) makes the gradients of some stages whole early; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from time import perf_counter
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,16 +30,12 @@ from pipeline.distributed.wrapped import OF_PARTS, refuse_parts
 from pipeline.entry.loss_end import LossEnd
 from pipeline.entry.sinks import Sink, check_reached, input_pairs, refuse_behind_x, summed
 from pipeline.entry.step import RunWithLoss, Step
-from pipeline.execution.call import Call, Listener
-from pipeline.execution.communicator import Pair, Verdict, joined
-from pipeline.execution.final_gradients import GradientFinalizer
-from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
+from pipeline.execution.call import Call
+from pipeline.execution.communicator import Verdict
+from pipeline.execution.final_gradients import EarlyUse
+from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free
 from pipeline.recompute.reachable import ReachableState
 from pipeline.stage.hooks import accumulate, grads_kept, hooked
-
-# Of a run that succeeded: the call, which still has its outputs; the loss; (leaf, gradient) for `.grad`, of leaves
-# outside the Pipe and of the input; the metrics.
-EagerRunResult: TypeAlias = tuple[Call, Tensor, list[Pair], Mapping[str, Tensor]]
 
 
 class EagerSink(Sink):
@@ -51,162 +46,116 @@ class EagerSink(Sink):
 
     def run(self, run: RunWithLoss) -> Step:
         """A step; with a norm over all gradients, of two runs."""
-        update, named = self.optimizer, dict(run.runtime.module.named_parameters())
+        update, named = self.optimizer, list(run.runtime.module.named_parameters())
         update.get_ready()
-        refuse_behind_x(run.execution.batch.tensors, named.values())
-        refuse_parts(named.items(), "a step with an EagerUpdate", OF_PARTS)
-        others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
-        stages = enumerate(run.execution.setup.stages)
-        params = [(stage, param) for stage, layers in stages for layer in layers for param in layer.parameters()]
-        refuse_shared_memory([(stage, param) for stage, param in params if update.holds(param)], "stage")
-        check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
+        self._check(run, named)
+        step = EagerStep(update, {id(param): name for name, param in named})
         norm: Tensor | None = None
-        if update.needs_two_runs:
-            norms = EagerStep(update, only_norms=True)
+        if step.only_norms:
             state = ReachableState.of_loss(run.arguments.loss_fn, run.execution.setup.stages)
-            trial = EagerRun(update, norms, named).play(run)[0]
-            norm = _norm(norms, trial, named)
-            run.execution = trial.once_more()
+            call, _ = _play(run, step)
+            norm = call.communicator.exchange.joined_norm(step.norms, 2.0)
+            step.clip_to(norm)
+            run.execution = call.once_more()
             state.put_back()  # what loss_fn counts and keeps
-        step = EagerStep(update, None if norm is None else factor_of(update, norm))
         with update.guarded(step, run.execution.communicator.is_alone):
-            call, loss, external, metrics = EagerRun(update, step, named).play(run)
-            with call:
-                refuse_behind_x(call.batch.tensors, [owner for owner, _ in external if owner._backward_hooks])
-                _finish(update, step, external)
+            call, verdict = _play(run, step)
+            with call, without_autocast():
+                owners = [owner for owner, _ in step.external]
+                refuse_behind_x(call.batch.tensors, [owner for owner in owners if owner._backward_hooks])
+                with grads_kept([*owners, *update.params]):
+                    accumulate(step.external)
+                    step.take_grads(update.params)  # of those with which the input was computed
+                step.finish()
         with call:
             outputs = run.joined(call)
         call.release()
         call.communicator.close()
-        return Step(loss, None, outputs, None, metrics, norm)
+        assert verdict.loss is not None  # the last stage's process has it
+        return Step(verdict.loss, None, outputs, None, verdict.metrics, norm)
+
+    def _check(self, run: RunWithLoss, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Raise if parameters cannot be updated one by one."""
+        update = self.optimizer
+        refuse_behind_x(run.execution.batch.tensors, [param for _, param in named])
+        refuse_parts(named, "a step with an EagerUpdate", OF_PARTS)
+        stages = enumerate(run.execution.setup.stages)
+        params = [(stage, param) for stage, layers in stages for layer in layers for param in layer.parameters()]
+        refuse_shared_memory([(stage, param) for stage, param in params if update.holds(param)], "stage")
+        others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
+        check_free([*[(f"'{name}'", param) for name, param in named if update.holds(param)], *others])
 
 
-def _finish(update: EagerUpdate, step: EagerStep, external: list[Pair]) -> None:
-    """Add to `.grad` of external leaves; update the parameters with which the input was computed."""
-    with without_autocast(), grads_kept([*[owner for owner, _ in external], *update.params]):
-        accumulate(external)
-        step.take_grads(update.params)
-    step.finish()
-
-
-def _norm(step: EagerStep, call: Call, named: Mapping[str, Tensor]) -> Tensor:
-    """The norm of all gradients, as torch.nn.utils.clip_grad_norm_ computes it."""
-    names = {id(param): name for name, param in named.items()}
-    others = dict.fromkeys([key for key in step.norms if key not in names], "")
-    norms = [(name, step.norms[key][1]) for key, name in {**names, **others}.items() if key in step.norms]
-    return call.communicator.exchange.joined_norm(norms, 2.0)
-
-
-class EagerRun:
-    """One run of forward and backward whose gradients go to an EagerStep."""
-
-    def __init__(self, update: EagerUpdate, step: EagerStep, named: Mapping[str, Tensor]) -> None:
-        self.step = step
-        self._update = update
-        self._names = {id(param): name for name, param in named.items()}
-        self._external: list[Pair] = []  # leaves outside the Pipe, whose gradients are for `.grad`
-
-    def play(self, run: RunWithLoss) -> EagerRunResult:
-        """Run forward and backward, and take the whole gradients of this process."""
-        finalizer: GradientFinalizer | None = None
-
-        def make_listener(call: Call, end: LossEnd, loss: Loss) -> Listener:
-            nonlocal finalizer
-            finalizer = self._finalizer(call, end, loss)
-            return finalizer.settled
-
-        call, loss = run.play(make_listener if run.execution.communicator.is_alone else None)
-        with call, without_autocast():
-            return self._ended(call, loss, finalizer)
-
-    def _ended(self, call: Call, loss: Loss, finalizer: GradientFinalizer | None) -> EagerRunResult:
-        """End the run: take the remaining gradients, and agree. `finalizer`: took gradients while it ran."""
+def _play(run: RunWithLoss, step: EagerStep) -> tuple[Call, Verdict]:
+    """Run forward and backward, take the whole gradients of this process, and agree with the others."""
+    is_alone = run.execution.communicator.is_alone
+    call, loss = run.play(partial(_early_use, step) if is_alone else None)
+    with call, without_autocast():
         inputs, averager = input_pairs(call), call.communicator.averager
         divisor = call.communicator.share_divisor(loss.divisor if call.execution.has_last else None)
-        sums = call.sums() if finalizer is None else joined([*call.parts_of_loss(), *finalizer.rest()])
-        pairs = list(sums.values())
+        pairs = list(call.sums().values())
         if averager is not None:
             pairs = averager.average(pairs, divisor, waits=True)
         else:
             pairs = [(owner, divide_(grad, divisor)) for owner, grad in pairs]
-        reached = bool(pairs or inputs or self.step.updated or self.step.norms)
-        inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]
-        self._take_all(summed([*inputs, *pairs]), call, is_all=finalizer is None)  # two inputs may share one gradient
-        is_trial = self.step.only_norms
-        verdict = Verdict(loss.value if call.execution.has_last else None, None, reached, is_trial, loss.metrics.values)
-        value, _, reached, _, metrics = call.communicator.agree(verdict)
-        check_reached(reached)
-        assert value is not None  # the last stage's process has it
-        return call, value, self._external, metrics
-
-    def _finalizer(self, call: Call, end: LossEnd, loss: Loss) -> GradientFinalizer:
-        """The finalizer that takes gradients while the backward runs."""
-        by_threads, compares = call.execution.has_threads, call.execution.setup.compares
-        waits = by_threads and (compares or end.compares)
-        divisor = cache(lambda: loss.divisor)  # all losses are known by then
-
-        def take(owner: Tensor, grad: Tensor) -> None:
-            self._take(owner, divide_(grad, divisor()))
-
-        def ready() -> None:
-            if compares:  # one thread drives all lanes then
-                self._refuse_later_weights(call)
-            if waits:
-                return
-            if not by_threads:  # with threads, buffers are swapped during recomputations
-                call.check_forwards(memory=False)
-            end.check()
-
-        def late() -> set[int]:
-            """The parameters whose gradients have parts from outside the stages."""
-            return {*end.sums, *end.reads, *map(id, call.batch.tree.tensors)}
-
-        return GradientFinalizer(call.stages, take, ready, late, waits)
-
-    def _refuse_later_weights(self, call: Call) -> None:
-        """Raise where a stage still needs a weight, past autograd, that will be updated before its backward."""
-        later: dict[int, str] = {}  # names of later stages' parameters, by address
-        for stage in reversed(call.stages):
-            stage_params = {_memory(param): param for param, _ in stage.aliases.trained}
-            for tensor in saved(stage.kept_graphs) if later else ():
-                name = later.get(_memory(tensor))
-                if name is not None and _memory(tensor) not in stage_params:
-                    raise RuntimeError(
-                        f"{stage.layers.name} computes with parameter '{name}' of a later stage, past autograd (.data, "
-                        "detach()). It is updated before this stage has gone backward, whose gradients would be "
-                        "computed from the new values. Use a copy (.detach().clone()), pass the value on through the "
-                        "stages, or step with the optimizer itself."
-                    )
-            later.update({
-                address: self._names.get(id(param), "")
-                for address, param in stage_params.items() if self._update.holds(param)
-            })  # fmt: skip
-
-    def _take(self, owner: Tensor, grad: Tensor) -> None:
-        if owner._backward_hooks:
-            ((owner, grad),) = hooked([(owner, grad)])
-        if self._update.holds(owner):
-            name = self._names.get(id(owner))
-            self.step.take(owner, grad, "" if name is None else f"'{name}'")
-            return
-        if id(owner) in self._names:
-            self.step.note(owner, grad)
-            return
-        if self.step.only_norms and owner.grad_fn is not None:
-            raise RuntimeError(
-                "x was computed from something that requires a gradient, whose norm is known only when the backward "
-                f"goes on from x; clip={self._update.clip!r} needs all norms before. Make what computes x a layer of "
-                "the model, give x.detach(), or step with the optimizer itself."
-            )
-        self._external.append((owner, grad))
-
-    def _take_all(self, pairs: list[Pair], call: Call, is_all: bool) -> None:
-        """`is_all`: nothing was taken while the backward ran."""
+        inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]  # two may share one gradient
+        pairs = summed([*inputs, *pairs])
+        reached = bool(pairs or step.updated or step.external or step.norms)
         start = perf_counter()
         while pairs:
-            self._take(*pairs.pop(0))
-        if is_all and call.stages:
+            _take(step, *pairs.pop(0))
+        if call.stages and not is_alone:  # else most were taken, and recorded, while the backward ran
             call.execution.record_update(call.stages[-1].layers.index, start)
+        value = loss.value if call.execution.has_last else None
+        verdict = call.communicator.agree(Verdict(value, None, reached, step.only_norms, loss.metrics.values))
+        check_reached(verdict.reached)
+        return call, verdict
+
+
+def _take(step: EagerStep, owner: Tensor, grad: Tensor) -> None:
+    if owner._backward_hooks:
+        ((owner, grad),) = hooked([(owner, grad)])
+    step.take(owner, grad)
+
+
+def _early_use(step: EagerStep, call: Call, end: LossEnd, loss: Loss) -> EarlyUse:
+    """The use of gradients while the backward runs, where all stages are in this process."""
+    by_threads, compares = call.execution.has_threads, call.execution.setup.compares
+    divisor = cache(lambda: loss.divisor)  # all losses are known by then
+
+    def take(owner: Tensor, grad: Tensor) -> None:
+        _take(step, owner, divide_(grad, divisor()))
+
+    def begin() -> Callable[[int], bool]:
+        if compares:  # one thread drives all lanes then
+            _refuse_later_weights(step, call)
+        if by_threads and (compares or end.compares):
+            return lambda key: False
+        if not by_threads:  # with threads, buffers are swapped during recomputations
+            call.check_forwards(memory=False)
+        end.check()
+        late = {*end.sums, *end.reads, *map(id, call.batch.tree.tensors)}
+        return lambda key: key not in late
+
+    return EarlyUse(begin, take)
+
+
+def _refuse_later_weights(step: EagerStep, call: Call) -> None:
+    """Raise where a stage still needs a weight, past autograd, that will be updated before its backward."""
+    later: dict[int, str] = {}  # names of later stages' parameters, by address
+    for stage in reversed(call.stages):
+        stage_params = {_memory(param): param for param, _ in stage.aliases.trained}
+        for tensor in saved(stage.kept_graphs) if later else ():
+            name = later.get(_memory(tensor))
+            if name is not None and _memory(tensor) not in stage_params:
+                raise RuntimeError(
+                    f"{stage.layers.name} computes with parameter '{name}' of a later stage, past autograd (.data, "
+                    "detach()). It is updated before this stage has gone backward, whose gradients would be "
+                    "computed from the new values. Use a copy (.detach().clone()), pass the value on through the "
+                    "stages, or step with the optimizer itself."
+                )
+        held = {address: param for address, param in stage_params.items() if step.update.holds(param)}
+        later.update({address: step.names.get(id(param), "") for address, param in held.items()})
 
 
 def refuse_shared_memory(placed: Iterable[tuple[int, Tensor]], where: str) -> None:

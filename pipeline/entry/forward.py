@@ -14,7 +14,7 @@ The nodes are in nodes.py. Over ranks [2] is [1] and a node of its own behind th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from pipeline.entry.attached_call import AttachedCall
 from pipeline.entry.nodes import OutputGrads, attach, is_batched, is_in_vmap
 from pipeline.entry.second_backward import SecondBackward
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import CommonTensors, Output, Pair, Verdict, joined, share_output
-from pipeline.execution.final_gradients import GradientFinalizer
+from pipeline.execution.communicator import CommonTensors, Output, Pair, Verdict, share_output
+from pipeline.execution.final_gradients import EarlyUse
 from pipeline.stage.hooks import deliver, skip_none
 
 
@@ -71,24 +71,15 @@ def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everyw
     return tree.build(attach(Backward(forward, on_backward), tree.tensors, list(needs_grad), leaves))
 
 
-class GradientHandover(NamedTuple):
-    """Whole gradients that are handed over before the backward ends.
-
-    Attributes:
-        keys: the ids of the parameters.
-        take: called with (parameter, whole gradient), once for each.
-    """
-
-    keys: set[int]
-    take: Callable[[Tensor, Tensor], None]
-
-
 class Backward:
     """The backward of one forward.
 
     Args:
         forward: its call.
         on_backward: called at its end.
+
+    Attributes:
+        early_use: of whole gradients in the backward under way; over ranks, where all agree first, there is none.
     """
 
     def __init__(self, forward: AttachedCall, on_backward: Callable[[], None]) -> None:
@@ -98,7 +89,7 @@ class Backward:
         # Autograd, too, goes back on those of the forward.
         self._streams = current_streams(forward.call.execution.devices)
         self._is_spent = False  # a backward failed part-way
-        self.handover: GradientHandover | None = None  # of the backward under way
+        self.early_use: EarlyUse | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -154,16 +145,15 @@ class Backward:
 
     def _gradients(self, parts: Sequence[Grads], retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients alone: the B half."""
-        finalizer = self._handover_finalizer()
         try:
-            self._call.run_backward(parts, retain, None if finalizer is None else finalizer.settled)
+            self._call.run_backward(parts, retain, self.early_use if self.is_alone else None)
         except BaseException:
             self._is_spent = not retain
             if self._is_spent:
                 self._call.release()
             raise
         inputs = self._call.input_grads()
-        sums = self._sums() if finalizer is None else joined(finalizer.rest())
+        sums = self._sums()
         if any([stage.aliases.are_held for stage in self._call.stages]):
             self._forward.refuse_stray()  # before autograd goes on in a graph that is spent, and says only that
         if not retain:
@@ -184,18 +174,6 @@ class Backward:
         if averager is None:
             return sums
         return {id(owner): (owner, grad) for owner, grad in averager.average(list(sums.values()), None)}
-
-    def _handover_finalizer(self) -> GradientFinalizer | None:
-        """The finalizer that hands over whole gradients during the backward; over ranks only after all have agreed."""
-        handover = self.handover
-        if handover is None or not self._call.communicator.is_alone:
-            return None
-        stages = self._call.stages
-
-        def late() -> set[int]:
-            return {key for stage in stages for key in stage.reads} - handover.keys
-
-        return GradientFinalizer(stages, handover.take, lambda: None, late)
 
     def _refuse_over_ranks(self, batched: bool, moved: bool) -> None:
         """Raise over ranks: a recomputation of all stages needs them in this process."""

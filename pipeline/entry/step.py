@@ -20,14 +20,15 @@ from pipeline.data.microbatch import Batch, describe, gather
 from pipeline.data.pytrees import flatten
 from pipeline.entry.loss_end import LossEnd
 from pipeline.entry.runtime import Runtime
-from pipeline.execution.call import Call, Listener
+from pipeline.execution.call import Call
 from pipeline.execution.communicator import Output, share_output
 from pipeline.execution.execution import Execution
+from pipeline.execution.final_gradients import EarlyUse
 from pipeline.gradients.store import GradStore
 from scheduler import Timeline
 from scheduler.summary import size_of
 
-ListenerFactory: TypeAlias = Callable[[Call, LossEnd, Loss], Listener]  # makes what takes gradients while a call runs
+EarlyUseOf: TypeAlias = Callable[[Call, LossEnd, Loss], EarlyUse]  # of the gradients of a call that is to run
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -104,11 +105,11 @@ class RunWithLoss:
     target: Batch
     scaler: torch.amp.GradScaler | None
 
-    def play(self, make_listener: ListenerFactory | None = None) -> tuple[Call, Loss]:
+    def play(self, early_use_of: EarlyUseOf | None = None) -> tuple[Call, Loss]:
         """Run the call. Validating calls, and those of a new form of loss, compare it with the un-pipelined one.
 
         Args:
-            make_listener: makes what takes gradients while it runs.
+            early_use_of: gives the use of gradients while it runs. None: they wait for the end.
         """
         execution, arguments, counts = self.execution, self.arguments, self.runtime.history.losses
         rows = execution.batch.rows
@@ -124,7 +125,7 @@ class RunWithLoss:
             self.scaler.scale(torch.zeros((), device=device))  # its scale exists from its first use on
         try:
             with Call(execution, end, arguments.outputs) as call:
-                call.run_forward(None if make_listener is None else make_listener(call, end, loss))
+                call.run_forward(None if early_use_of is None else early_use_of(call, end, loss))
                 end.check()
         except BaseException:  # the next call validates
             counts.of(loss.loss_fn).clear()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,8 +26,9 @@ from pipeline.common.torch_modes import without_autocast
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Grads, Tree
 from pipeline.data.values import CALLER
-from pipeline.execution.communicator import Averager, Communicator, Pair, StageGrad
+from pipeline.execution.communicator import Averager, Communicator, Pair
 from pipeline.execution.execution import Execution, WorkTable
+from pipeline.execution.final_gradients import EarlyUse, GradientFinalizer
 from pipeline.execution.gradient_product import GradientProduct
 from pipeline.execution.second_order import differentiate
 from pipeline.execution.stages import stages_of
@@ -35,8 +36,6 @@ from pipeline.stage.records import OutputEdges
 from pipeline.stage.stage import RootFinder, StageRun
 from pipeline.transports.message import Message
 from scheduler import Kind
-
-Listener: TypeAlias = Callable[[StageRun, list[Pair]], None]
 
 
 class BackwardStart(Protocol):
@@ -116,32 +115,32 @@ class Call:
 
     # ------------------------------------------------------------------------------------------------------ phases
 
-    def run_forward(self, listener: Listener | None = None) -> None:
+    def run_forward(self, use: EarlyUse | None = None) -> None:
         """Run the first phase. A failure leaves the buffers as they were.
 
         Args:
-            listener: gets the sums of each stage as soon as its last backward has run. What it does with them cannot be
-                undone, so that this call runs no phase twice: all stages get their seeds.
+            use: gets whole gradients before `sums`. What it does with them cannot be undone, so that this call runs no
+                phase twice: all stages get their seeds.
         """
         with self, self.execution.generators:
             try:
-                self._drive_forward(listener)
+                self._drive_forward(use)
             except DrewError:  # a stage drew for the first time: run again, each stage with its seeds
                 self._rewind()
-                self._drive_forward(listener)
-            self.check_forwards(memory=listener is None)
+                self._drive_forward(use)
+            self.check_forwards(memory=use is None)
             for stage in self.stages:
                 stage.commit()
 
-    def _drive_forward(self, listener: Listener | None) -> None:
+    def _drive_forward(self, use: EarlyUse | None) -> None:
         self.execution.feed(self.execution.setup.grad)
-        self._drive(0, self._work(retain=False), listener)
+        self._drive(0, self._work(retain=False), use)
 
     def check_forwards(self, memory: bool = True) -> None:
         """Raise if a forward made numbers depend on the order of the chunks. Called after all forwards.
 
         Args:
-            memory: check the parameters too. A listener has done so already.
+            memory: check the parameters too. Where whole gradients were used early, that was done before.
         """
         if self._is_checked:
             return
@@ -164,13 +163,13 @@ class Call:
         self.outputs = []
         self.execution.forget()
 
-    def run_backward(self, grads: Sequence[Grads], retain: bool, listener: Listener | None = None) -> None:
+    def run_backward(self, grads: Sequence[Grads], retain: bool, use: EarlyUse | None = None) -> None:
         """Run the second phase.
 
         Args:
             grads: of each chunk's outputs, in the process of the last stage.
             retain: another backward may come.
-            listener: as for `run_forward`.
+            use: as for `run_forward`.
         """
         self._resume()
         if self.execution.has_last:
@@ -178,7 +177,7 @@ class Call:
                 self.execution.mailbox.put_grads(CALLER, chunk, [chunk_grads])
         try:
             with self.execution.generators:
-                self._drive(1, self._work(retain), listener)
+                self._drive(1, self._work(retain), use)
         except DrewError:
             self._drop()
             raise RuntimeError(
@@ -216,14 +215,14 @@ class Call:
         self.outputs = []
         self.is_released = True
 
-    def _drive(self, number: int, work: WorkTable, listener: Listener | None) -> None:
+    def _drive(self, number: int, work: WorkTable, use: EarlyUse | None) -> None:
         generators = self.execution.generators
-        generators.seeds_host = draws = generators.seeds_host or listener is not None
+        generators.seeds_host = draws = generators.seeds_host or use is not None
         if not draws:
             generators.keep_all()
         try:
             with generators.touches.counted() if self.execution.has_threads else nullcontext():
-                self.execution.run(number, work, draws, self._on_final(listener))
+                self.execution.run(number, work, draws, self._on_final(use))
         except CheckpointError:  # an unseeded draw may be the reason why a recomputation differs
             self._check_untouched(draws)
             raise
@@ -300,18 +299,19 @@ class Call:
 
     # --------------------------------------------------------------------------------------------------- gradients
 
-    def _on_final(self, listener: Listener | None) -> Callable[[int], None] | None:
-        """The function that gets a stage's sums as soon as they are final. None: they wait for the end."""
-        if listener is not None:
-            return partial(self._hand_over, listener)
+    def _on_final(self, use: EarlyUse | None) -> Callable[[int], None] | None:
+        """The function that is called with each stage whose sums are final. None: they wait for the end."""
+        if use is not None:
+            return partial(self._finish_stage, GradientFinalizer(self.stages, use, self._final_sums))
         runs_once = not self.execution.has_threads  # without threads a stage's first draw is noticed in time
         averager = self.communicator.averager
         return partial(self._announce, averager) if averager is not None and runs_once else None
 
-    def _hand_over(self, listener: Listener, stage: int) -> None:
-        start = perf_counter()
+    def _finish_stage(self, finalizer: GradientFinalizer, stage: int) -> None:
+        start, run = perf_counter(), self._run[stage]
         with nullcontext() if self.execution.setup.keep else without_autocast():
-            listener(self._run[stage], self._take_sums(self._run[stage]))
+            self._final_sums[stage] = self._take_sums(run)
+            finalizer.settled(run)
         self.execution.record_update(stage, start)
 
     def _announce(self, averager: Averager, stage: int) -> None:
@@ -345,20 +345,19 @@ class Call:
         ])
 
     def sums(self) -> dict[int, Pair]:
-        """By id of the owner: (owner, whole gradient), stage sums added in the order of the stages."""
+        """By id of the owner: (owner, whole gradient), added in this order: the loss's own part, those of the stages.
+
+        But for those that were used before.
+        """
         final_sums, self._final_sums = self._final_sums, {}
-        parts = [
+        parts = [(-1, owner, grad) for owner, grad in self._loss_sums.values()]
+        self._loss_sums.clear()
+        parts += [
             (stage.layers.index, owner, grad)
             for stage in self.stages
             for owner, grad in final_sums.get(stage.layers.index) or self._take_sums(stage)
         ]
-        return self.communicator.gradients.join([*self.parts_of_loss(), *parts])
-
-    def parts_of_loss(self) -> list[StageGrad]:
-        """Take the gradients of leaves that the loss itself reads."""
-        parts = [(-1, owner, grad) for owner, grad in self._loss_sums.values()]
-        self._loss_sums.clear()
-        return parts
+        return self.communicator.gradients.join(parts)
 
     @property
     def _loss_sums(self) -> dict[int, Pair]:

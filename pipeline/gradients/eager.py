@@ -3,7 +3,7 @@
     gradient of p is whole --> EagerStep.take(p, grad) --> clip --> optimizer on p alone, or rule(p, grad)
     the backward has ended --> finish                       what is left; who had no gradient
 
-    clip "two_pass"     first a run that only takes norms; then the run that updates, with the factor known
+    clip "two_pass"     first a run that only takes norms; clip_to; then the run that updates
 
 execution/final_gradients.py tells when a gradient of a Pipe is whole; entry/eager_backward.py does for any module.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -136,7 +136,7 @@ class EagerUpdate:
         try:
             yield
         except BaseException as error:
-            if step.updated or not (alone or step.only_norms):
+            if step.updated or not alone:
                 counts = f"{len(step.updated)} were updated here" + ("" if alone else ", others perhaps on other ranks")
                 self._torn = f"{counts}; then {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise
@@ -172,42 +172,72 @@ def _acknowledge_after_loading(update: EagerUpdate, optimizer: torch.optim.Optim
 
 
 class EagerStep:
-    """One run of forward and backward: the parameters that were updated, and the norms.
+    """A step: one run of forward and backward, or two, of which the first only takes norms.
 
     Args:
         update: takes the gradients.
-        factor: multiply all gradients by it first.
-        only_norms: update nothing.
+        names: of parameters, by id, in order. Those of them that are not updated count in the norm all the same.
+
+    Attributes:
+        only_norms: whether this run updates nothing.
+        updated: the ids of the parameters that were.
+        external: (leaf, gradient) of leaves that are neither updated nor named.
     """
 
-    def __init__(self, update: EagerUpdate, factor: Tensor | None = None, only_norms: bool = False) -> None:
-        self._update = update
-        self._factor = factor
-        self.only_norms = only_norms
+    def __init__(self, update: EagerUpdate, names: Mapping[int, str]) -> None:
+        self.update = update
+        self.names = names
+        self.only_norms = update.needs_two_runs
         self.updated: set[int] = set()
-        self.norms: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id
+        self.external: list[tuple[Tensor, Tensor]] = []
+        self._factor: Tensor | None = None
+        self._norms: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id: it, and its gradient's
         self._lock = threading.Lock()
 
-    def take(self, param: Tensor, grad: Tensor, name: str = "") -> None:
-        """Update a parameter with its whole gradient, once.
+    @property
+    def norms(self) -> list[tuple[str, Tensor]]:
+        """The norms of gradients, and the names of their parameters, in order; "" of those without a name."""
+        keys = [key for key in {**self.names, **self._norms} if key in self._norms]
+        return [(self.names.get(key, ""), self._norms[key][1]) for key in keys]
+
+    def clip_to(self, total: Tensor) -> None:
+        """End the run that takes norms, with that of all gradients. The next one updates, with clipped gradients."""
+        self._factor = _factor_of(self.update, total)
+        self.only_norms = False
+        self.external.clear()
+
+    def take(self, owner: Tensor, grad: Tensor) -> None:
+        """Take a whole gradient: update the parameter, once; or keep it for the leaf.
 
         Raises:
-            RuntimeError: it was updated in this run.
+            RuntimeError: it was updated in this run; or its norm is not known in time.
         """
         with self._lock:
-            if id(param) in self.updated:
+            name, is_held = self.names.get(id(owner)), self.update.holds(owner)
+            if id(owner) in self.updated:
                 raise RuntimeError(
-                    f"late gradient for {name or 'a parameter'} of shape {list(param.shape)}: it was updated already "
-                    "in this step, and this part of its gradient was not in it. x was computed with it, or a layer ran "
-                    "a backward of its own (a reentrant checkpoint): use checkpoint_blocks or use_reentrant=False, or "
-                    "the optimizer itself."
+                    f"late gradient for {f'{name!r}' if name else 'a parameter'} of shape {list(owner.shape)}: it was "
+                    "updated already in this step, and this part of its gradient was not in it. x was computed with "
+                    "it, or a layer ran a backward of its own (a reentrant checkpoint): use checkpoint_blocks or "
+                    "use_reentrant=False, or the optimizer itself."
                 )
-            grad = grad.to(param.dtype)
-            self.note(param, grad)
-            if not self.only_norms:
+            if not is_held and name is None:
+                self._refuse_unknown_norm(owner)
+                self.external.append((owner, grad))
+            elif self.only_norms:
+                self._norms[id(owner)] = owner, norm_of(grad.to(owner.dtype))
+            elif is_held:
                 firm()
-                self.updated.add(id(param))
-                self._update.apply(param, self._clipped(grad))
+                self.updated.add(id(owner))
+                self.update.apply(owner, self._clipped(grad.to(owner.dtype)))
+
+    def _refuse_unknown_norm(self, owner: Tensor) -> None:
+        if self.only_norms and owner.grad_fn is not None:
+            raise RuntimeError(
+                "x was computed from something that requires a gradient, whose norm is known only when the backward "
+                f"goes on from x; clip={self.update.clip!r} needs all norms before. Make what computes x a layer of "
+                "the model, give x.detach(), or step with the optimizer itself."
+            )
 
     def take_grads(self, params: Iterable[Tensor]) -> None:
         """Take the `.grad` of each that has one; it is None then."""
@@ -216,13 +246,8 @@ class EagerStep:
                 grad, param.grad = param.grad, None
                 self.take(param, grad)
 
-    def note(self, param: Tensor, grad: Tensor) -> None:
-        """Count a gradient in the norm, if one is needed."""
-        if self.only_norms:
-            self.norms[id(param)] = param, norm_of(grad.to(param.dtype))
-
     def _clipped(self, grad: Tensor) -> Tensor:
-        update = self._update
+        update = self.update
         if self._factor is not None:
             return _scaled(grad, self._factor)
         if update.clip == "value":
@@ -231,17 +256,17 @@ class EagerStep:
             (values._values() if grad.is_sparse else values).clamp_(-update.clip_value, update.clip_value)
             return values
         if update.clip == "per_parameter":
-            return _scaled(grad, factor_of(update, norm_of(grad)))
+            return _scaled(grad, _factor_of(update, norm_of(grad)))
         return grad
 
     def finish(self) -> None:
         """Note that the run has succeeded, and which parameters it left as they were."""
-        self._update.without_gradient = [
-            param for param in self._update.params if id(param) not in self.updated and param.requires_grad
+        self.update.without_gradient = [
+            param for param in self.update.params if id(param) not in self.updated and param.requires_grad
         ]
 
 
-def factor_of(update: EagerUpdate, total: Tensor) -> Tensor:
+def _factor_of(update: EagerUpdate, total: Tensor) -> Tensor:
     """The factor that clips gradients of a norm, as in torch.nn.utils.clip_grad_norm_."""
     assert update.max_norm is not None  # checked
     return clip_factor(update.max_norm, total)
