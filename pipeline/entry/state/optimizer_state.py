@@ -242,34 +242,33 @@ def _places_for(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
+_KINDS = ("state", "state_keys", "param_groups")  # the first parts of keys
+
+
 @dataclass(eq=False)
 class _SavedState:
     """The saved entries of a name.
 
-    Attributes:
-        options: of its group.
+    Attributes: as the kinds of keys are called.
+        param_groups: its group, but for the parameters.
         state: what the optimizer kept, by dotted keys.
-        keys: the keys of it that count; None: all.
+        state_keys: under "" the keys of it that count; all, if there is none.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)
+    param_groups: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    keys: tuple[str, ...] | None = None
+    state_keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def put(self, kind: str, key: str, value: Any) -> None:
-        """Take in one value of a flat state."""
-        if kind == "state_keys":
-            self.keys = tuple(value)
-        elif kind == "state":
-            self.state[key] = value
-        elif key not in NOT_OPTIONS:
-            self.options[key] = value
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of its group."""
+        return options_of(self.param_groups)
 
     def nested(self) -> dict[str, Any]:
         """The state as the optimizer had it."""
         state: dict[str, Any] = {}
         for key, value in self.state.items():
-            if self.keys is None or key in self.keys:
+            if key in self.state_keys.get("", self.state):
                 *outer, last = key.split(".")
                 inner = state
                 for part in outer:
@@ -287,8 +286,8 @@ def _entries(
     unknown = []
     for key in state:
         kind, _, rest = key.partition(".")
-        name = rest if rest in known_names else _name_in(rest, known_names)
-        if kind not in ("state", "state_keys", "param_groups") or name is None:
+        name = _name_in(rest, known_names)
+        if kind not in _KINDS or name is None:
             unknown.append(key)
         elif name in own_names:
             own_keys[key] = kind, name, rest.removeprefix(name).removeprefix(".")
@@ -300,7 +299,7 @@ def _entries(
     values = state.read(own_keys) if isinstance(state, Saved) else {key: state[key] for key in own_keys}
     entries: dict[str, _SavedState] = defaultdict(_SavedState)
     for key, (kind, name, state_key) in own_keys.items():
-        entries[name].put(kind, state_key, values[key])
+        getattr(entries[name], kind)[state_key] = values[key]
     return dict(entries)
 
 
@@ -346,7 +345,7 @@ def _chosen(
 
 
 def _check_complete(name: str, entry: _SavedState) -> None:
-    absent = [key for key in entry.keys or () if key not in entry.state]
+    absent = [key for key in entry.state_keys.get("", ()) if key not in entry.state]
     if absent:
         raise ValueError(
             f"the state says that {name!r} had {absent}, which are not here. torch.distributed.checkpoint.load fills "

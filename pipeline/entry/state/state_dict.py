@@ -30,7 +30,7 @@ from pipeline.entry.state.whole_optimizer_state import (
     copied_to_host,
     is_packed,
     names_of_groups,
-    own_entries,
+    own_groups,
     whole_state,
 )
 from pipeline.execution.communicator import Verdict
@@ -114,10 +114,10 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         """
         with turn(), self.runtime.communicator("full_optimizer_state_dict") as communicator:
             communicator.open(lambda values: {}, draws=False)
-            own_state = own_entries(self._with_none(self.named_parameters()), optimizer, self.runtime.rank)
-            entries = communicator.exchange.gather(own_state)
+            own = own_groups(self._with_none(self.named_parameters()), optimizer)
+            groups = communicator.exchange.gather({str(self.runtime.rank): own})
             communicator.agree(Verdict(None, None, True))
-            whole = None if entries is None else whole_state(entries, dict.fromkeys(self.runtime.first_names.values()))
+            whole = None if groups is None else whole_state(groups, dict.fromkeys(self.runtime.first_names.values()))
             communicator.close()
         return whole
 

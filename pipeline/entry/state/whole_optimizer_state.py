@@ -1,6 +1,6 @@
 """The state of an optimizer of the whole model, as the plain module's own optimizer has it; and back, by names.
 
-    each rank   {"0.weight": (group, entries), ...}  --gathered-->  one torch.optim state_dict, on rank 0
+    each rank   its groups: options, {"0.weight": entries, ...}  --gathered-->  one torch.optim state_dict, on rank 0
     that dict, parameters by number  -->  "state.<name>.exp_avg", ...    which any number of ranks load
 
 Numbers follow the groups, and within each the order of the model, as in an optimizer of the plain module's parameters.
@@ -9,6 +9,7 @@ Numbers follow the groups, and within each the order of the model, as in an opti
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -17,31 +18,25 @@ from torch.utils import _pytree as pytree
 
 from pipeline.entry.state.optimizer_state import check_numbers, check_optimizer, entries_of, flattened, options_of, same
 
-_GROUP, _PARAMETER = "group.", "parameter."
 
-
-def own_entries(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, rank: int) -> dict[str, Any]:
-    """The state of this process's optimizer: the options of its groups, and its entries for each parameter.
+def own_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> list[Any]:
+    """The groups of this process's optimizer, each as a pair: its options, and by name what is kept of its parameters.
 
     Args:
         named_parameters: this process's, each once, in the order of the model. One named "" stands for none.
         optimizer: of some or all of them.
-        rank: this process's number.
 
     Raises:
         ValueError: a parameter without a name; or groups that have theirs in another order, which numbers depend on.
     """
     check_optimizer(optimizer)
     packed = optimizer.state_dict()
-    entries: dict[str, Any] = {}
-    for index, names in enumerate(names_of_groups(named_parameters, optimizer)):
-        group = packed["param_groups"][index]
-        entries[f"{_GROUP}{index}.{rank}"] = options_of(group)
-        for number, name in zip(group["params"], names, strict=True):
-            if name:
-                entries[_PARAMETER + name] = {"group": index, "kept": dict(packed["state"].get(number, {}))}
     check_numbers(packed)
-    return entries
+    groups = []
+    for group, names in zip(packed["param_groups"], names_of_groups(named_parameters, optimizer), strict=True):
+        kept = {name: packed["state"].get(number, {}) for number, name in zip(group["params"], names, strict=True)}
+        groups.append((options_of(group), {name: state for name, state in kept.items() if name}))
+    return groups
 
 
 def names_of_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> list[list[str]]:
@@ -70,42 +65,39 @@ def names_of_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
     return names
 
 
-def whole_state(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def whole_state(groups_of_ranks: Mapping[str, Sequence[Any]], names: Iterable[str]) -> dict[str, Any]:
     """A torch.optim state_dict, on the CPU, of what all processes have.
 
     Args:
-        entries: of all of them, as from `own_entries`.
+        groups_of_ranks: by rank, as from `own_groups`.
         names: of the model's parameters, each once, in order.
 
     Raises:
         ValueError: the ranks' optimizers have other groups, or other options.
     """
-    groups: dict[int, dict[str, Any]] = {}
-    for key in (key for key in entries if key.startswith(_GROUP)):
-        _, group, rank = key.split(".")
-        index, rank_options = int(group), entries[key]
-        options = groups.setdefault(index, rank_options)
-        differing = [
-            option
-            for option in {**options, **rank_options}
-            if not same(options.get(option), rank_options.get(option))
-        ]
-        if differing:
-            raise ValueError(
-                f"group {index} of the optimizer has another {', '.join(differing)} on rank {rank}. Build the groups "
-                "alike on all ranks, and change their options alike."
-            )
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
-    by_group: dict[int, list[str]] = {index: [] for index in sorted(groups)}
-    for name in (name for name in names if _PARAMETER + name in entries):
-        by_group[entries[_PARAMETER + name]["group"]].append(name)
-    number = 0
-    for index, members in by_group.items():
-        numbers = range(number, number + len(members))
-        packed["param_groups"].append({**groups[index], "param_names": members, "params": list(numbers)})
-        states = {number: entries[_PARAMETER + name]["kept"] for number, name in zip(numbers, members, strict=True)}
-        packed["state"].update({number: state for number, state in states.items() if state})
-        number += len(members)
+    options: dict[int, dict[str, Any]] = {}
+    kept: dict[int, dict[str, Any]] = {}
+    for rank, groups in groups_of_ranks.items():
+        for index, (rank_options, rank_kept) in enumerate(groups):
+            first = options.setdefault(index, rank_options)
+            keys = {**first, **rank_options}
+            differing = [key for key in keys if not same(first.get(key), rank_options.get(key))]
+            if differing:
+                raise ValueError(
+                    f"group {index} of the optimizer has another {', '.join(differing)} on rank {rank}. Build the "
+                    "groups alike on all ranks, and change their options alike."
+                )
+            kept.setdefault(index, {}).update(rank_kept)
+    places = {name: place for place, name in enumerate(names)}
+    numbers = count()
+    for index, states in sorted(kept.items()):
+        members = sorted(states, key=places.__getitem__)
+        params = [next(numbers) for _ in members]
+        packed["param_groups"].append({**options[index], "param_names": members, "params": params})
+        packed["state"].update({
+            number: states[name] for number, name in zip(params, members, strict=True) if states[name]
+        })  # fmt: skip
     copied: dict[str, Any] = copied_to_host(packed)
     return copied
 
