@@ -2,7 +2,7 @@
 
     "1f1b" or a Schedule  --stages, ranks-->  Schedule  --plan.py-->  CallPlan; over ranks with the messages of this one
 
-Each is made once for a number of chunks and kept.
+Each plan of a call is made once for a number of chunks and kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipeline.common.places import Place
 from pipeline.data.values import Values
 from pipeline.distributed.assignment import on_ranks, schedule_named, schedule_over
 from pipeline.execution.plan import CallPlan, OneRank, plan_forward
-from scheduler import Placement, Schedule, ScheduleError
+from scheduler import Schedule, ScheduleError
 
 Planner = Callable[[Schedule, Sequence[object], OneRank | None], CallPlan]
 
@@ -38,7 +38,6 @@ class Plans:
         self._here = None if ranks is None else OneRank(ranks[1], values)
         self._has_said = False  # that a mini-batch is short
         self._plans: dict[tuple[int, Planner], CallPlan] = {}
-        self._uncut: dict[Placement, CallPlan] = {}
 
     def schedule(self, chunks: int, pipe_chunks: int) -> Schedule:
         """The schedule, with a lane for each device or rank. For a shorter mini-batch, its first chunks.
@@ -92,6 +91,4 @@ class Plans:
 
     def uncut(self, schedule: Schedule) -> CallPlan:
         """The plan of a forward of one chunk, by stages that are placed as in a schedule."""
-        if schedule.placement not in self._uncut:
-            self._uncut[schedule.placement] = plan_forward(schedule.first(1), self._places, self._here)
-        return self._uncut[schedule.placement]
+        return plan_forward(schedule.first(1), self._places, self._here)

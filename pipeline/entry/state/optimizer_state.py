@@ -120,7 +120,9 @@ def load_optimizer_state(
     optimizer.load_state_dict(packed)
 
 
-def own_part(state_dict: Mapping[str, Any], remote_names: Collection[str]) -> OrderedDict[str, Any]:
+def own_part(
+    state_dict: Mapping[str, Any], remote_names: Collection[str], first_names: Mapping[str, str] | None = None
+) -> OrderedDict[str, Any]:
     """A state_dict of the whole model without the values of other ranks' layers, which are not read.
 
     Their keys stay, with None, so that loading still tells keys that belong to no layer.
@@ -128,13 +130,19 @@ def own_part(state_dict: Mapping[str, Any], remote_names: Collection[str]) -> Or
     Args:
         state_dict: of the whole model; one that reads its values when asked (`pipeline.Saved`) reads few.
         remote_names: what only other ranks have, by name: layers, or modules and tensors of a model.
+        first_names: for every name of a parameter of the model its first one, in order. A tied parameter, of which
+            files have one name, comes under each; where the state has several, as the last, as in the plain module.
 
     Example:
         >>> dict(own_part({"0.weight": 5, "1.weight": 7}, remote_names=["1"]))
         {'0.weight': 5, '1.weight': None}
     """
+    first_names = first_names or {}
+    last_names = {first: name for name, first in first_names.items() if name in state_dict}
+    tied = {name: last_names[first] for name, first in first_names.items() if first in last_names}
     part = OrderedDict(
-        (key, None if any(start in remote_names for start in starts(key)) else state_dict[key]) for key in state_dict
+        (key, None if any(start in remote_names for start in starts(key)) else state_dict[name])
+        for key, name in {**{name: name for name in state_dict}, **tied}.items()
     )
     versions = getattr(state_dict, "_metadata", None)
     if versions is not None:

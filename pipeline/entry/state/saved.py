@@ -73,31 +73,6 @@ class Saved(Mapping[str, Any]):
         return self._source.read(keys)
 
 
-class StateWithTiedNames(Mapping[str, Any]):
-    """A state with a tied parameter under each of its names: of a file that has but one, and for ranks that read one.
-
-    Args:
-        state: as it was saved. Where it has other values under other names, the last counts, as in the plain module.
-        first_names: for every name of a parameter of the model its first one, in order.
-    """
-
-    def __init__(self, state: Mapping[str, Any], first_names: Mapping[str, str]) -> None:
-        last_names = {first: name for name, first in first_names.items() if name in state}
-        tied = {name: last_names[first] for name, first in first_names.items() if first in last_names}
-        self._state = state
-        self._names = {**{name: name for name in state}, **tied}
-        self._metadata = getattr(state, "_metadata", None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._state[self._names[key]]
-
-
 def _source(path: Path, part: str | None) -> Directory | TensorFiles:
     file, is_directory = tensor_file(path), (path / ".metadata").exists()
     if file is None or is_directory and part is not None:

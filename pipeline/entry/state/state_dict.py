@@ -24,7 +24,7 @@ from pipeline.common.call_lock import turn
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
-from pipeline.entry.state.saved import Saved, StateWithTiedNames
+from pipeline.entry.state.saved import Saved
 from pipeline.entry.state.whole_optimizer_state import (
     by_name,
     copied_to_host,
@@ -173,10 +173,8 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         _check_state(state_dict, "full_state_dict")
         remote = {number for number, layer in self._modules.items() if isinstance(layer, RemoteLayer)}
         if remote or isinstance(state_dict, Saved):
-            state_dict = StateWithTiedNames(state_dict, self.runtime.first_names)
-        if remote:
             remote_names = {name for name, holders in Names(self._modules).units.items() if remote.issuperset(holders)}
-            state_dict = own_part(state_dict, remote_names)
+            state_dict = own_part(state_dict, remote_names, self.runtime.first_names)
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None and "partitions" not in self._modules:
             renamed = OrderedDict(state_dict)
