@@ -126,7 +126,7 @@ class Deferral:
         elif not in_backward:
             self.end(_LATE.format(entry))
         elif self.is_on:
-            torch.autograd.Variable._execution_engine.queue_callback(_SectionEnd(self))
+            at_end_of_backward(self.end)
 
     def note(self, number: int, frame: FrameType | None) -> bool:
         """Whether a signal that comes now, while `frame` runs, has to wait; then it does."""
@@ -204,17 +204,23 @@ def _is_ours(frame: FrameType | None) -> bool:
     return False
 
 
-class _SectionEnd:
-    """Ends a section when it is called, or when autograd drops it after a failed backward."""
+def at_end_of_backward(function: Callable[[], object]) -> None:
+    """Call a function once, when the backward under way ends, also if that fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(function))
 
-    def __init__(self, deferral: Deferral) -> None:
-        self._deferral = deferral
+
+class _AtEnd:
+    """Autograd calls it at the end of a backward, or drops it after a failed one."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._functions = [function]
 
     def __call__(self) -> None:
-        self._deferral.end()
+        while self._functions:
+            self._functions.pop()()
 
     def __del__(self) -> None:
-        self._deferral.end()
+        self()
 
 
 class _Handler:

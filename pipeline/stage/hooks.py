@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.graph import explore, finish_backward
+from pipeline.common.interrupts import at_end_of_backward
 
 
 class Deliver(torch.autograd.Function):
@@ -161,7 +162,6 @@ def skip_none(leaves: Sequence[Tensor]) -> None:
 
     A Function that returns None for a leaf would have autograd call the leaf's hooks with None.
     """
-    guarded: list[tuple[Any, dict[int, Any]]] = []
     for leaf in leaves:
         tables: list[tuple[Any, Any]] = [(leaf._backward_hooks, _unless_none)]
         if leaf.is_leaf:
@@ -169,29 +169,12 @@ def skip_none(leaves: Sequence[Tensor]) -> None:
         for table, guard in tables:
             hooks = {key: hook for key, hook in (table or {}).items() if not isinstance(hook, _Guard)}
             if hooks:
-                guarded.append((table, hooks))
+                at_end_of_backward(partial(_put_back, table, hooks))
                 table.update({key: _Guard(guard, hook=hook) for key, hook in hooks.items()})
-    if guarded:
-        torch.autograd.Variable._execution_engine.queue_callback(_HooksEnd(guarded))
 
 
 class _Guard(partial[Any]):
     """A guard in the place of a hook. It takes no other: two calls of a Pipe in one loss may both return None."""
-
-
-class _HooksEnd:
-    """Puts hooks back when the backward ends: autograd calls it, or, if the backward has failed, drops it."""
-
-    def __init__(self, guarded: list[tuple[Any, dict[int, Any]]]) -> None:
-        self._guarded = guarded
-
-    def __call__(self) -> None:
-        for table, hooks in self._guarded:
-            _put_back(table, hooks)
-        self._guarded = []
-
-    def __del__(self) -> None:
-        self()
 
 
 def _unless_none(grad: Tensor | None, hook: Any) -> Any:
