@@ -88,7 +88,6 @@ class Backward:
         self._on_backward = on_backward
         # Autograd, too, goes back on those of the forward.
         self._streams = current_streams(forward.call.execution.devices)
-        self._is_spent = False  # a backward failed part-way
         self.early_use: EarlyUse | None = None
 
     @property
@@ -116,7 +115,7 @@ class Backward:
         return SecondBackward(self._forward, communicator, grads).differentiable(result, grads, output_grads.link)
 
     def _compute(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
-        if self._is_spent:
+        if self._call.is_released:  # where a backward has succeeded, autograd refuses the next one
             raise RuntimeError(
                 "an earlier backward through this output of the Pipe failed part-way, and its chunks are spent. Run "
                 "the forward again, or use retain_graph=True where a backward may fail."
@@ -148,8 +147,7 @@ class Backward:
         try:
             self._call.run_backward(parts, retain, self.early_use if self.is_alone else None)
         except BaseException:
-            self._is_spent = not retain
-            if self._is_spent:
+            if not retain:
                 self._call.release()
             raise
         inputs = self._call.input_grads()
