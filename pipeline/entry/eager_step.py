@@ -71,8 +71,7 @@ class EagerSink(Sink):
             outputs = run.joined(call)
         call.release()
         call.communicator.close()
-        assert verdict.loss is not None  # the last stage's process has it
-        return Step(verdict.loss, None, outputs, None, verdict.metrics, norm)
+        return Step(verdict.value, None, outputs, None, verdict.metrics, norm)
 
     def _check(self, run: RunWithLoss, named: Sequence[tuple[str, Tensor]]) -> None:
         """Raise if parameters cannot be updated one by one."""

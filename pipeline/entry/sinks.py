@@ -65,8 +65,7 @@ class LossSink(Sink):
             verdict = call.communicator.agree(Verdict(value, None, True, False, metrics))
             outputs = run.joined(call)
         call.release()
-        assert verdict.loss is not None  # the last stage's process has it
-        return Step(verdict.loss, None, outputs, None, verdict.metrics)
+        return Step(verdict.value, None, outputs, None, verdict.metrics)
 
 
 class GradSink(Sink):
@@ -83,14 +82,14 @@ class GradSink(Sink):
         with without_autocast():
             with call:
                 firm()
-                pairs, value, hooks, metrics = collect(call, loss, self.completes)
+                pairs, verdict = collect(call, loss, self.completes)
                 outputs = run.joined(call)
                 call.release()
                 store, norm = self.take(pairs, call, run.runtime.module)
             self.finish(run.runtime.module)
-            if hooks or self.optimizer is not None or call.communicator.averager is not None:
+            if verdict.hooks or self.optimizer is not None or call.communicator.averager is not None:
                 call.communicator.close()
-        return Step(value, store, outputs, None, metrics, norm)
+        return Step(verdict.value, store, outputs, None, verdict.metrics, norm)
 
     def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> StoreAndNorm:
         """Take whole gradients. Empties `pairs`. A failure leaves everything that it writes as it was found.
@@ -213,7 +212,7 @@ def _grads_undone(pairs: Sequence[Pair]) -> Iterator[None]:
         yield
 
 
-def collect(call: Call, loss: Loss, completes: bool) -> tuple[list[Pair], Tensor, bool, Mapping[str, Tensor]]:
+def collect(call: Call, loss: Loss, completes: bool) -> tuple[list[Pair], Verdict]:
     """After the run: whole gradients, and the loss, on which all processes agree.
 
     Tensor hooks are the user's code: if any process has some, all agree again after these have run.
@@ -223,8 +222,8 @@ def collect(call: Call, loss: Loss, completes: bool) -> tuple[list[Pair], Tensor
         completes: what comes to `.grad` from behind x joins these gradients.
 
     Returns:
-        (owner, whole gradient) of the parameters and of the input's tensors, each once, whose hooks have run; the loss;
-        whether any process has hooks on these; the metrics that loss_fn reported.
+        (owner, whole gradient) of the parameters and of the input's tensors, each once, whose hooks have run; and that
+        on which all agree.
     """
     inputs = input_pairs(call)
     pairs = list(call.sums().values())
@@ -238,18 +237,17 @@ def collect(call: Call, loss: Loss, completes: bool) -> tuple[list[Pair], Tensor
         pairs = averager.average(pairs, call.communicator.exchange.broadcast("the divisor", -1, message).tensors[0])
     hooks = any([has_hooks(owner) for owner, _ in [*inputs, *pairs]])
     verdict = Verdict(loss.value if has_loss else None, own_divisor, reached, hooks, loss.metrics.values)
-    value, divisor, reached, hooks, metrics = call.communicator.agree(verdict)
-    assert value is not None  # the last stage's process has it
-    check_reached(reached)
-    for _, grad in pairs if averager is None and divisor is not None else []:  # means are of divided ones
-        divide_(grad, divisor)
-    inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]  # two may share one gradient
+    verdict = call.communicator.agree(verdict)
+    check_reached(verdict.reached)
+    for _, grad in pairs if averager is None and verdict.divisor is not None else []:  # means are of divided ones
+        divide_(grad, verdict.divisor)
+    inputs = [(tensor, divided(grad, verdict.divisor)) for tensor, grad in inputs]  # two may share one gradient
     whole = summed([*inputs, *pairs]) if inputs else pairs  # each owner of these is another
-    if hooks:
+    if verdict.hooks:
         if any(owner._backward_hooks for owner, _ in whole):
             whole = hooked(whole)
         call.communicator.agree(Verdict(None, None, True))
-    return whole, value, hooks, metrics
+    return whole, verdict
 
 
 def input_pairs(call: Call) -> list[Pair]:

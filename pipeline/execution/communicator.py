@@ -84,6 +84,12 @@ class Verdict(NamedTuple):
     hooks: bool = False
     metrics: Mapping[str, Tensor] = {}
 
+    @property
+    def value(self) -> Tensor:
+        """The loss, as all have it once they agree."""
+        assert self.loss is not None  # the last stage's process has it
+        return self.loss
+
 
 # ----------------------------------------------------------------------------------------------------------- the parts
 
