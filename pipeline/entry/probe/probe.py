@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -276,15 +276,10 @@ def _differ(reference: ProbeCall, probed: ProbeCall, differs: RowComparison) -> 
 @contextmanager
 def _on_copies_of_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Within: buffers are copies. Written back to, they would seem written to a graph that has saved them."""
-    tables = [(place, place.copy()) for place in map(buffers_of, modules)]
     copies: dict[int, Tensor] = {}
-    try:
-        for place, buffers in tables:
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    place[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+    with ExitStack() as undo:
+        for table in map(buffers_of, modules):
+            undo.callback(table.update, table.copy())
+            buffers = {name: buffer for name, buffer in table.items() if buffer is not None}
+            table.update({name: copies.setdefault(id(own), own.detach().clone()) for name, own in buffers.items()})
         yield
-    finally:
-        for place, buffers in tables:
-            place.clear()
-            place.update(buffers)
