@@ -102,8 +102,7 @@ class GradSink(Sink):
         Returns:
             The store that has them, if one has, and their norm, if it was asked for.
         """
-        with _grads_undone(pairs):
-            accumulate(pairs)
+        accumulate(pairs)
         return None, None
 
     def finish(self, module: nn.Module) -> None:
@@ -130,15 +129,14 @@ class StoreSink(GradSink):
         others = [pair for pair in pairs if id(pair[0]) not in only_inputs]
         pairs.clear()
         unnamed = [owner for owner, _ in others if id(owner) not in names]
-        with _grads_undone(of_inputs):
-            accumulate(of_inputs)
-            store = GradStore([*module.named_parameters(), *unnamed])
-            for owner, grad in others:
-                store.add_(owner, grad)
-            if self._max_norm is not None:
-                grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
-                norm = call.communicator.exchange.total_norm(grads, 2.0)
-                store.scale_(clip_factor(self._max_norm, norm))
+        store = GradStore([*module.named_parameters(), *unnamed])
+        for owner, grad in others:
+            store.add_(owner, grad)
+        if self._max_norm is not None:
+            grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
+            norm = call.communicator.exchange.total_norm(grads, 2.0)
+            store.scale_(clip_factor(self._max_norm, norm))
+        accumulate(of_inputs)
         return store, norm
 
 
@@ -184,32 +182,18 @@ class OptimizerSink(GradSink):
     @contextmanager
     def _undone(self, pairs: Sequence[Pair]) -> Iterator[None]:
         """Within: a failure leaves `.grad`, and what the scaler notes of the optimizer, as they were found."""
-        scaler = self._scaler
-        states = scaler._per_optimizer_states if scaler is not None and scaler.is_enabled() else {}
-        key = id(self.optimizer)
-        state = dict(states[key]) if key in states else None
+        notes = getattr(self._scaler, "_per_optimizer_states", {})  # of a scaler that is enabled
+        before = {key: dict(note) for key, note in notes.items()}
         try:
             with grads_kept([*[owner for owner, _ in pairs], *self._stepped()]):
                 yield
         except BaseException:
-            states.pop(key, None)  # else the next step would take gradients for unscaled ones
-            if state is not None:
-                states[key] = state
+            notes.clear()  # else the next step would take gradients for unscaled ones
+            notes.update(before)
             raise
 
     def _stepped(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-
-@contextmanager
-def _grads_undone(pairs: Sequence[Pair]) -> Iterator[None]:
-    """Within: a failure leaves `.grad` as it was found. Only a hook, which is the user's code, can fail."""
-    owners = [owner for owner, _ in pairs]
-    if all([owner.is_leaf and not owner._post_accumulate_grad_hooks for owner in owners]):
-        yield
-        return
-    with grads_kept(owners):
-        yield
 
 
 def collect(call: Call, loss: Loss, completes: bool) -> tuple[list[Pair], Verdict]:

@@ -51,7 +51,8 @@ def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Add gradients, on which tensor hooks have acted, to their owners' `.grad`. Empties `pairs`.
 
-    Those of each device have a root there: autograd takes a gradient for one of its root's current stream.
+    A failure leaves `.grad` as it was found; only a hook, which is the user's code, can fail. Gradients of each device
+    have a root there: autograd takes a gradient for one of its root's current stream.
     """
     if not pairs:
         return
@@ -59,7 +60,8 @@ def accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
     devices = dict.fromkeys([owner.device for owner in owners])
     groups = [[pair for pair in pairs if pair[0].device == device] for device in devices]
     pairs.clear()
-    with torch.enable_grad(), hooks_asleep(owners):
+    may_fail = not all([owner.is_leaf and not owner._post_accumulate_grad_hooks for owner in owners])
+    with grads_kept(owners if may_fail else ()), torch.enable_grad(), hooks_asleep(owners):
         roots = [_delivery([grad for _, grad in group], *[owner for owner, _ in group]) for group in groups]
         groups.clear()
         finish_backward(roots)
