@@ -68,8 +68,7 @@ class EagerSink(Sink):
                     step.take_grads(update.params)  # of those with which the input was computed
                 step.finish()
         with call:
-            outputs = run.joined(call)
-        call.release()
+            outputs = run.ended(call)
         call.communicator.close()
         return Step(verdict.value, None, outputs, None, verdict.metrics, norm)
 

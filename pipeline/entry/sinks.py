@@ -63,8 +63,7 @@ class LossSink(Sink):
         with call:
             value, metrics = (loss.value, self._metrics(loss)) if call.execution.has_last else (None, {})
             verdict = call.communicator.agree(Verdict(value, None, True, False, metrics))
-            outputs = run.joined(call)
-        call.release()
+            outputs = run.ended(call)
         return Step(verdict.value, None, outputs, None, verdict.metrics)
 
 
@@ -83,8 +82,7 @@ class GradSink(Sink):
             with call:
                 firm()
                 pairs, verdict = collect(call, loss, self.completes)
-                outputs = run.joined(call)
-                call.release()
+                outputs = run.ended(call)
                 store, norm = self.take(pairs, call, run.runtime.module)
             self.finish(run.runtime.module)
             if verdict.hooks or self.optimizer is not None or call.communicator.averager is not None:

@@ -134,13 +134,17 @@ class RunWithLoss:
         counts.of(loss.loss_fn)[kind] = loss.known(0 if end.compares and end.is_flat else number, end.compares)
         return call, loss
 
-    def joined(self, call: Call) -> Any:
-        """The joined outputs, detached, on every rank. None: they are not wanted."""
-        if not self.arguments.outputs:
-            return None
+    def ended(self, call: Call) -> Any:
+        """End a call, which keeps nothing for a backward then. Returns its joined outputs, detached, on every rank.
+
+        None: they are not wanted.
+        """
         output = None
-        if call.execution.has_last:
+        if self.arguments.outputs and call.execution.has_last:
             trees = [message.tree for message in call.outputs]
             output = Output(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
+        call.release()
+        if not self.arguments.outputs:
+            return None
         tree, _ = share_output(call.communicator.exchange, output)
         return tree.build(tree.tensors)
