@@ -11,13 +11,13 @@ different objects in every step (a counter, a tensor of the mini-batch) counts a
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdRef
 
 from partition.containers import length, reader_of
 from pipeline.data.loss_proof import LossCount
@@ -87,9 +87,13 @@ def _key(value: Any, depth: int) -> Hashable:
 
 
 def _object(value: Any) -> Hashable:
-    """The key of an object: its identity, and the plain ones of its attributes."""
+    """The key of an object: its identity as long as it lives, and the plain ones of its attributes."""
     table = getattr(value, "__dict__", {}) if not isinstance(value, ModuleType) else {}
-    return _Identity(value), tuple([(name, _key(item, 0)) for name, item in table.items() if type(item) in _VALUES])
+    try:
+        identity: Any = WeakIdRef(value)
+    except TypeError:  # it takes no weak references
+        identity = type(value)
+    return identity, tuple([(name, _key(item, 0)) for name, item in table.items() if type(item) in _VALUES])
 
 
 def captured(function: FunctionType) -> tuple[Any, ...]:
@@ -100,28 +104,3 @@ def captured(function: FunctionType) -> tuple[Any, ...]:
 def filled_cells(function: FunctionType) -> list[CellType]:
     """The cells over which a function has closed, and that something was put into."""
     return [cell for cell in function.__closure__ or () if cell != CellType()]
-
-
-class _Identity:
-    """The identity of an object as long as it lives; the type of one without weak references."""
-
-    __slots__ = ("_ref", "_hash")
-
-    def __init__(self, value: Any) -> None:
-        self._ref: Callable[[], Any] | None = None
-        try:
-            self._ref = weakref.ref(value)
-            self._hash = id(value)
-        except TypeError:
-            self._hash = hash(type(value))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Identity) or self._hash != other._hash:
-            return False
-        if self is other or self._ref is None or other._ref is None:
-            return self is other or self._ref is other._ref
-        value = self._ref()
-        return value is not None and value is other._ref()
