@@ -191,18 +191,18 @@ def order_of_events(alone: bool) -> list[str]:
         events.append("backward")
 
     pipe[0].register_forward_hook(lambda module, given, output: output.register_hook(backward) and None)
-    kept = GradientReducer._send
+    kept = GradientReducer.send
 
     def noted(means: GradientReducer, *args: Any) -> None:
         events.append("sums")
         kept(means, *args)
 
-    GradientReducer._send = noted  # type: ignore[method-assign]
+    GradientReducer.send = noted  # type: ignore[method-assign]
     try:
         with travelling_alone(alone):
             pipe.step(x, y, loss_fn=mean_loss)
     finally:
-        GradientReducer._send = kept  # type: ignore[method-assign]
+        GradientReducer.send = kept  # type: ignore[method-assign]
     return events
 
 

@@ -12,7 +12,7 @@ from crew import Crew
 from one_and_many import differences
 
 from pipeline.distributed.data_parallel.gradient_means import _mean
-from pipeline.distributed.data_parallel.shards import GradientBucket, Piece, shards_of
+from pipeline.distributed.data_parallel.shards import shards_of
 
 
 def check(crew: Crew, cases: list[dict[str, Any]], in_process: bool = False) -> None:
@@ -144,7 +144,7 @@ def test_a_store_has_the_order_of_the_modules_in_all_replicas(crew2: Crew) -> No
 def test_a_gradient_that_is_sparse_on_one_replica_and_dense_on_another_is_refused() -> None:
     table = torch.ones(3, 2)
     with pytest.raises(RuntimeError, match=r"of shape \[3, 2\] is sparse on one replica and dense on another"):
-        _mean([table, table.to_sparse()], [None, None], GradientBucket((0,), (table,)), Piece(0, 0, 6))
+        _mean([table, table.to_sparse()], [None, None], table)
 
 
 def test_an_overflow_in_one_replica_is_skipped_by_all(crew4: Crew) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from pipeline.data.loss import divide_
@@ -54,8 +55,8 @@ class ReplicaAverager(Averager):
         """Send what is final, in the order of the buckets."""
         self._final_pairs[stage] = pairs
         reducer = self._begun()
-        while (bucket := reducer.early) is not None and self._final_pairs.keys() >= set(bucket.stages):
-            reducer.send(_by_id(pair for stage in bucket.stages for pair in self._final_pairs[stage]))
+        while len(reducer.unsent) > 1 and self._final_pairs.keys() >= set(reducer.unsent[0].stages):
+            reducer.send(_by_id(pair for stage in reducer.unsent[0].stages for pair in self._final_pairs[stage]))
 
     def average(self, pairs: list[Pair], divisor: Tensor | None, waits: bool = False) -> list[Pair]:
         """Make whole gradients the means over the replicas.
@@ -65,14 +66,17 @@ class ReplicaAverager(Averager):
         """
         reducer, self._reducer = self._begun(), None
         last, grads = with_external(self.layout, pairs), _by_id(pairs)
-        note = self._note(last)
-        while reducer.early is not None:
+        reducer.buckets[-1] = last
+        while reducer.unsent:
             reducer.send(grads)
-        reducer.send_last(last, grads, note, divisor)
-        sums, notes, divisors = reducer.receive()
-        if any(theirs != note for theirs in notes):
+        sums, note = reducer.receive(), self._note(last)
+        with among_replicas():
+            rows = self._replicas.ranks.exchange([*note, None if divisor is None else divisor.item()])
+        if any(theirs != note for *theirs, _ in rows):
             self._refuse(last)
-        means = reducer.means(sums, divisors)
+        means = reducer.means(sums, [
+            None if number is None else torch.tensor(number, dtype=torch.float64, device="cpu") for *_, number in rows
+        ])
         self.waits_for_vote = not waits
         if waits:
             with among_replicas():

@@ -61,12 +61,9 @@ def reduced(replicas: int, buckets: int):
             ranks.connect = lambda pairs: None
             reducer = GradientReducer(ranks, "it", layout)  # type: ignore[arg-type]
             grads = {id(parameter): gradient(rank, index) for index, parameter in enumerate(parameters)}
-            while reducer.early is not None:
+            while reducer.unsent:
                 reducer.send(grads)
-            reducer.send_last(layout[-1], grads, [rank], None)
-            sums, notes, divisors = reducer.receive()
-            assert notes == [[other] for other in range(replicas)]
-            found[rank] = [mean for _, mean in reducer.means(sums, divisors)]
+            found[rank] = [mean for _, mean in reducer.means(reducer.receive(), [None] * replicas)]
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(replicas)]
         for thread in threads:
