@@ -1,61 +1,74 @@
-"""The encoding of a value's structure as JSON, without pickle, for another process.
+"""The encoding of plain values, and of the structure of any value, as JSON that gives back the same of the same types.
 
-    Skeleton --encode--> plain values that JSON can hold --decode--> an equal Skeleton, of the same types
+    1, True, None, "a", 2.5     themselves                     (1, 2)          {"tuple": [1, 2]}
+    nan, inf, 0.0, -0.0         {"float": its 8 bytes}         {1: "a"}        {"dict": [[1, "a"]]}
+    2**70                       {"int": hexadecimal}           list, Pair      {"type": "builtins:list"}
+    torch.float32               {"dtype": "float32"}           [1, 2]          [1, 2]
+    the spec of a tensor        {"strided": [its fields]}      (x, [y])        {"skeleton": [its spec, its leaves]}
+    a spec of torch's pytree    {"node": ["builtins:tuple", its context, its children]}
 
-    spec of (x, [y])   {"node": "builtins:tuple", "context": null, "children": ["*", {...}]}
-
-A node is written as its name, which the other process looks up among its own registered pytree nodes. What a class
-hands to `torch.utils._pytree` as its context must be made of plain values (`pipeline.transports.plain`), or the class
-says itself how to write it (`to_dumpable_context`).
+Nothing is pickled. A type is written as its name, and looked up in the modules that the other process has imported, a
+node of a pytree among those that are registered there; nothing is imported or called for it. What a class hands to
+`torch.utils._pytree` as its context must be made of plain values, or the class says itself how to write it
+(`to_dumpable_context`).
 """
 
 from __future__ import annotations
 
 import json
+import struct
+import sys
 from collections import OrderedDict, defaultdict, namedtuple
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from math import isfinite
+from typing import Any, TypeAlias
 
+import torch
 from torch.utils import _pytree as pytree
 
 from pipeline.data.pytrees import Skeleton, TensorPosition
-from pipeline.transports.plain import Json, decode_plain, encode_plain, qualified, write_float
+from pipeline.transports.tensor_spec import SparseSpec, StridedSpec
 
-_LEAF = "*"
-_LEAF_SPEC = pytree.tree_structure(0)
+Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
+_LEAF = pytree.tree_structure(0)
 _LISTS_KEYS = (dict, OrderedDict, defaultdict)  # their context is a list of keys, which torch alone reads
 
 
-def encode(skeleton: Skeleton | None) -> Json:
-    """The structure of a value, for `json.dumps`.
+def encode(value: Any) -> Json:
+    """A value for `json.dumps`.
+
+    Args:
+        value: None, bool, int, float, str, a dtype, layout, device, type, Skeleton or spec; a tuple, list or dict.
 
     Raises:
-        TypeError: the structure has a part that cannot be written. It says which, and what to do.
+        TypeError: it has a part that cannot be written. It says which, and what to do.
 
     Example:
-        >>> import torch
         >>> from pipeline.data.pytrees import flatten
-        >>> encode(flatten((torch.ones(2), 7), "it").skeleton)["leaves"]
-        [{'slot': 0}, 7]
-
+        >>> encode(flatten((torch.ones(2), 7), "it").skeleton.leaves)
+        {'tuple': [{'slot': [0]}, 7]}
     """
-    if skeleton is None:
-        return None
-    leaves = [
-        {"slot": leaf.place} if isinstance(leaf, TensorPosition) else encode_plain(leaf) for leaf in skeleton.leaves
-    ]
-    return {"spec": _encode_spec(skeleton.spec), "leaves": leaves}
+    write = _WRITE.get(type(value))
+    if write is not None:
+        return write(value)
+    if isinstance(value, type):
+        return {"type": _name_of(value)}
+    raise TypeError(f"a {_qualified(type(value))} ({str(value)[:60]}) is not a plain value")
 
 
-def decode(written: Json) -> Skeleton | None:
+def decode(written: Json) -> Any:
     """The inverse of `encode`.
 
     Raises:
         LookupError: it names a class that this process does not know.
     """
-    if written is None:
-        return None
-    leaves = [TensorPosition(leaf["slot"]) if _is(leaf, "slot") else decode_plain(leaf) for leaf in written["leaves"]]
-    return Skeleton(_decode_spec(written["spec"]), tuple(leaves))
+    if isinstance(written, list):
+        return [decode(item) for item in written]
+    if isinstance(written, dict):
+        ((tag, content),) = written.items()
+        return _READ[tag](content)
+    return written
 
 
 def same_skeleton(one: Skeleton | None, other: Skeleton | None) -> bool:
@@ -74,7 +87,7 @@ def may_be_shared(spec: pytree.TreeSpec) -> bool:
 def _same_leaf(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
-    return write_float(one) == write_float(other) if type(one) is float else bool(one == other)
+    return encode(one) == encode(other) if type(one) is float else bool(one == other)
 
 
 def _same_spec(one: pytree.TreeSpec, other: pytree.TreeSpec) -> bool:
@@ -93,72 +106,136 @@ def _same_context(one: pytree.TreeSpec, other: pytree.TreeSpec) -> bool:
         return True
     if one.type in (dict, OrderedDict) and all([type(key) is str for key in one.context + other.context]):
         return bool(one.context == other.context)
-    return json.dumps(_encode_context(one)) == json.dumps(_encode_context(other))
+    return json.dumps(_write_context(one)) == json.dumps(_write_context(other))
 
 
-def _encode_spec(spec: pytree.TreeSpec) -> Json:
+def _qualified(kind: Any) -> str:
+    """The name of a class, by which another process finds it."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _name_of(kind: type) -> str:
+    name = _qualified(kind)
+    try:
+        is_found = _type_called(name) is kind
+    except LookupError:
+        is_found = False
+    if not is_found:
+        raise TypeError(f"the class {name} cannot be found by its name; define it at the top level of a module")
+    return name
+
+
+def _type_called(name: str) -> type:
+    module, _, path = name.partition(":")
+    value: Any = sys.modules.get(module)
+    for attribute in path.split("."):
+        value = getattr(value, attribute, None)
+    if not isinstance(value, type):
+        raise LookupError(
+            f"it names the class {name}, which this process does not know. Import or define it on every rank before "
+            "the Pipe is called."
+        )
+    return value
+
+
+def _nodes() -> dict[str, Any]:
+    """The registered pytree nodes by name; of several with one name, the last."""
+    return {_qualified(kind): kind for kind in pytree.SUPPORTED_NODES}
+
+
+def _write_node(spec: pytree.TreeSpec) -> Json:
     if spec.is_leaf():
-        return _LEAF
-    name = qualified(spec.type)
+        return {"node": None}
+    name = _qualified(spec.type)
     if _nodes().get(name) is not spec.type:
         raise TypeError(
             f"a {name}, which cannot be sent to another rank: another class of that name is registered as a pytree "
             "node. Give it a name of its own."
         )
-    return {
-        "node": name,
-        "context": _encode_context(spec),
-        "children": [_encode_spec(child) for child in spec.children()],
-    }
+    return {"node": [name, _write_context(spec), encode(spec.children())]}
 
 
-def _decode_spec(written: Json) -> pytree.TreeSpec:
-    if written == _LEAF:
-        return _LEAF_SPEC
-    kind = _nodes().get(written["node"])
-    if kind is None:
-        raise LookupError(
-            f"it holds a {written['node']}, which is registered as a pytree node on the rank that sent it and not on "
-            "this one. Call torch.utils._pytree.register_pytree_node on every rank before the Pipe is called."
-        )
-    context = _decode_context(written["context"], kind)
-    return pytree.TreeSpec(kind, context, [_decode_spec(child) for child in written["children"]])
-
-
-def _encode_context(spec: pytree.TreeSpec) -> Json:
+def _write_context(spec: pytree.TreeSpec) -> Json:
     try:
-        return encode_plain(spec.context)
+        return encode(spec.context)
     except TypeError as error:
-        dump = _dumping(spec.type).to_dumpable_context
+        dump = pytree.SUPPORTED_SERIALIZED_TYPES[spec.type].to_dumpable_context
         if dump is None or spec.type in (namedtuple, defaultdict):  # these two write no more than is written here
             raise TypeError(
-                f"a {qualified(spec.type)}, which cannot be sent to another rank: of its context for "
+                f"a {_qualified(spec.type)}, which cannot be sent to another rank: of its context for "
                 f"torch.utils._pytree, {error}. Register it with a context of plain values, or with "
                 "to_dumpable_context= and from_dumpable_context=."
             ) from None
-        return {"dumped": encode_plain(dump(spec.context))}
+        return {"dumped": [_qualified(spec.type), encode(dump(spec.context))]}
 
 
-def _decode_context(written: Json, kind: Any) -> Any:
-    if not _is(written, "dumped"):
-        context = decode_plain(written)
-        if kind is namedtuple and not issubclass(context, tuple):  # torch will call it
-            raise LookupError(f"it holds a {qualified(context)} as a namedtuple, which it is not on this rank.")
-        return context
-    load = _dumping(kind).from_dumpable_context
+def _read_node(written: Json) -> pytree.TreeSpec:
+    if written is None:
+        return _LEAF
+    name, context, children = written
+    kind = _nodes().get(name)
+    if kind is None:
+        raise LookupError(
+            f"it holds a {name}, which is registered as a pytree node on the rank that sent it and not on this one. "
+            "Call torch.utils._pytree.register_pytree_node on every rank before the Pipe is called."
+        )
+    context = decode(context)
+    if kind is namedtuple and not issubclass(context, tuple):  # torch will call it
+        raise LookupError(f"it holds a {_qualified(context)} as a namedtuple, which it is not on this rank.")
+    return pytree.TreeSpec(kind, context, decode(children))
+
+
+def _read_dumped(written: Json) -> Any:
+    name, context = written
+    load = pytree.SUPPORTED_SERIALIZED_TYPES[_nodes()[name]].from_dumpable_context
     if load is None:
-        raise LookupError(f"{qualified(kind)} is registered without from_dumpable_context= on this rank. Give it one.")
-    return load(decode_plain(written["dumped"]))
+        raise LookupError(f"{name} is registered without from_dumpable_context= on this rank. Give it one.")
+    return load(decode(context))
 
 
-def _nodes() -> dict[str, Any]:
-    """The registered pytree nodes by name; of several with one name, the last."""
-    return {qualified(kind): kind for kind in pytree.SUPPORTED_NODES}
+def _itself(value: Any) -> Json:
+    return value
 
 
-def _dumping(kind: Any) -> Any:
-    return pytree.SUPPORTED_SERIALIZED_TYPES[kind]
+def _write_float(value: float) -> Json:
+    """A float, so that equal ones are written alike and others are not: nan is nan, and -0.0 is not 0.0."""
+    return value if isfinite(value) and value else {"float": struct.pack("<d", value).hex()}
 
 
-def _is(written: Json, tag: str) -> bool:
-    return isinstance(written, dict) and tag in written
+def _write_record(tag: str, value: tuple[Any, ...]) -> Json:
+    return {tag: encode(list(value))}
+
+
+def _read_record(kind: type, written: Json) -> Any:
+    return kind(*decode(written))
+
+
+_RECORDS = {"slot": TensorPosition, "skeleton": Skeleton, "strided": StridedSpec, "sparse": SparseSpec}
+_WRITE: dict[type, Callable[[Any], Json]] = {
+    type(None): _itself,
+    bool: _itself,
+    str: _itself,
+    int: lambda value: value if abs(value) < 2**63 else {"int": hex(value)},
+    float: _write_float,
+    list: lambda value: [encode(item) for item in value],
+    tuple: lambda value: {"tuple": encode(list(value))},
+    dict: lambda value: {"dict": encode(list(map(list, value.items())))},
+    torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
+    torch.layout: lambda value: {"layout": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"device": str(value)},
+    **dict.fromkeys([pytree.TreeSpec, type(_LEAF)], _write_node),
+    **{kind: partial(_write_record, tag) for tag, kind in _RECORDS.items()},
+}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "int": lambda written: int(written, 16),
+    "float": lambda written: struct.unpack("<d", bytes.fromhex(written))[0],
+    "tuple": lambda written: tuple(decode(written)),
+    "dict": lambda written: dict(decode(written)),
+    "type": _type_called,
+    "dtype": lambda written: getattr(torch, written),
+    "layout": lambda written: getattr(torch, written),
+    "device": torch.device,
+    "node": _read_node,
+    "dumped": _read_dumped,
+    **{tag: partial(_read_record, kind) for tag, kind in _RECORDS.items()},
+}

@@ -15,7 +15,6 @@ from torch import Tensor
 from pipeline.data.pytrees import Skeleton, Tree
 from pipeline.transports.codec import decode, encode, may_be_shared, same_skeleton
 from pipeline.transports.packing import Packing
-from pipeline.transports.plain import decode_plain, encode_plain
 
 
 class Message(NamedTuple):
@@ -67,9 +66,8 @@ class MessageSpec(NamedTuple):
         Raises:
             LookupError: it names a class that this process does not know.
         """
-        skeleton, plain = json.loads(text)
-        specs, needs_grad, memory, as_payload = decode_plain(plain)
-        return cls(Packing(specs), decode(skeleton), needs_grad, memory, skeleton, as_payload)
+        specs, needs_grad, memory, as_payload, skeleton = json.loads(text)
+        return cls(Packing(decode(specs)), decode(skeleton), decode(needs_grad), decode(memory), skeleton, as_payload)
 
     def says(self, message: Message) -> bool:
         """Whether a message has this spec."""
@@ -102,9 +100,7 @@ def describe(message: Message, packing: Packing, label: str, as_payload: bool = 
         TypeError: its structure cannot be written. The message says why, and what to do.
     """
     try:
-        skeleton = encode(message.skeleton)
+        written = encode([packing.specs, message.needs_grad, message.memory, as_payload, message.skeleton])
     except TypeError as error:
         raise TypeError(f"{label} holds {error}") from None
-    return json.dumps(
-        [skeleton, encode_plain([packing.specs, message.needs_grad, message.memory, as_payload])]
-    ).encode()
+    return json.dumps(written).encode()

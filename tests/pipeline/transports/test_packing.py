@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.data.pytrees import storage_of
+from pipeline.transports.codec import decode, encode
 from pipeline.transports.packing import Packing
-from pipeline.transports.plain import decode_plain, encode_plain
 from pipeline.transports.tensor_spec import StridedSpec, settle
 
 pytestmark = [  # what torch says of the tensors that are made here
@@ -47,8 +47,8 @@ def over(tensors):
     packing = Packing.of(settled)
     buffer = packing.pack(HEADER, settled)
     assert len(buffer) == 64 + packing.nbytes and bytes(buffer[:64].tolist()) == HEADER
-    written = json.loads(json.dumps(encode_plain(packing.specs)))
-    return Packing(decode_plain(written)).unpack(buffer, 64, CPU)
+    written = json.loads(json.dumps(encode(packing.specs)))
+    return Packing(decode(written)).unpack(buffer, 64, CPU)
 
 
 LAYOUTS = {
