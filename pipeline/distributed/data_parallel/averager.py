@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -69,20 +68,23 @@ class ReplicaAverager(Averager):
         reducer.buckets[-1] = last
         while reducer.unsent:
             reducer.send(grads)
-        sums, note = reducer.receive(), self._note(last)
+        sums = reducer.receive()
+        descriptions = {**self.descriptions, "the parameters": self._parameters_in_words(last)}
+        row = [digest("\0".join(descriptions.values())), None if divisor is None else divisor.item()]
         with among_replicas():
-            rows = self._replicas.ranks.exchange([*note, None if divisor is None else divisor.item()])
-        if any(theirs != note for *theirs, _ in rows):
-            self._refuse(last)
+            rows = self._replicas.ranks.exchange(row)
+            if any(theirs != row[0] for theirs, _ in rows):
+                refuse(self._replicas.ranks, descriptions)
         means = reducer.means(sums, [
-            None if number is None else torch.tensor(number, dtype=torch.float64, device="cpu") for *_, number in rows
+            None if number is None else torch.tensor(number, dtype=torch.float64, device="cpu") for _, number in rows
         ])
         self.waits_for_vote = not waits
         if waits:
             with among_replicas():
-                self._replicas.ranks.exchange(note[:1])
+                self._replicas.ranks.exchange(row[:1])
             self.is_agreed = True
-        others = [(owner, divide_(grad, divisor)) for owner, grad in _without(pairs, means)]  # no parameters
+        ids = {id(owner) for owner, _ in means}
+        others = [(owner, divide_(grad, divisor)) for owner, grad in pairs if id(owner) not in ids]  # no parameters
         return [*self._in_order(means), *others]
 
     def _in_order(self, pairs: Sequence[Pair]) -> list[Pair]:
@@ -90,14 +92,15 @@ class ReplicaAverager(Averager):
         order = {id(parameter): index for index, parameter in enumerate(self.layout.parameters)}
         return sorted(pairs, key=lambda pair: order.get(id(pair[0]), len(order)))
 
-    def _refuse(self, last: GradientBucket) -> NoReturn:
+    def _parameters_in_words(self, last: GradientBucket) -> str:
+        """The parameters, trained or frozen, and those of the last bucket that are not the module's."""
         lines = [
             f"parameter {index} of shape {list(leaf.shape)} is {'trained' if leaf.requires_grad else 'frozen'}"
             for index, leaf in enumerate(self.layout.parameters)
         ]
-        lines += [f"a parameter of shape {list(leaf.shape)} that is not the module's" for leaf in self._external(last)]
-        with among_replicas():
-            refuse(self._replicas.ranks, {**self.descriptions, "the parameters": "\n".join(lines)})
+        external = last.parameters[len(self.layout.buckets[-1].parameters) :]
+        lines += [f"a parameter of shape {list(leaf.shape)} that is not the module's" for leaf in external]
+        return "\n".join(lines)
 
     def _begun(self) -> GradientReducer:
         if self._reducer is None:
@@ -105,22 +108,6 @@ class ReplicaAverager(Averager):
             self._reducer = GradientReducer(replicas.ranks, str(replicas.number), self.layout.buckets)
         return self._reducer
 
-    def _note(self, last: GradientBucket) -> list[int]:
-        """The note of this replica to the others: digests of what must be alike."""
-        texts = [self.descriptions.get(name, "") for name in ("the calls", *_ALIKE)]
-        flags = "".join(["01"[parameter.requires_grad] for parameter in self.layout.parameters])
-        shapes = [tuple(leaf.shape) for leaf in self._external(last)]
-        return [digest(text) for text in (*texts, f"{flags} {shapes}")]
-
-    def _external(self, last: GradientBucket) -> Sequence[Tensor]:
-        """The parameters of the last bucket that are not the module's."""
-        return last.parameters[len(self.layout.buckets[-1].parameters) :]
-
 
 def _by_id(pairs: Iterable[Pair]) -> dict[int, Tensor]:
     return {id(owner): grad for owner, grad in pairs}
-
-
-def _without(pairs: Iterable[Pair], others: Iterable[Pair]) -> list[Pair]:
-    excluded = {id(owner) for owner, _ in others}
-    return [pair for pair in pairs if id(pair[0]) not in excluded]
