@@ -13,15 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import TracebackType
 
-import torch
 from torch import Tensor
 
 from pipeline.common.interrupts import Deferral
-from pipeline.data.pytrees import flatten
 from pipeline.distributed.agreement import ExchangeTag
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.comparison import Comparison
-from pipeline.distributed.exchange import CallMessages, RankExchange
+from pipeline.distributed.exchange import CallMessages, RankExchange, read, written
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.tied import TiedGradients
 from pipeline.distributed.topology import PipeTopology
@@ -143,9 +141,9 @@ class DistributedCommunicator(Communicator):
         is_step = self._entry == "step"
         self._progress = _VOTED if is_step else ""
         loss, divisor, reached, hooks, metrics = verdict
-        own_loss = None if loss is None else [str(loss.dtype).removeprefix("torch."), loss.item()]
-        own_divisor = None if divisor is None else divisor.item()
-        values = [ExchangeTag.AGREE, reached, hooks, own_loss, own_divisor, len(metrics)]
+        own_metrics = {name: written(metric) for name, metric in metrics.items()}
+        own_loss, own_divisor = [None if number is None else written(number) for number in (loss, divisor)]
+        values = [ExchangeTag.AGREE, reached, hooks, own_loss, own_divisor, own_metrics]
         rows = self._ranks.exchange([*values, *self._comparison.values()])
         self._comparison.compare([row[len(values) :] for row in rows])
         reached, hooks = any(row[1] for row in rows), any(row[2] for row in rows)
@@ -155,24 +153,11 @@ class DistributedCommunicator(Communicator):
         if hooks:
             self._progress = ""
             self._interrupts.end()
-        _, _, _, last_loss, last_divisor, has_metrics, *_ = rows[self.topology.assignment.last]
+        _, _, _, last_loss, last_divisor, last_metrics, *_ = rows[self.topology.assignment.last]
         device = self._ranks.device
-        if loss is None and last_loss is not None:
-            dtype, value = last_loss
-            loss = torch.tensor(value, dtype=getattr(torch, dtype), device=device)
-        if divisor is None and last_divisor is not None:
-            divisor = torch.tensor(last_divisor, dtype=torch.float64, device=device)
-        return Verdict(loss, divisor, reached, hooks, self._shared_metrics(metrics) if has_metrics else {})
-
-    def _shared_metrics(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The metrics of the last rank, on this rank's device."""
-        name, message = "the metrics", None
-        if self._ranks.rank == self.topology.assignment.last:
-            tree = flatten(dict(metrics), name)
-            message = Message(tree.tensors, tree.skeleton)
-        tree = self.exchange.broadcast(name, -1, message).tree
-        shared: dict[str, Tensor] = tree.build(tree.tensors)
-        return shared
+        loss, divisor = [None if number is None else read(number, device) for number in (last_loss, last_divisor)]
+        metrics = {name: read(metric, device) for name, metric in last_metrics.items()}
+        return Verdict(loss, divisor, reached, hooks, metrics)
 
     def close(self) -> None:
         self._ranks.exchange([ExchangeTag.CLOSE])

@@ -171,10 +171,7 @@ class RankExchange(Exchange):
                 elif rank == self._topology.assignment.last:
                     unnamed.append((dtype, value))
         ordered = [by_name[name] for name in dict.fromkeys(first_names.values()) if name in by_name]
-        all_norms = [
-            torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
-            for dtype, value in [*ordered, *unnamed]
-        ]
+        all_norms = [read(norm, torch.device("cpu")) for norm in [*ordered, *unnamed]]
         return joined_norm(all_norms, norm_type).to(self._ranks.device)
 
     def share_events(self, events: Sequence[Event], steps: Sequence[Span]) -> tuple[list[Event], list[Span]]:
@@ -194,3 +191,14 @@ class RankExchange(Exchange):
             (min(begun for begun, _ in of_step), max(ended for _, ended in of_step))
             for of_step in (zip(*rebased, strict=True) if is_whole else ())
         ]
+
+
+def written(number: Tensor) -> list[Any]:
+    """A 0-d tensor for an exchange: its dtype and its value."""
+    return [str(number.dtype).removeprefix("torch."), number.item()]
+
+
+def read(written_number: Sequence[Any], device: torch.device) -> Tensor:
+    """The inverse of `written`."""
+    dtype, value = written_number
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=device)
