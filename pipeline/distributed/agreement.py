@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -19,14 +18,6 @@ from pipeline.distributed.digests import parts_of
 
 SETTINGS, MODES, OPTIONS, MINI_BATCHES = "the settings", "the modes", "the options", "the mini-batches"
 VALUES, SCALES = "the values of the mini-batches", "the scales of the GradScaler"
-
-
-class ExchangeTag(IntEnum):
-    """The tag in an exchange: what ranks that do the same exchange values for."""
-
-    OPEN = 0x70656E73746F636B  # "penstock"
-    AGREE = OPEN + 1
-    CLOSE = OPEN + 2
 
 
 class MismatchError(RuntimeError):

@@ -16,7 +16,6 @@ from types import TracebackType
 from torch import Tensor
 
 from pipeline.common.interrupts import Deferral
-from pipeline.distributed.agreement import ExchangeTag
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.comparison import Comparison
 from pipeline.distributed.exchange import CallMessages, RankExchange, read, written
@@ -143,24 +142,24 @@ class DistributedCommunicator(Communicator):
         loss, divisor, reached, hooks, metrics = verdict
         own_metrics = {name: written(metric) for name, metric in metrics.items()}
         own_loss, own_divisor = [None if number is None else written(number) for number in (loss, divisor)]
-        values = [ExchangeTag.AGREE, reached, hooks, own_loss, own_divisor, own_metrics]
-        rows = self._ranks.exchange([*values, *self._comparison.values()])
+        values = [reached, hooks, own_loss, own_divisor, own_metrics]
+        rows = self._ranks.exchange_alike("ends a call", [*values, *self._comparison.values()])
         self._comparison.compare([row[len(values) :] for row in rows])
-        reached, hooks = any(row[1] for row in rows), any(row[2] for row in rows)
+        reached, hooks = any(row[0] for row in rows), any(row[1] for row in rows)
         if is_step and reached and not hooks:
             self._call += _AGREED
             self._progress = f"was in {self._call}"
         if hooks:
             self._progress = ""
             self._interrupts.end()
-        _, _, _, last_loss, last_divisor, last_metrics, *_ = rows[self.topology.assignment.last]
+        _, _, last_loss, last_divisor, last_metrics, *_ = rows[self.topology.assignment.last]
         device = self._ranks.device
         loss, divisor = [None if number is None else read(number, device) for number in (last_loss, last_divisor)]
         metrics = {name: read(metric, device) for name, metric in last_metrics.items()}
         return Verdict(loss, divisor, reached, hooks, metrics)
 
     def close(self) -> None:
-        self._ranks.exchange([ExchangeTag.CLOSE])
+        self._ranks.exchange_alike("has made its step", None)
 
     def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
         """The divisor from the last rank, which does not wait until the others have it.

@@ -10,16 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pipeline.distributed.agreement import (
-    MINI_BATCHES,
-    MODES,
-    OPTIONS,
-    SCALES,
-    ExchangeTag,
-    MismatchError,
-    difference,
-    digest,
-)
+from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SCALES, MismatchError, difference, digest
 from pipeline.distributed.digests import Fingerprint, GradSketch, Sketches
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import CommonTensors, Describe
@@ -73,9 +64,7 @@ class Comparison:
         self._mini_batch, self._sketches = Fingerprint(tensors.mini_batch), Sketches(tensors.output_grads)
         descriptions = self._descriptions(values)
         fingerprint = self._mini_batch.number if self._mini_batch.is_on_host else 0
-        rows = self._topology.ranks.exchange(
-            [seed, fingerprint, ExchangeTag.OPEN, digest("\0".join(descriptions.values()))]
-        )
+        rows = self._topology.ranks.exchange([seed, fingerprint, digest("\0".join(descriptions.values()))])
         if any(row[2:] != rows[0][2:] for row in rows) or len({row[1] for row in rows} - {0}) > 1:
             self._refuse()
         self._is_mini_batch_compared = all(row[1] for row in rows)

@@ -17,7 +17,6 @@ from pipeline.common.interrupts import Deferral
 from pipeline.common.places import Place
 from pipeline.data.pytrees import flatten
 from pipeline.data.values import Values
-from pipeline.distributed.agreement import MismatchError
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.mailbox import RankMailbox
 from pipeline.distributed.topology import PipeTopology
@@ -132,24 +131,14 @@ class RankExchange(Exchange):
         return whole
 
     def rows(self, value: Any) -> list[Any]:
-        return self._alike("tells the others a value", value)
+        return self._ranks.exchange_alike("tells the others a value", value)
 
     def sum_over(self, numbers: Tensor) -> Tensor:
         values = numbers.reshape(-1).tolist()
         total = torch.zeros(len(values), dtype=torch.float64, device="cpu")
-        for row in self._alike(f"adds {len(values)} numbers up over the ranks", values):
+        for row in self._ranks.exchange_alike(f"adds {len(values)} numbers up over the ranks", values):
             total += torch.tensor(row, dtype=torch.float64, device="cpu")
         return total.view(numbers.shape)
-
-    def _alike(self, action: str, value: Any) -> list[Any]:
-        """The values of all ranks, each of which does the same."""
-        rows = self._ranks.exchange([action, value])
-        if any(not isinstance(row, list) or row[:1] != [action] for row in rows):
-            raise MismatchError(
-                f"rank {self._ranks.rank} {action} while others do something else. All ranks make the same calls in "
-                "the same order: take none of them into an `if rank == 0:`."
-            )
-        return [row_value for _, row_value in rows]
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         norms = [(name, norm_of(grad, norm_type)) for name, grad in named]

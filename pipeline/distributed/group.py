@@ -27,6 +27,7 @@ import torch.distributed as dist
 from pipeline.common.accelerators import device_of_rank, identity, is_accelerator
 from pipeline.common.arguments import check_group
 from pipeline.common.interrupts import Deferral
+from pipeline.distributed.agreement import MismatchError
 from pipeline.distributed.connections import Connections
 from pipeline.distributed.failure.errors import Failure, RankError, exception_of, of_exception, silence
 from pipeline.distributed.failure.heartbeat import in_words
@@ -133,6 +134,20 @@ class RankGroup:
         values = all_to_all(self.connections, self.rank, self.size, value)
         self.monitor.latest.has_met = True
         return values
+
+    def exchange_alike(self, action: str, value: Any) -> list[Any]:
+        """The values of all ranks, each of which does the same: `action`, as an error names it.
+
+        Raises:
+            MismatchError: another rank does something else.
+        """
+        rows = self.exchange([action, value])
+        if any(not isinstance(row, list) or row[:1] != [action] for row in rows):
+            raise MismatchError(
+                f"rank {self.rank} {action} while others do something else. All ranks make the same calls in the same "
+                "order: take none of them into an `if rank == 0:`."
+            )
+        return [row_value for _, row_value in rows]
 
     def refuse_shared_devices(self) -> None:
         """Raise on all ranks if two on one host compute on the same accelerator.
