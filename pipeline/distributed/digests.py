@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -83,18 +82,13 @@ class Sketches:
     """The sketches of gradients, as they are when this is made. None counts as zeros."""
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
-        with torch.no_grad() if grads else nullcontext():
-            self._numbers = [None if grad is None else _HostCopy(_sketch(grad.detach())) for grad in grads]
-        self._tolerances = [OF_HALF if grad is not None and grad.itemsize < 4 else TOLERANCE for grad in grads]
+        with torch.no_grad():
+            self._copies = [_HostCopy(_sketch(grad)) for grad in grads]
 
     @property
     def values(self) -> list[GradSketch]:
         """The sketch of each gradient."""
-        numbers = [(0.0, 0.0) if host_copy is None else host_copy.value().tolist() for host_copy in self._numbers]
-        return [
-            GradSketch(norm, product, tolerance)
-            for (norm, product), tolerance in zip(numbers, self._tolerances, strict=True)
-        ]
+        return [GradSketch(*host_copy.value().tolist()) for host_copy in self._copies]
 
 
 class _HostCopy:
@@ -153,12 +147,13 @@ def _thinned(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _sketch(grad: Tensor) -> Tensor:
-    """The norm and the product, of rows from all over the gradient."""
-    grad = parts_of(grad)[-1]
+def _sketch(grad: Tensor | None) -> Tensor:
+    """The entries of a `GradSketch`, of rows from all over the gradient."""
+    grad = None if grad is None else parts_of(grad.detach())[-1]
+    if grad is None or not grad.numel():
+        return torch.zeros(3, device="cpu")
     grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
-    if not grad.numel():
-        return torch.zeros(2, device="cpu")
+    tolerance = OF_HALF if grad.itemsize < 4 else TOLERANCE
     grad = grad.reshape(1) if grad.dim() == 0 else grad
     remaining = max(ROWS, ELEMENTS // grad.shape[-1])
     for dim, size in enumerate(grad.shape[:-1]):
@@ -167,7 +162,8 @@ def _sketch(grad: Tensor) -> Tensor:
         remaining //= count
     rows = grad.reshape(-1, grad.shape[-1]).to(torch.float64 if grad.dtype is torch.float64 else torch.float32)
     products = rows @ _weights(rows.shape[1], rows.dtype, rows.device)
-    return torch.stack([torch.linalg.vector_norm(rows), products @ _weights(len(rows), rows.dtype, rows.device)])
+    product = products @ _weights(len(rows), rows.dtype, rows.device)
+    return torch.stack([torch.linalg.vector_norm(rows), product, rows.new_full((), tolerance)])
 
 
 @lru_cache(maxsize=32)
