@@ -71,7 +71,7 @@ _LINEAR = frozenset((
 _OPAQUE = frozenset((
     "addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy",
 ))  # fmt: skip
-_OVER_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
+_SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
 _TO_HOST = frozenset(["__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"])
 _ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given
     "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
@@ -79,6 +79,7 @@ _ALONG = {  # the place of dim, which counts if it is that of the rows, and what
     "count_nonzero": (1, None), "nanmedian": (1, None), "mode": (1, -1), "aminmax": (1, None), "std_mean": (1, None),
     "var_mean": (1, None), "cumprod": (1, None), "cummax": (1, None), "cummin": (1, None), "quantile": (2, None),
     "nanquantile": (2, None), "norm": (2, None), "linalg_norm": (2, None), "linalg_vector_norm": (2, None),
+    **dict.fromkeys(_REDUCERS, (1, None)),
 }  # fmt: skip
 
 
@@ -191,16 +192,20 @@ class DivisorTrace(TorchFunctionMode):
         if func in _TOKENS and _is_mean(kwargs) and _has_labels(args, kwargs):
             return self._token_mean(func, args, kwargs)
         result = func(*args, **kwargs)
-        self.is_blind = self.is_blind or _divides_within(func, args, kwargs) or self._weighs_by_sums(func, args)
+        along_rows, sums = self._looks_along_rows(func, args, kwargs), _plain(func) in _SUMMING_ROWS
+        is_blind = along_rows and not sums or _may_divide(func) or self._weighs_by_sums(func, args)
+        self.is_blind = self.is_blind or is_blind
         if func.__name__ in _TO_HOST:
             origin = self._joined(args, kwargs)
             self.branches = self.branches or origin is not None and origin.marks >= {OUTPUT, REDUCED}
         value = args[0] if func.__name__ == "__setitem__" else result
         if isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor)):
-            self._follow(func, args, kwargs, value)
+            self._follow(func, args, kwargs, value, along_rows and sums)
         return result
 
-    def _follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _follow(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, sums_rows: bool
+    ) -> None:
         """Note the origin of a function's result."""
         origin = self._joined(args, kwargs)
         if origin is None:
@@ -215,7 +220,7 @@ class DivisorTrace(TorchFunctionMode):
         marks = origin.marks
         if REDUCED in marks and (OUTPUT in marks or several) and _plain(func) not in _LINEAR:
             marks |= {BENT}
-        if self._sums_rows(func, args, kwargs, result):
+        if sums_rows or isinstance(result, Tensor) and not result.dim():  # one number is of all rows
             marks |= {REDUCED, SEVERAL} if several else {REDUCED}
         if marks >= {OUTPUT, REDUCED} and isinstance(result, Tensor):
             self.dtypes.add(result.dtype)
@@ -244,13 +249,11 @@ class DivisorTrace(TorchFunctionMode):
         origin = self.origin(value) if isinstance(value, Tensor) else None
         return origin is not None and SEVERAL in origin.marks and OUTPUT not in origin.marks
 
-    def _sums_rows(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> bool:
-        """Whether a function sums over rows, or makes one number."""
-        if isinstance(result, Tensor) and not result.dim():
-            return True
-        return _plain(func) in _OVER_ROWS and any([
+    def _looks_along_rows(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a function sums or compares numbers of several rows."""
+        return any([
             dim in (place, place - value.dim())
-            for value, dims in _summed(func, args, kwargs)
+            for value, dims in _dims_along(func, args, kwargs)
             if isinstance(value, Tensor)
             for place in [self._place(value)]
             for dim in dims
@@ -413,21 +416,23 @@ def _plain(func: Any) -> str:
     return name if name.endswith("__") else name.removesuffix("_")
 
 
-def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """The arguments that a function sums or reduces over, and the dimensions."""
-    name = _plain(func)
+def _dims_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """The arguments along which a function sums or looks, and the dimensions."""
+    name, given = _plain(func), [*args, *kwargs.values()]
+    values = args[0] if args else kwargs.get("input")
     if name in ("bincount", "histc"):
-        yield args[0] if args else kwargs["input"], [0]
-    elif name in _REDUCERS and args:
-        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        yield values, [0]
+    elif name in _ALONG:
+        place, default = _ALONG[name]
+        dims = kwargs.get("dim", args[place] if len(args) > place else default)
         if not isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
-            yield args[0], dims if isinstance(dims, (tuple, list)) else [dims]
-    elif name in _PRODUCTS and len(args) == 2:
-        left, right = reversed(args) if name == "__rmatmul__" else args
+            yield values, dims if isinstance(dims, (tuple, list)) else [dims]
+    elif name in _PRODUCTS and len(given) == 2:
+        left, right = reversed(given) if name == "__rmatmul__" else given
         yield left, [-1]
         yield right, [-min(2, right.dim())]
-    elif name in ("index_add", "scatter_add") and len(args) == 4:
-        yield args[3], [args[1]]
+    elif name in ("index_add", "scatter_add") and len(given) > 3:
+        yield given[3], [given[1]]
     elif name == "einsum" and len(args) > 1 and isinstance(args[0], str):
         terms, arrow, kept = args[0].replace(" ", "").partition("->")
         kept = kept if arrow else "".join([letter for letter in terms if terms.count(letter) == 1])
@@ -437,16 +442,9 @@ def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[
             yield operand, [dim for dim, letter in enumerate(letters) if letter not in kept]
 
 
-def _divides_within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function may divide by or choose from the whole chunk, or gives the host what does."""
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or func.__name__ in _OPAQUE:
-        return True
-    if func.__name__ not in _ALONG:
-        return False
-    values = args[0] if args else kwargs.get("input")
-    place, default = _ALONG[func.__name__]
-    dim = kwargs.get("dim", args[place] if len(args) > place else default)
-    return isinstance(values, Tensor) and isinstance(dim, int) and dim in (0, -values.dim())
+def _may_divide(func: Any) -> bool:
+    """Whether a function may divide by something that is not seen, or gives the host what does."""
+    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or func.__name__ in _OPAQUE
 
 
 def detached_number(number: Tensor) -> Tensor:

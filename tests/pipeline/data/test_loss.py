@@ -498,6 +498,11 @@ BENT = {
     "running sum": lambda o, t: (errors(o, t).cumsum(0)[-1] / len(o)).clamp(min=1).sum(),
     "by class": lambda o, t: (o.new_zeros(1, CLASSES).index_add(
         0, torch.zeros(len(o), dtype=torch.int64), errors(o, t)) / len(o)).clamp(min=1).sum(),
+    "by name": lambda o, t: torch.mean(input=errors(o, t), dim=0).clamp(min=1).sum(),
+    "product by name": lambda o, t: (torch.mv(errors(o, t).T, vec=torch.ones_like(o[:, 0])) / len(o)).clamp(
+        min=1).sum(),
+    "by class by name": lambda o, t: (o.new_zeros(1, CLASSES).index_add(
+        dim=0, index=torch.zeros(len(o), dtype=torch.int64), source=errors(o, t)) / len(o)).clamp(min=1).sum(),
     "of a pair": lambda o, t: ((errors(o, t).sum() - o.numel()).abs(), len(o)),
     "gated": gated, "in Python": flooding_in_python, "by an item": flooding_by_an_item,
 }  # fmt: skip

@@ -152,6 +152,25 @@ def test_what_weighs_by_sums_over_rows_is_refused_where_they_are_uneven(name):
     assert refused == [3, 4]
 
 
+def test_shares_of_rows_along_the_second_dimension_are_refused_where_they_are_uneven():
+    def weighted(output, target):
+        return (output.square().mean(2) * F.normalize(target, p=1, dim=1)).sum(1).mean()
+
+    plain = module()
+    pipe, refused = Pipe(copy.deepcopy(plain), [1, 2], chunks=4, batch_dim=1), []
+    for number in range(4):
+        x, shares = data(number)[0].expand(2, ROWS, WIDTH), torch.ones(2, ROWS, dtype=torch.float64)
+        shares[:, :3] = float(number != 2)
+        try:
+            loss = pipe.step(x, shares, loss_fn=weighted).loss
+        except ValueError as error:
+            assert "is not a mean over rows" in str(error)
+            refused.append(number + 1)
+        else:
+            torch.testing.assert_close(loss, weighted(plain(x), shares).detach(), rtol=1e-12, atol=0)
+    assert refused == [3]
+
+
 def test_weights_of_l1_loss_count_though_torch_hands_them_to_no_mode():
     def weighted(output, target):
         return F.l1_loss(output, target, weight=target.abs(), reduction="none").mean()
