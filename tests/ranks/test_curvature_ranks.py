@@ -224,7 +224,7 @@ def test_ranks_that_do_not_do_the_same_are_told_before_a_number_is_wrong(crew2: 
 
 def test_a_product_on_one_rank_alone_ends_when_the_others_stay_away_for_longer_than_the_timeout(crew2: Crew) -> None:
     (kind, words, _, seconds), _ = crew2.run("rank_curvature:absent")
-    assert kind == "RankError" and "rank 1 is alive but has not entered curvature" in words and 1 < seconds < 10
+    assert kind == "RankError" and "rank 1 did not enter curvature" in words and 1 < seconds < 10
 
 
 def test_unequal_entries_for_one_tied_parameter_are_refused_on_all_ranks(crew2: Crew, crew3: Crew) -> None:

@@ -135,26 +135,15 @@ class FailureDetector:
             return None
         entered = [rank for rank, beat in self._beats.items() if beat.has_entered(own_beat)]
         absent = [rank for rank in range(self._size) if rank not in entered]
+        limit = f"for {self._timeout:g} s (timeout={self._timeout})"
         if absent:
-            return silence(absent[0], own_beat.call, self._missed(absent, own_beat), self.waits())
-        message = (
-            f"nothing moves on any rank for {self._timeout:g} s (timeout={self._timeout}) in {own_beat.call}, though "
-            f"all ranks are alive. If one action may take that long, give a larger timeout."
-        )
-        return silence(self.rank, own_beat.call, message, self.waits())
-
-    def _missed(self, absent: list[int], own_beat: Heartbeat) -> str:
-        parts = []
-        for rank in absent:
-            beat = self._beats.get(rank)
-            if beat is None:
-                parts.append(f"rank {rank} has not been heard of yet, nor entered {own_beat.call}")
-            else:
-                last = f"it was last in {beat.call}" if beat.call else "it has entered no call so far"
-                parts.append(
-                    f"rank {rank} is alive but has not entered {own_beat.call} for {self._timeout:g} s; {last}"
-                )
-        return (
-            f"{'; '.join(parts)} (timeout={self._timeout}). Every rank must make the same calls; if one may stay away "
-            f"for that long, give a larger timeout."
-        )
+            message = (
+                f"{', '.join([f'rank {rank}' for rank in absent])} did not enter {own_beat.call} {limit}. Every rank "
+                "must make the same calls; if one may stay away for that long, give a larger timeout."
+            )
+        else:
+            message = (
+                f"nothing moves on any rank {limit} in {own_beat.call}, though all ranks are alive. If one action may "
+                "take that long, give a larger timeout."
+            )
+        return silence(absent[0] if absent else self.rank, own_beat.call, message, self.waits())

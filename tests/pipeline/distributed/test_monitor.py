@@ -130,10 +130,10 @@ def test_a_call_is_given_up_when_nothing_moves_on_any_rank_for_longer_than_timeo
 @pytest.mark.parametrize(
     "absent, words",
     [
-        (beat(number=6, is_in=False), "rank 1 is alive but has not entered step 7 for 1.5 s; it was last in step 6"),
-        (beat(number=6), "rank 1 is alive but has not entered step 7 for 1.5 s; it was last in step 6"),
-        (beat(number=0), "rank 1 is alive but has not entered step 7 for 1.5 s; it has entered no call so far"),
-        (None, "rank 1 has not been heard of yet, nor entered step 7"),
+        (beat(number=6, is_in=False), "rank 1 was outside of calls, after step 6."),
+        (beat(number=6), "rank 1 was at 2B3 in step 6."),
+        (beat(number=0), "rank 1 was before its first call."),
+        (None, "rank 1 has not been heard of yet."),
     ],
 )
 def test_a_rank_that_stays_away_is_named(absent: Heartbeat | None, words: str) -> None:
@@ -145,7 +145,8 @@ def test_a_rank_that_stays_away_is_named(absent: Heartbeat | None, words: str) -
         assert (rules.accusation(now) is None) == (tick <= 15)
     found = rules.accusation(now)
     assert found is not None and found.rank == 1
-    assert words in found.message and "Every rank must make the same calls" in found.message
+    assert "rank 1 did not enter step 7 for 1.5 s (timeout=1.5). Every rank must make the same" in found.message
+    assert found.waits.endswith(f"; {words}")
 
 
 def test_a_rank_that_did_not_run_itself_begins_to_count_anew() -> None:
@@ -772,7 +773,8 @@ def test_a_rank_that_makes_another_call_is_named(make: Make) -> None:
     since = ranks[1].post("receive", 2)
     found = learned(ranks[:2], since, 1.5 + QUICK)
     assert found["rank"] == 2
-    assert "rank 2 is alive but has not entered step 7 for 1.5 s; it was last in step 6" in found["message"]
+    assert "rank 2 did not enter step 7 for 1.5 s" in found["message"]
+    assert "rank 2 was outside of calls, after step 6" in found["waits"]
     ranks[2].do("enter", 0, "step 7")
     ranks[2].post("receive", 1)
     assert learned([ranks[2]], time.monotonic())["message"] == found["message"]
