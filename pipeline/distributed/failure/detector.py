@@ -57,21 +57,19 @@ class FailureDetector:
         own_beat = self._beats.get(self.rank)
         if own_beat is None or not own_beat.is_in:
             return None
-        return (
+        verdict = (
             self._ended(own_beat)
             or self._given_up(own_beat)
             or self._silent(own_beat, now)
             or self._stuck(own_beat, now)
         )
+        return None if verdict is None else self.failure(own_beat, *verdict)
 
-    def waits(self, excluded: int | None = None) -> str:
-        """A description of where every rank but one is."""
-        return "; ".join(f"rank {rank} {self._stood(rank)}" for rank in range(self._size) if rank != excluded) + "."
-
-    def without_store(self, own_beat: Heartbeat, reason: str) -> Failure:
-        """The failure of this rank's call where the store, and so the others, cannot be seen any more."""
-        message = f"{reason} rank {self.rank} is {own_beat.described()}."
-        return silence(self.rank, own_beat.call, message, self.waits(excluded=self.rank))
+    def failure(self, own_beat: Heartbeat, rank: int, message: str) -> Failure:
+        """The failure of a rank in the call that this one is in, with where every rank is."""
+        beats = {**self._beats, self.rank: own_beat}
+        places = [f"rank {other} {_place(beats.get(other))}" for other in range(self._size)]
+        return silence(rank, own_beat.call, message, "; ".join(places) + ".")
 
     def needy(self, call: Heartbeat, serials: Mapping[int, int], now: float, patience: float) -> list[int]:
         """The ranks that may still need this one for a call that it has left.
@@ -94,56 +92,44 @@ class FailureDetector:
     def _others(self) -> dict[int, Heartbeat]:
         return {rank: beat for rank, beat in self._beats.items() if rank != self.rank}
 
-    def _stood(self, rank: int) -> str:
-        beat = self._beats.get(rank)
-        if beat is None:
-            return "has not been heard of yet"
-        return f"{'is' if rank == self.rank else 'was'} {beat.described()}"
-
-    def _ended(self, own_beat: Heartbeat) -> Failure | None:
+    def _ended(self, own_beat: Heartbeat) -> tuple[int, str] | None:
         for rank, beat in self._others().items():
             if beat.ended and not beat.has_left(own_beat):
-                place = f" at {beat.at} in {beat.call}" if beat.has_entered(own_beat) and beat.at else ""
-                message = f"rank {rank} {beat.ended}{place} while rank {self.rank} waits in {own_beat.call} for it."
-                return silence(rank, own_beat.call, message, self.waits(excluded=rank))
+                return rank, f"rank {rank} {beat.ended} while rank {self.rank} waits in {own_beat.call} for it."
         return None
 
-    def _given_up(self, own_beat: Heartbeat) -> Failure | None:
-        for rank, beat in self._others().items():
-            if beat.generation > own_beat.generation:
-                message = (
-                    f"{own_beat.call} was given up by the others while rank {self.rank} was not heard of: rank {rank} "
-                    f"is {beat.described()}, {beat.generation - own_beat.generation} failures later."
-                )
-                return silence(self.rank, own_beat.call, message)
-        return None
+    def _given_up(self, own_beat: Heartbeat) -> tuple[int, str] | None:
+        if all([beat.generation <= own_beat.generation for beat in self._others().values()]):
+            return None
+        return self.rank, f"{own_beat.call} was given up by the others while rank {self.rank} was not heard of."
 
-    def _silent(self, own_beat: Heartbeat, now: float) -> Failure | None:
+    def _silent(self, own_beat: Heartbeat, now: float) -> tuple[int, str] | None:
         needed = [rank for rank, beat in self._others().items() if not beat.has_left(own_beat)]
         silent_seconds = {rank: now - self._changed_at[rank] for rank in needed}
         rank = max(silent_seconds, key=silent_seconds.__getitem__, default=self.rank)
         if silent_seconds.get(rank, 0.0) <= self._heartbeat:
             return None
-        message = (
+        return rank, (
             f"rank {rank} does not answer since {silent_seconds[rank]:.1f} s (heartbeat={self._heartbeat}): stopped, "
-            f"swapped out or cut off. It was last seen {self._beats[rank].described()}."
+            "swapped out or cut off."
         )
-        return silence(rank, own_beat.call, message, self.waits(excluded=rank))
 
-    def _stuck(self, own_beat: Heartbeat, now: float) -> Failure | None:
+    def _stuck(self, own_beat: Heartbeat, now: float) -> tuple[int, str] | None:
         if now - self._moved_at <= self._timeout:
             return None
         entered = [rank for rank, beat in self._beats.items() if beat.has_entered(own_beat)]
         absent = [rank for rank in range(self._size) if rank not in entered]
         limit = f"for {self._timeout:g} s (timeout={self._timeout})"
-        if absent:
-            message = (
-                f"{', '.join([f'rank {rank}' for rank in absent])} did not enter {own_beat.call} {limit}. Every rank "
-                "must make the same calls; if one may stay away for that long, give a larger timeout."
-            )
-        else:
-            message = (
+        if not absent:
+            return self.rank, (
                 f"nothing moves on any rank {limit} in {own_beat.call}, though all ranks are alive. If one action may "
                 "take that long, give a larger timeout."
             )
-        return silence(absent[0] if absent else self.rank, own_beat.call, message, self.waits())
+        return absent[0], (
+            f"{', '.join([f'rank {rank}' for rank in absent])} did not enter {own_beat.call} {limit}. Every rank must "
+            "make the same calls; if one may stay away for that long, give a larger timeout."
+        )
+
+
+def _place(beat: Heartbeat | None) -> str:
+    return "has not been heard of yet" if beat is None else f"was {beat.described()}"

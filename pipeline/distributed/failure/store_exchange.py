@@ -145,8 +145,9 @@ class StoreExchange(threading.Thread):
         for generation, failure in self._monitor.unposted():
             self._monitor.posted(generation, failure)
         if self._monitor.asked() is not None:
-            cause = f"rank {self._detector.rank} lost the store of torch.distributed: {reason}"
-            self._monitor.deliver(own_beat.generation, self._detector.without_store(own_beat, cause))
+            rank = self._detector.rank
+            cause = f"rank {rank} lost the store of torch.distributed: {reason}"
+            self._monitor.deliver(own_beat.generation, self._detector.failure(own_beat, rank, cause))
         self._monitor.wake()
         if self._is_parting(own_beat):
             self._monitor.part()

@@ -73,9 +73,10 @@ class StoreWatchdog(threading.Thread):
         if self._monitor.ended:
             self._monitor.part()
         if self._monitor.asked() is not None:
+            rank = self._detector.rank
             reason = (
-                f"the store of torch.distributed does not answer rank {self._detector.rank} since {turn_seconds:.1f} s "
+                f"the store of torch.distributed does not answer rank {rank} since {turn_seconds:.1f} s "
                 f"(heartbeat={heartbeat}): the process that hosts it (rank 0, or torchrun's agent) is stopped, "
                 "swapped out or cut off."
             )
-            self._monitor.lose(self._detector.without_store(self._monitor.beat(0), reason))
+            self._monitor.lose(self._detector.failure(self._monitor.beat(0), rank, reason))
