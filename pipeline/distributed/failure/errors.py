@@ -29,22 +29,20 @@ class Failure(NamedTuple):
 
     Args:
         rank: the rank that failed or is silent.
-        stage, chunk, action: in what, as far as that is known ("2F3").
+        place: in what ("stage 2, chunk 3, 2F3, "); "" outside of actions.
         call: the call it happened in ("step 7").
         type_name: the type's module and name ("builtins.ValueError").
         message: `str` of the error.
         traceback: as Python prints it; empty where nothing was raised.
         waits: where each rank waited, if the failure is a silence.
 
-    >>> decode(encode(Failure(2, 1, 3, "1F3", "step 7", "builtins.ValueError", "not like this")))
-    Failure(rank=2, stage=1, chunk=3, action='1F3', call='step 7', type_name='builtins.ValueError', \
+    >>> decode(encode(Failure(2, "stage 1, chunk 3, 1F3, ", "step 7", "builtins.ValueError", "not like this")))
+    Failure(rank=2, place='stage 1, chunk 3, 1F3, ', call='step 7', type_name='builtins.ValueError', \
 message='not like this', traceback='', waits='')
     """
 
     rank: int
-    stage: int | None
-    chunk: int | None
-    action: str | None
+    place: str
     call: str
     type_name: str
     message: str
@@ -68,14 +66,13 @@ def of_exception(error: BaseException, rank: int, call: str, action: Action | No
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}... ({len(message) - LONGEST_MESSAGE} more characters)"
     text = "".join(tracebacks.format_exception(error))
-    stage, chunk = (action.stage, action.chunk) if action else (None, None)
-    name = str(action) if action else None
-    return Failure(rank, stage, chunk, name, call, _name(type(error)), message, text[-LONGEST_TRACEBACK:])
+    place = "" if action is None else f"stage {action.stage}, chunk {action.chunk}, {action}, "
+    return Failure(rank, place, call, _name(type(error)), message, text[-LONGEST_TRACEBACK:])
 
 
 def silence(rank: int, call: str, message: str, waits: str = "") -> Failure:
     """A failure without an exception: a rank that does not answer, a connection that is closed."""
-    return Failure(rank, None, None, None, call, _name(RankError), message, waits=waits)
+    return Failure(rank, "", call, _name(RankError), message, waits=waits)
 
 
 def exception_of(failure: Failure, own_rank: int) -> BaseException:
@@ -85,12 +82,12 @@ def exception_of(failure: Failure, own_rank: int) -> BaseException:
         An error of the original's type, if that can be imported here, is an Exception and can be made from its message;
         a RankError otherwise. A note says where it happened, and the cause holds the traceback of the rank that raised.
 
-    >>> error = exception_of(Failure(2, 1, 3, "1F3", "step 7", "builtins.ValueError", "not like this"), 0)
+    >>> error = exception_of(Failure(2, "stage 1, chunk 3, 1F3, ", "step 7", "builtins.ValueError", "not like this"), 0)
     >>> error, error.__notes__
     (ValueError('not like this'), ['on rank 2: stage 1, chunk 3, 1F3, in step 7'])
     """
     error = _original_error(failure) or RankError(_rank_error_message(failure))
-    error.add_note(_place(failure))
+    error.add_note(f"on rank {failure.rank}: {failure.place}in {failure.call}")
     if failure.traceback:
         origin = "here, too" if failure.rank == own_rank else f"this is rank {own_rank}"
         error.__cause__ = RankError(f"on rank {failure.rank} ({origin}):\n\n{failure.traceback}")
@@ -106,13 +103,6 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception as why:  # the error's own __str__ fails, which must not hide the failure
         return f"(its message cannot be had: {type(why).__name__})"
-
-
-def _place(failure: Failure) -> str:
-    stage = None if failure.stage is None else f"stage {failure.stage}"
-    chunk = None if failure.chunk is None else f"chunk {failure.chunk}"
-    parts = [part for part in (stage, chunk, failure.action, f"in {failure.call}") if part is not None]
-    return f"on rank {failure.rank}: {', '.join(parts)}"
 
 
 def _rank_error_message(failure: Failure) -> str:

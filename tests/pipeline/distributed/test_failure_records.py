@@ -174,7 +174,7 @@ def test_an_error_of_a_type_that_is_not_there_is_a_rank_error(monkeypatch: pytes
 
 @pytest.mark.parametrize("name", ["builtins.print", "builtins.int", "builtins.KeyboardInterrupt", "sys.path", "x", ""])
 def test_a_name_that_is_not_of_an_exception_is_never_called(name: str) -> None:
-    found = exception_of(Failure(1, None, None, None, "step 1", name, "1"), 0)
+    found = exception_of(Failure(1, "", "step 1", name, "1"), 0)
     assert type(found) is RankError
 
 
@@ -184,16 +184,16 @@ def test_a_module_is_imported_for_its_error_and_one_that_cannot_be_does_no_harm(
     (tmp_path / "errors_of_users.py").write_text("class UserError(Exception): pass\n")
     (tmp_path / "ends_at_import.py").write_text("raise SystemExit(1)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    found = exception_of(Failure(1, None, None, None, "step 1", "errors_of_users.UserError", "u"), 0)
+    found = exception_of(Failure(1, "", "step 1", "errors_of_users.UserError", "u"), 0)
     assert f"{type(found).__module__}.{type(found).__name__}: {found}" == "errors_of_users.UserError: u"
-    assert type(exception_of(Failure(1, None, None, None, "step 1", "ends_at_import.UserError", "u"), 0)) is RankError
+    assert type(exception_of(Failure(1, "", "step 1", "ends_at_import.UserError", "u"), 0)) is RankError
     monkeypatch.delitem(sys.modules, "errors_of_users")
 
 
 def test_a_note_says_where_and_in_what() -> None:
     assert crossed(ValueError("x")).__notes__ == ["on rank 2: stage 2, chunk 3, 2F3, in step 7"]
-    found = exception_of(of_exception(ValueError("x"), 1, "evaluate (call 3)")._replace(stage=0), 0)
-    assert found.__notes__ == ["on rank 1: stage 0, in evaluate (call 3)"]
+    found = exception_of(of_exception(ValueError("x"), 1, "evaluate (call 3)"), 0)
+    assert found.__notes__ == ["on rank 1: in evaluate (call 3)"]
 
 
 def test_the_cause_holds_the_traceback_of_the_rank_that_raised() -> None:
@@ -228,7 +228,7 @@ def test_a_rank_error_that_was_raised_crosses_without_its_type_in_its_words() ->
 
 
 def test_a_record_is_ascii_and_comes_back_as_it_was() -> None:
-    record = Failure(1, 0, None, "0F1", "step 1", "builtins.ValueError", 'ä"\\\n\udc80\0', "tb", "w")
+    record = Failure(1, "stage 0, chunk 1, 0F1, ", "step 1", "builtins.ValueError", 'ä"\\\n\udc80\0', "tb", "w")
     assert decode(encode(record)) == record
     assert encode(record).isascii() and b"\0" not in encode(record)
 
