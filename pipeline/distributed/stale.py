@@ -10,14 +10,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-_MARKS = "_stale_marks"
+_NAME = "_stale_mark"
 _REMEDY = (
     "which another rank trains: the values of this rank's model are those of before. Call state = "
     "pipe.full_state_dict() on all ranks, and model.load_state_dict(state) on rank 0, which gets it; "
@@ -26,52 +26,21 @@ _REMEDY = (
 
 
 class StaleMark:
-    """The mark on the modules that one Pipe has left stale, and their hooks.
+    """The mark that stands among the attributes of a stale module, and by which its hooks know that it is one.
 
-    It stands among a module's attributes. Hooks are not enough: parts of a model that `to_sequential` has cut have
-    stand-ins for modules of other parts, which share the tables of hooks.
-
-    Attributes:
-        is_whole: whether all of them have it: none was loaded since.
+    Hooks are not enough: parts of a model that `to_sequential` has cut have stand-ins for modules of other parts, which
+    share the tables of hooks. A copy of a module is as stale.
     """
-
-    def __init__(self) -> None:
-        self.is_whole = False
-
-    def __deepcopy__(self, memo: Any) -> StaleMark:
-        """A copy of a model is as stale, and no Pipe marks it anew."""
-        return StaleMark()
 
     def __reduce__(self) -> NoReturn:
         """A file with the values of before would be found out when it is read, or never."""
         raise TypeError(f"a module of the model cannot be pickled or saved, {_REMEDY}")
 
-    def put_on(self, module: nn.Module) -> None:
-        marks = marks_of(module)
-        if self in marks:
-            return
-        vars(module)[_MARKS] = (*marks, self)
-        if not any(map(is_mark, module._forward_pre_hooks.values())):
-            module.register_forward_pre_hook(self.refuse_forward, prepend=True)
-            module.register_state_dict_pre_hook(self.refuse_state_dict)
-        if not any(map(is_mark, module._load_state_dict_pre_hooks.values())):
-            module.register_load_state_dict_pre_hook(self.end)
+    def __deepcopy__(self, memo: Any) -> StaleMark:
+        return self
 
-    def refuse_forward(self, module: nn.Module, args: Any) -> None:
-        if marks_of(module):
-            raise RuntimeError(f"a module of the model ({type(module).__name__}) was called, {_REMEDY}")
 
-    def refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if marks_of(module):
-            kind = type(module).__name__
-            raise RuntimeError(f"state_dict() of a module of the model ({prefix.rstrip('.')!r}, {kind}), {_REMEDY}")
-
-    def end(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Called as the module is loaded: end all marks if it is in the state."""
-        if _keeps_nothing(module) or any(key.startswith(prefix) for key in state_dict):
-            for mark in marks_of(module):
-                mark.is_whole = False
-            _lift(module)  # but for this hook: torch goes through its table now
+_MARK = StaleMark()
 
 
 class StaleModules:
@@ -83,7 +52,6 @@ class StaleModules:
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._modules = [weakref.ref(module) for module in modules]
-        self._mark = StaleMark()
 
     def __reduce__(self) -> tuple[type[StaleModules], tuple[()]]:
         """A copy of a Pipe has no model."""
@@ -91,13 +59,32 @@ class StaleModules:
 
     def mark(self) -> None:
         """Mark those that are not, but for what is on the meta device."""
-        if self._mark.is_whole:
-            return
-        self._mark.is_whole = True
         for reference in self._modules:
             module = reference()
-            if module is not None and not all(tensor.is_meta for tensor in _tensors_of(module)):
-                self._mark.put_on(module)
+            if module is None or _is_stale(module) or all(tensor.is_meta for tensor in _tensors_of(module)):
+                continue
+            vars(module)[_NAME] = _MARK
+            if _refuse_forward not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_refuse_forward, prepend=True)
+                module.register_state_dict_pre_hook(_refuse_state_dict)
+                module.register_load_state_dict_pre_hook(_lift)
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    if _is_stale(module):
+        raise RuntimeError(f"a module of the model ({type(module).__name__}) was called, {_REMEDY}")
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if _is_stale(module):
+        kind = type(module).__name__
+        raise RuntimeError(f"state_dict() of a module of the model ({prefix.rstrip('.')!r}, {kind}), {_REMEDY}")
+
+
+def _lift(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    """Called as a module is loaded: end its mark if it is in the state, or keeps nothing there."""
+    if _keeps_nothing(module) or any(key.startswith(prefix) for key in state_dict):
+        vars(module).pop(_NAME, None)
 
 
 def trained_elsewhere(
@@ -130,42 +117,30 @@ def refuse_stale(named: Iterable[tuple[str, nn.Module]]) -> None:
         RuntimeError: it is.
     """
     for name, module in named:
-        if marks_of(module):
+        if _is_stale(module):
             raise RuntimeError(f"a Pipe is built with {name!r} ({type(module).__name__}), {_REMEDY}")
 
 
 @contextmanager
 def without_marks(module: nn.Module) -> Iterator[None]:
     """Within: no module in this one is marked."""
-    marked = [(submodule, marks_of(submodule)) for submodule in module.modules()]
+    marked = [submodule for submodule in module.modules() if _is_stale(submodule)]
     try:
-        for submodule, marks in marked:
-            if marks:
-                _lift(submodule)
+        for submodule in marked:
+            del vars(submodule)[_NAME]
         yield
     finally:
-        for submodule, marks in marked:
-            for mark in marks:
-                mark.put_on(submodule)
-
-
-def marks_of(module: nn.Module) -> tuple[StaleMark, ...]:
-    """The marks on a module: one of each Pipe that has left it stale."""
-    marks: tuple[StaleMark, ...] = vars(module).get(_MARKS, ())
-    return marks
+        for submodule in marked:
+            vars(submodule)[_NAME] = _MARK
 
 
 def is_mark(hook: Any) -> bool:
-    """Whether a hook is one of those that are put here."""
-    return isinstance(getattr(getattr(hook, "hook", hook), "__self__", None), StaleMark)
+    """Whether a hook for loading is the one that is put here."""
+    return getattr(hook, "hook", hook) is _lift
 
 
-def _lift(module: nn.Module) -> None:
-    vars(module).pop(_MARKS, None)
-    tables: list[MutableMapping[int, Any]] = [module._forward_pre_hooks, module._state_dict_pre_hooks]
-    for table in tables:
-        for key in [key for key, hook in table.items() if is_mark(hook)]:
-            del table[key]
+def _is_stale(module: nn.Module) -> bool:
+    return _NAME in vars(module)
 
 
 def _keeps_nothing(module: nn.Module) -> bool:
