@@ -47,7 +47,6 @@ class AbortableRendezvous:
         self._prefix = prefix
         self._own_store: dist.Store | None = _clone(store)  # now, while there is a store: this waits for one
         self._size = size
-        self._changed = threading.Condition()
         self.is_given_up = False
 
     def open(self) -> None:
@@ -56,9 +55,7 @@ class AbortableRendezvous:
 
     def give_up(self) -> None:
         """End the wait that is under way, and all until the next `open`. From any thread."""
-        with self._changed:
-            self.is_given_up = True
-            self._changed.notify_all()
+        self.is_given_up = True
 
     def build(self, key: str, make: Callable[[dist.Store], T]) -> T:
         """The result of `make`, which is called when all ranks build under this key.
@@ -70,9 +67,7 @@ class AbortableRendezvous:
         Raises:
             ChannelError: `give_up` was called before that, or before it was made; or the store is gone.
         """
-        results: list[T] = []
-        errors: list[Exception] = []
-        finished: list[bool] = []
+        results, errors = list[T](), list[Exception]()
 
         def work() -> None:
             try:
@@ -82,19 +77,16 @@ class AbortableRendezvous:
                     results.append(make(store))
             except Exception as error:
                 errors.append(error)
-            with self._changed:
-                finished.append(True)
-                self._changed.notify_all()
 
         helper = threading.Thread(target=work, name="pipe builder", daemon=True)
         helper.start()
-        with self._changed:
-            self._changed.wait_for(lambda: finished or self.is_given_up)
-        if results:
-            return results[0]
+        while helper.is_alive() and not self.is_given_up:
+            helper.join(LONGEST)
         helper.join(4 * LONGEST)  # usually it sees the end; the store may block it
         if helper.is_alive():
             self._own_store = None  # the next helper takes a connection of its own
+        if results:
+            return results[0]
         if errors:
             raise ChannelError(f"the ranks cannot connect: {errors[0]}") from errors[0]
         raise ChannelError("not all ranks came to connect")
