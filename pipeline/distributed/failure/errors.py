@@ -1,6 +1,6 @@
 """A rank's failure as text that crosses ranks, and the exception that the other ranks raise for it.
 
-    rank 2: ValueError --of_exception--> Failure --encode--> bytes ══► decode --> Failure --exception_of--> ValueError
+    rank 2: ValueError --of_exception--> Failure --> JSON ══► Failure --exception_of--> ValueError
 
 An error crosses as text: its type's name, its message, its traceback. The other side makes the same type from the
 message where it can; else, and where no rank raised (one went silent), it is a RankError. Nothing is unpickled.
@@ -9,7 +9,6 @@ message where it can; else, and where no rank raised (one went silent), it is a 
 from __future__ import annotations
 
 import ast
-import json
 import traceback as tracebacks
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -36,7 +35,7 @@ class Failure(NamedTuple):
         traceback: as Python prints it; empty where nothing was raised.
         waits: where each rank waited, if the failure is a silence.
 
-    >>> decode(encode(Failure(2, "stage 1, chunk 3, 1F3, ", "step 7", "builtins.ValueError", "not like this")))
+    >>> Failure(2, "stage 1, chunk 3, 1F3, ", "step 7", "builtins.ValueError", "not like this")
     Failure(rank=2, place='stage 1, chunk 3, 1F3, ', call='step 7', type_name='builtins.ValueError', \
 message='not like this', traceback='', waits='')
     """
@@ -48,16 +47,6 @@ message='not like this', traceback='', waits='')
     message: str
     traceback: str = ""
     waits: str = ""
-
-
-def encode(failure: Failure) -> bytes:
-    """The failure as bytes: JSON, in ASCII."""
-    return json.dumps(failure).encode("ascii")
-
-
-def decode(data: bytes) -> Failure:
-    """The inverse of `encode`."""
-    return Failure(*json.loads(data))
 
 
 def of_exception(error: BaseException, rank: int, call: str, action: Action | None = None) -> Failure:

@@ -1,6 +1,6 @@
 """The heartbeat: a rank's report of where it is, by which others distinguish waiting from stopped.
 
-    rank 2: Heartbeat(41, generation=0, number=7, call="step 7", is_in=True, at="2B3", ...)  --text-->  the store
+    rank 2: Heartbeat(41, generation=0, number=7, call="step 7", is_in=True, at="2B3", ...)  --JSON-->  the store
 
 `serial` rises with every beat: a rank whose beat does not change is stopped or cut off. Calls are compared by
 generation and number, which all ranks count alike, since all make every call.
@@ -8,7 +8,6 @@ generation and number, which all ranks count alike, since all make every call.
 
 from __future__ import annotations
 
-import json
 from typing import NamedTuple
 
 
@@ -25,9 +24,8 @@ class Heartbeat(NamedTuple):
         steps: counts its progress.
         ended: "", or how this rank ended.
 
-    >>> beat = Heartbeat(41, 0, 7, "step 7", True, "2B3", 120, "")
-    >>> Heartbeat.parse(beat.text()) == beat, beat.described()
-    (True, 'at 2B3 in step 7')
+    >>> Heartbeat(41, 0, 7, "step 7", True, "2B3", 120, "").described()
+    'at 2B3 in step 7'
     """
 
     serial: int
@@ -38,15 +36,6 @@ class Heartbeat(NamedTuple):
     at: str
     steps: int
     ended: str
-
-    def text(self) -> str:
-        """For the store."""
-        return json.dumps(self)
-
-    @classmethod
-    def parse(cls, text: str | bytes) -> Heartbeat:
-        """The heartbeat of a text."""
-        return cls(*json.loads(text))
 
     @property
     def order(self) -> tuple[int, int]:

@@ -9,9 +9,11 @@ thread alone uses a StoreKeys. The store is cloned: the clone has a connection o
 
 from __future__ import annotations
 
+import json
+
 import torch.distributed as dist
 
-from pipeline.distributed.failure.errors import Failure, decode, encode
+from pipeline.distributed.failure.errors import Failure
 from pipeline.distributed.failure.heartbeat import Heartbeat
 
 KEPT = 4  # failures: a rank that was stopped for some of them still finds its own
@@ -35,7 +37,7 @@ class StoreKeys:
 
     def say(self, beat: Heartbeat) -> None:
         """Write this rank's heartbeat."""
-        self._store.set(f"beat/{self._rank}", beat.text())
+        self._store.set(_beat(self._rank), json.dumps(beat))
 
     def beats(self) -> dict[int, Heartbeat]:
         """The heartbeats of all other ranks that ever wrote one."""
@@ -44,15 +46,17 @@ class StoreKeys:
         ranks = sorted(self._known_ranks - {self._rank})
         if not ranks:
             return {}
-        return dict(zip(ranks, map(Heartbeat.parse, self._store.multi_get([_beat(rank) for rank in ranks]))))
+        texts = self._store.multi_get([_beat(rank) for rank in ranks])
+        return {rank: Heartbeat(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
     def post(self, generation: int, failure: Failure) -> Failure:
         """Make `failure` that of its generation unless there is one; return the generation's failure."""
-        return decode(self._store.compare_set(_fail(generation), "", encode(failure).decode("ascii")))
+        return Failure(*json.loads(self._store.compare_set(_fail(generation), "", json.dumps(failure))))
 
     def failure(self, generation: int) -> Failure | None:
         """The failure of a generation, or None."""
-        return decode(self._store.get(_fail(generation))) if self._store.check([_fail(generation)]) else None
+        key = _fail(generation)
+        return Failure(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def forget_before(self, generation: int) -> None:
         """Delete the failures that no rank can ask for any more."""
