@@ -247,17 +247,14 @@ class EagerStep:
                 self.take(param, grad)
 
     def _clipped(self, grad: Tensor) -> Tensor:
-        update = self.update
-        if self._factor is not None:
-            return _scaled(grad, self._factor)
+        update, factor = self.update, self._factor
         if update.clip == "value":
             assert update.clip_value is not None  # checked
-            values = grad.coalesce() if grad.is_sparse else grad
-            (values._values() if grad.is_sparse else values).clamp_(-update.clip_value, update.clip_value)
-            return values
-        if update.clip == "per_parameter":
-            return _scaled(grad, _factor_of(update, norm_of(grad)))
-        return grad
+            grad = grad.coalesce() if grad.is_sparse else grad
+            (grad._values() if grad.is_sparse else grad).clamp_(-update.clip_value, update.clip_value)
+        elif update.clip == "per_parameter":
+            factor = _factor_of(update, norm_of(grad))
+        return grad if factor is None else grad.mul_(factor.to(grad.device))
 
     def finish(self) -> None:
         """Note that the run has succeeded, and which parameters it left as they were."""
@@ -289,11 +286,6 @@ def check_free(named: Iterable[tuple[str, Tensor]]) -> None:
                 f"{name} has post-accumulate hooks (register_post_accumulate_grad_hook), which wait for a .grad that "
                 "an EagerUpdate never leaves: another optimizer that steps in the backward, say. Remove them."
             )
-
-
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    grad.mul_(factor.to(grad.device))
-    return grad
 
 
 def _check_rule(rule: Any) -> None:

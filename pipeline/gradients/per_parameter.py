@@ -39,9 +39,9 @@ def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def step_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
-    """Update one parameter, which is in this group. Its `.grad` is None afterwards."""
+    """Update one parameter, which is in this group and of the gradient's type. Its `.grad` is None afterwards."""
     params, groups = group["params"], optimizer.param_groups
-    param.grad = grad if grad.dtype == param.dtype else grad.to(param.dtype)
+    param.grad = grad
     group["params"], optimizer.param_groups = [param], [group]
     try:
         optimizer.step()
