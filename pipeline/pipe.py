@@ -43,6 +43,7 @@ from pipeline.entry.runtime import History, Runtime
 from pipeline.entry.settings import Processes, Settings, check_deferred, plans_of
 from pipeline.entry.settled import FixedModule, refuse_recorders
 from pipeline.entry.state.meta_init import ValueSource
+from pipeline.entry.state.meta_tensors import emptied_again
 from pipeline.entry.state.state_dict import StateDictMixin
 from pipeline.entry.step import LossArguments, Step
 from pipeline.entry.validation import (
@@ -180,16 +181,17 @@ class Pipe(FixedModule, StateDictMixin):
         self.training = module.training
         layers: Mapping[str, Any] = module._modules
         self._modules.update(layers)
-        if ranks is None:
-            settle(stages, range(len(stages)), self.devices, materialize, draw_seed)
-        else:
-            processes = replace(processes, copies=join_ranks(self.runtime, stages, materialize))
-            self._settings = replace(self._settings, processes=processes)
-            is_part(self)
-        if replica_ranks is not None:
-            pipe_replicas = Replicas(replica_ranks, ranks)
-            self._settings = replace(self._settings, processes=replace(processes, replicas=pipe_replicas))
-            pipe_replicas.join(self, self._settings.words)
+        with emptied_again(module):
+            if ranks is None:
+                settle(stages, range(len(stages)), self.devices, materialize, draw_seed)
+            else:
+                processes = replace(processes, copies=join_ranks(self.runtime, stages, materialize))
+                self._settings = replace(self._settings, processes=processes)
+                is_part(self)
+            if replica_ranks is not None:
+                pipe_replicas = Replicas(replica_ranks, ranks)
+                self._settings = replace(self._settings, processes=replace(processes, replicas=pipe_replicas))
+                pipe_replicas.join(self, self._settings.words)
 
     @classmethod
     def from_plan(cls, module: nn.Module, plan: Plan, **settings: Any) -> Pipe:

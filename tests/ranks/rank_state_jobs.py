@@ -115,6 +115,18 @@ def piped(start: str | None, steps: tuple[int, int], end: str | None, how: str =
     return pipe.full_state_dict()
 
 
+def the_first_that_is_whole(folders: list[str]) -> Any:
+    """Build a Pipe from the first of some checkpoints that can be read; rank 0 gets the whole model's state."""
+    with torch.device("meta"):
+        model = deep()
+    for folder in folders:
+        try:
+            return Pipe(model, BALANCES[dist.get_world_size()], materialize=folder).full_state_dict()
+        except RuntimeError as error:
+            assert "cannot be read" in str(error)
+    return None
+
+
 def loaded(state: Any, lacks: str) -> str:
     """A whole state_dict loads on every rank; what nobody has is an error on every rank."""
     pipe = Pipe(deep(), BALANCES[dist.get_world_size()], chunks=4)

@@ -5,6 +5,8 @@
                        MetaMemory.give         the same object, now with memory on its device, marked
                           |
                        is_marked           after an initialisation: not written yet
+                          |
+                       emptied_again       after an error, on any rank: on the meta device, as before
 
 Everything that a layer keeps in its parameters and buffers is found by `places`. Tensors on the meta device anywhere
 else in a layer are refused by `check_reachable`: nothing could give them values.
@@ -13,7 +15,9 @@ else in a layer are refused by `check_reachable`: nothing could give them values
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -131,6 +135,19 @@ def become(tensor: Tensor, real: Tensor) -> None:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # setting them registers them with what it is now
         if getattr(hooked, hooks):
             setattr(hooked, hooks, getattr(hooked, hooks))
+
+
+@contextmanager
+def emptied_again(module: nn.Module) -> Iterator[None]:
+    """Within: an error takes the memory of tensors that were on the meta device, so that another try fills them all."""
+    before = [(tensor, tensor.detach()) for tensor in chain(module.parameters(), module.buffers()) if tensor.is_meta]
+    try:
+        yield
+    except BaseException:
+        for tensor, empty in before:
+            if not tensor.is_meta:
+                become(tensor, empty)
+        raise
 
 
 def _mark(tensor: Tensor) -> None:

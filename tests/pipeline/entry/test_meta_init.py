@@ -17,7 +17,7 @@ from shards import save_shards
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from pipeline import layer_seed
+from pipeline import Pipe, layer_seed
 from pipeline.entry.state.meta_init import materialize, reset_parameters
 
 CPU = torch.device("cpu")
@@ -643,6 +643,25 @@ def test_what_the_callable_raises_comes_out_and_generators_are_as_they_were():
     with pytest.raises(ZeroDivisionError):
         fill(nn.Sequential(nn.Linear(2, 2, device="meta")), lambda layer: 1 / 0)
     assert same(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("fails", [{"2.bias": torch.ones(3)}, lambda layer: 1 / (not isinstance(layer, nn.Linear))])
+def test_after_an_error_another_try_fills_all(fails):
+    def build():
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.GRU(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        model[3].weight = model[2].weight
+        return model
+
+    expected = build()
+    state = expected.state_dict()
+    model = on_meta(build)
+    before = list(model.parameters())
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        Pipe(model, [2, 2], devices=["cpu"] * 2, materialize=fails if callable(fails) else {**state, **fails})
+    assert all(tensor.is_meta for tensor in tensors(model).values())
+    Pipe(model, [2, 2], devices=["cpu"] * 2, materialize=state)
+    assert_same(model, expected)
+    assert all(param.requires_grad and param is one for param, one in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("hide", [lambda t: t, lambda t: [t], lambda t: {"a": (1, t)}])
