@@ -41,7 +41,8 @@ def join_ranks(
         descriptions = {SETTINGS: runtime.settings.words}
         seed = communicator.open(lambda values: descriptions, draws=materialize is not None)
         topology.ranks.refuse_shared_devices()
-        settle(stages, topology.assignment.own_stages, runtime.settings.layout.devices, materialize, lambda: seed)
+        own_stages, devices = topology.assignment.own_stages, runtime.settings.layout.devices
+        settle(stages, own_stages, devices, materialize, lambda: seed, communicator.exchange.any)
         modules: dict[str, Any] = runtime.module._modules
         modes = runtime.settings.origin.modes
         own_layers = [layer for name, layer in modules.items() if name not in placeholders]

@@ -225,6 +225,7 @@ def settle(
     devices: Sequence[torch.device],
     source: ValueSource,
     seed: Callable[[], int],
+    anywhere: Callable[[bool], bool] = bool,
 ) -> None:
     """Put some stages on their devices, and values into what is on the meta device.
 
@@ -234,6 +235,7 @@ def settle(
         devices: of each stage.
         source: where values come from, see entry/state/meta_init.py.
         seed: draws a seed, if one is needed.
+        anywhere: whether a condition holds in any process.
 
     Raises:
         RuntimeError: one of those to place is trained by another rank of an earlier Pipe.
@@ -248,7 +250,7 @@ def settle(
         for name, layer in table.items():
             (to_fill if stage in own_stages else others).append((len(to_fill) + len(others), name, layer))
             places += [devices[stage]] * (stage in own_stages)
-    materialize(to_fill, source, places, seed() if source is not None else 0, others)
+    materialize(to_fill, source, places, seed() if source is not None else 0, others, anywhere)
     for stage in sorted(own_stages, reverse=True):
         with moved_in_place(devices[stage]):
             stages[stage].to(devices[stage])  # a layer that several stages share stays with the first

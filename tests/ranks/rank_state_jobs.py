@@ -115,16 +115,21 @@ def piped(start: str | None, steps: tuple[int, int], end: str | None, how: str =
     return pipe.full_state_dict()
 
 
-def the_first_that_is_whole(folders: list[str]) -> Any:
-    """Build a Pipe from the first of some checkpoints that can be read; rank 0 gets the whole model's state."""
+def first_that_is_whole(folders: list[str]) -> Any:
+    """Build a Pipe from the first of some checkpoints that can be read, then from others, which nothing reads.
+
+    Rank 0 gets the whole model's state.
+    """
     with torch.device("meta"):
         model = deep()
+    state, words = None, []
     for folder in folders:
         try:
-            return Pipe(model, BALANCES[dist.get_world_size()], materialize=folder).full_state_dict()
-        except RuntimeError as error:
-            assert "cannot be read" in str(error)
-    return None
+            state = Pipe(model, BALANCES[dist.get_world_size()], materialize=folder).full_state_dict()
+        except (RuntimeError, ValueError) as error:
+            words.append(str(error))
+    assert "cannot be read" in words[0] and all("has values already, which stay" in others for others in words[1:])
+    return state
 
 
 def loaded(state: Any, lacks: str) -> str:

@@ -76,14 +76,15 @@ def test_values_made_or_read_on_ranks_do_not_depend_on_their_number(crews: dict[
             assert wrong == []
 
 
-def test_after_an_error_on_one_rank_all_read_anew(crew2: Crew, tmp_path: Path) -> None:
+def test_after_an_error_on_one_rank_all_read_anew_and_only_then(crew2: Crew, tmp_path: Path) -> None:
     model = deep()
     save_shards(tmp_path / "earlier", [model.state_dict()])
     for name in ("0.weight", "5.bias"):  # of either rank
         shards = [{key: torch.ones_like(value)} for key, value in model.state_dict().items()]
         torn = save_shards(tmp_path / name, shards)
         (torn / f"model-{list(model.state_dict()).index(name) + 1:05}-of-{len(shards):05}.safetensors").unlink()
-        state, _ = crew2.run("rank_state_jobs:the_first_that_is_whole", [str(torn), str(tmp_path / "earlier")])
+        folders = [str(torn), str(tmp_path / "earlier"), str(tmp_path / "earlier")]
+        state, _ = crew2.run("rank_state_jobs:first_that_is_whole", folders)
         assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 

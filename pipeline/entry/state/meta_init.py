@@ -49,7 +49,12 @@ _REMEDY = (
 
 
 def materialize(
-    layers: NumberedLayers, source: ValueSource, devices: Sequence[torch.device], seed: int, others: NumberedLayers = ()
+    layers: NumberedLayers,
+    source: ValueSource,
+    devices: Sequence[torch.device],
+    seed: int,
+    others: NumberedLayers = (),
+    anywhere: Callable[[bool], bool] = bool,
 ) -> None:
     """Give memory and values to all parameters and buffers of some layers that are on the meta device.
 
@@ -67,6 +72,7 @@ def materialize(
         devices: of each layer.
         seed: of the initial values.
         others: the model's other layers. A tensor that these have too may stand under their names in the state.
+        anywhere: whether a condition holds in any process.
 
     Raises:
         ValueError: values that are missing, or of another shape or type; tensors without memory that are no parameters
@@ -85,8 +91,10 @@ def materialize(
     empty = survey(layers, devices)
     check_reachable(layers, empty)
     _add_names(empty, others)
+    is_read = anywhere(bool(empty))
     if not empty:
-        _refuse_unread_state(state, [*layers, *others])
+        if not is_read:
+            _refuse_unread_state(state, layers)
         return
     saved = None if state is None else _open(state, empty.values())
     _check_given(empty.values(), init is not None, saved)
@@ -176,9 +184,8 @@ def _add_names(empty: Mapping[int, MetaTensor], others: NumberedLayers) -> None:
 
 
 def _refuse_unread_state(state: State | None, layers: NumberedLayers) -> None:
-    """Refuse a state that would be read by no rank, since all is initialised already."""
-    tensors = [tensor for _, name, layer in layers for _, tensor, _ in places(name, layer)]
-    if state is not None and tensors and not any(tensor.is_meta for tensor in tensors):
+    """Refuse a state that is read by no rank, since all is initialised already."""
+    if state is not None and any(True for _, name, layer in layers for _ in places(name, layer)):
         raise ValueError(
             f"materialize= has a state ({shown(state)}), and all of the module has values already, which stay. Build "
             "it on the meta device (with torch.device('meta'): ...), or call pipe.load_state_dict(state), where "
