@@ -245,16 +245,17 @@ class Buffers:
                 _give(slot.tensor, copy)
 
     def begin_again(self) -> None:
-        """Give the buffers that change what they held as the call began."""
-        values = [slot.initial for slot in self._written]
-        self.put_back(BufferValues(self._written, values, [None] * len(self._empty)))
-
-    def roll_back(self) -> None:
-        """Restore every buffer to the beginning of the call: the same tensor with the same values."""
+        """Restore the buffers to the beginning of the call: the same tensors; those that change, with their values."""
         for table, tensors in self._tables:
             table.clear()
             table.update(tensors)
-        for slot in self._slots:
+        for slot in self._written:
+            _give(slot.tensor, slot.initial)
+
+    def roll_back(self) -> None:
+        """Restore every buffer to the beginning of the call: the same tensor with the same values."""
+        self.begin_again()
+        for slot in self._read.slots:
             if not same_values(slot.tensor, slot.initial):
                 _give(slot.tensor, slot.initial)
 

@@ -1436,24 +1436,29 @@ class Running(nn.Module):
         super().__init__()
         if kind == "attribute":
             self.mean = torch.ones(4).double()
-        else:
+        elif kind != "registered late":
             self.register_buffer("mean", None if kind == "no buffer yet" else torch.ones(4).double())
         self.kind = kind
 
     def forward(self, x):
-        before = torch.ones(4).double() if self.mean is None else self.mean.clone()
+        mean = getattr(self, "mean", None)
+        before = torch.ones(4).double() if mean is None else mean.clone()
         mean = before.lerp(x.detach().square().mean(0), 0.5)
         if self.kind == "written past its version":
             self.mean.data.copy_(mean)
         elif self.kind == "written":
             self.mean.copy_(mean)
+        elif self.kind == "registered late":
+            self.register_buffer("mean", mean)
         else:
             self.mean = mean
         return (x / before).tanh()
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("kind", ["attribute", "written", "written past its version", "replaced", "no buffer yet"])
+STATES = ["attribute", "written", "written past its version", "replaced", "no buffer yet"]
+
+
+@pytest.mark.parametrize("kind, mode", [*itertools.product(STATES, ["never", "always"]), ("registered late", "never")])
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_all_chunks_find_the_state_of_layers_as_the_minibatch_found_it(matrix, kind, mode):
     """So the matrix is that of all rows at once."""
