@@ -1,7 +1,8 @@
 """The description of a model or a loss in words that are the same in every process: no address, no order of a set.
 
     tensors    dtype, shape and a digest of the values
-    modules    class, extra_repr, attributes of each, and the values of all parameters and buffers
+    modules    class, extra_repr, attributes of each, and the values of all parameters and buffers; of a model's the
+               attributes that are numbers or words
     functions  name, code, defaults and what they have captured; a partial: its function and arguments
     others     class and attributes
 """
@@ -29,9 +30,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def architecture(module: nn.Module) -> str:
-    """The classes of all modules, with what they print of themselves."""
-    printed = [(name, named(module), module.extra_repr()) for name, module in module.named_modules()]
-    return "; ".join([f"{name} {kind}({re.sub(r' at 0x[0-9a-f]+', '', text)})" for name, kind, text in printed])
+    """The classes of all modules, what they print of themselves, and attributes that are numbers or words."""
+    printed = [(name, named(part), part.extra_repr(), _plain(part)) for name, part in module.named_modules()]
+    words = [f"{name} {kind}({text}) {numbers}" for name, kind, text, numbers in printed]
+    return re.sub(r" at 0x[0-9a-f]+", "", "; ".join(words))
+
+
+def _plain(module: nn.Module) -> list[tuple[str, Any]]:
+    own = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
+    return sorted([(name, value) for name, value in own if isinstance(value, _PLAIN)])
 
 
 def identity(value: Any, depth: int = _DEPTH) -> str:

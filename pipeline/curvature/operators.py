@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.arguments import check_count
+from pipeline.common.torch_modes import Ambient
 from pipeline.curvature.analysis import Analysis
 from pipeline.curvature.checking import Report, check
 from pipeline.curvature.forms import Vectors, taken
@@ -223,11 +224,14 @@ class Operator(Analysis):
 
     def fingerprint(self) -> str:
         """A digest of the model with all its tensors, data, loss and settings; the same text on all ranks."""
-        self.pipe.runtime.follow_model()
-        tensors = [*self.pipe.parameters(), *self.pipe.buffers()]
-        flags = "" if self.training is not None else str([m.training for m in self.pipe.modules()])
-        model = f"{architecture(self.pipe)} {values_in_words(tensors)} by {list(self.space.parameters())}"
-        settings = f"{identity(self.loss_fn)} {self.loss_reduction} {self.training} {self.seed} {self.pipe.chunks}"
+        pipe = self.pipe
+        pipe.runtime.follow_model()
+        tensors = [*pipe.parameters(), *pipe.buffers()]
+        flags = "" if self.training is not None else str([m.training for m in pipe.modules()])
+        model = f"{architecture(pipe)} {values_in_words(tensors)} by {list(self.space.parameters())}"
+        autocast = Ambient.capture(sorted({device.type for device in pipe.devices})).autocast
+        chunks = f"{pipe.chunks} {pipe.batch_dim} {pipe.mixes_rows} {autocast}"
+        settings = f"{identity(self.loss_fn)} {self.loss_reduction} {self.training} {self.seed} {chunks}"
         text = f"{self.name} {model} {settings} {self.data.fingerprint()} {flags}"
         digests = self.space.rows(digest(text) % (1 << 48))
         return f"{self.name} {self.shape[0]} " + " ".join(f"{number:x}" for number in digests)

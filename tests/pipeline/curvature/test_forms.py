@@ -493,9 +493,23 @@ def test_a_fingerprint_tells_parameters_data_and_settings_apart():
     x, y = data()
     assert one.fingerprint() != Hessian(Pipe(layered(), [2, 2], 3), (x + 1, y), CE.whole, seed=SEED).fingerprint()
     before = one.fingerprint()
+    assert before != Hessian(Pipe(layered(), [2, 2], 3, mixes_rows=True), (x, y), CE.whole, seed=SEED).fingerprint()
+    with torch.autocast("cpu"):
+        assert one.fingerprint() != before
     with torch.no_grad():
         model[0].weight.add_(1e-9)
     assert one.fingerprint() != before
+
+
+class Scaled(nn.Module):
+    """It does not print its number."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return (x * self.scale).sin()
 
 
 def made_with(loss=CE.whole, act=nn.Tanh, frozen=0.0, params=None):
@@ -510,7 +524,7 @@ def test_a_fingerprint_tells_architectures_and_what_is_frozen_apart():
     makers = [
         made_with, partial(made_with, act=nn.ReLU), partial(made_with, act=partial(nn.LeakyReLU, 0.1)),
         partial(made_with, act=partial(nn.LeakyReLU, 0.2)), partial(made_with, frozen=1e-9),
-        partial(made_with, params=["0"]),
+        partial(made_with, params=["0"]), *[partial(made_with, act=partial(Scaled, scale)) for scale in (1, 0.5)],
     ]
     prints = [make().fingerprint() for make in makers]
     assert len(set(prints)) == len(prints)
