@@ -107,6 +107,15 @@ class RunFiles:
             raise ResumeError(f"the run's state could not be saved at {self.path}: {reason}") from error
         self._written = time.monotonic()
 
+    def save(self, step: int, state: SavedValue) -> None:
+        """Save the state after a step on all processes; all raise if one cannot. All call it."""
+        failure = None
+        try:
+            self.write(step, state)
+        except ResumeError as error:
+            failure = error
+        self._agree(failure)
+
     def remove(self) -> None:
         """The run is done: nothing is to be gone on from."""
         self.path.unlink(missing_ok=True)
@@ -148,13 +157,7 @@ class RunFiles:
 
     def _common_steps(self, own_steps: list[int], refusal: ResumeError | None) -> set[int]:
         """The steps that all processes have; all raise if one has to."""
-        rows = self._space.rows([refusal is not None, own_steps])
-        if refusal is not None:
-            raise refusal
-        refusing = [rank for rank, (refuses, _) in enumerate(rows) if refuses]
-        if refusing:
-            raise ResumeError(f"rank {refusing[0]} cannot go on from its file, so that no rank can: see its error.")
-        steps = [set(rank_steps) for _, rank_steps in rows]
+        steps = list(map(set, self._agree(refusal, own_steps)))
         common = set.intersection(*steps)
         if any(steps) and not common:
             listing = "; ".join(
@@ -166,6 +169,16 @@ class RunFiles:
                 "is missing, or delete them all to begin anew."
             )
         return common
+
+    def _agree(self, refusal: ResumeError | None, value: Any = None) -> list[Any]:
+        """The values of all processes; all raise if one has to."""
+        rows = self._space.rows([refusal is not None, value])
+        if refusal is not None:
+            raise refusal
+        refusing = [rank for rank, (refuses, _) in enumerate(rows) if refuses]
+        if refusing:
+            raise ResumeError(f"rank {refusing[0]} cannot go on with its file, so that no rank can: see its error.")
+        return [rank_value for _, rank_value in rows]
 
 
 class Resumable:
@@ -225,7 +238,7 @@ class Resumable:
             state = tree_map(lambda leaf: leaf, state)  # in containers of its own
             self._recorded = step, state, _versions(state)
             if advance and self._saves.due():
-                self._saves.write(step, state)
+                self._saves.save(step, state)
 
     def advance(self, products: int, note: str = "") -> None:
         """Move the bar. A note replaces the one at its right, an empty one leaves it."""
@@ -254,7 +267,7 @@ class Resumable:
             if _versions(state) != recorded_versions:
                 return
             if error is None:
-                self._saves.write(step, state)
+                self._saves.save(step, state)
             else:
                 self._saves.rescue(step, state, error)
 

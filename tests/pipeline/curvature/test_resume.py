@@ -540,8 +540,20 @@ def test_a_file_that_one_rank_refuses_ends_the_run_on_all_ranks(tmp_path: Path) 
         return str(caught.value)
 
     mine, other = over_ranks(torch.eye(4), 2, latest)
-    assert "rank 1 cannot go on from its file" in mine
+    assert "rank 1 cannot go on with its file" in mine
     assert "seed was 0 and is 1" in other
+
+
+def test_a_file_that_one_rank_cannot_save_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    def unsaved(A: RankMap) -> str:
+        with pytest.raises(ResumeError) as caught:
+            top_eigenpairs(A, resume=tmp_path / "top.pt", save_every=0, **WANTED)
+        return str(caught.value)
+
+    (tmp_path / "top.rank1of2.pt.part").mkdir()
+    mine, other = over_ranks(symmetric(VALUES), 2, unsaved)
+    assert "rank 1 cannot go on with its file" in mine
+    assert "could not be saved" in other
 
 
 def test_no_thread_of_these_tests_is_left() -> None:
