@@ -288,7 +288,7 @@ def _bar(total: int | None, title: str) -> Any:
 def settings_of(A: LinearMap) -> dict[str, SavedValue]:
     """The traits of a matrix that must be the same for a run with it to go on."""
     sizes = [len(shard) for shard in A.space.zeros()]  # a state fits only the same cut
-    space = {"dtype": str(A.space.dtype), "shards": sizes, "ranks": A.space.ranks}
+    space = {"dtype": str(A.space.dtype), "shards": sizes, "rank": f"{A.space.rank} of {A.space.ranks}"}
     return {"matrix": A.name, "fingerprint": A.fingerprint(), **space}
 
 

@@ -544,6 +544,15 @@ def test_a_file_that_one_rank_refuses_ends_the_run_on_all_ranks(tmp_path: Path) 
     assert "seed was 0 and is 1" in other
 
 
+def test_the_file_of_another_rank_is_refused(tmp_path: Path) -> None:
+    matrix, path = symmetric(VALUES), tmp_path / "top.pt"
+    with pytest.raises(OSError, match="the machine is gone"):
+        over_ranks(matrix, 2, lambda A: top_eigenpairs(failing(A, 7, False), resume=path, save_every=0, **WANTED))
+    (tmp_path / "top.rank1of2.pt").replace(tmp_path / "top.rank0of2.pt")
+    with pytest.raises(ResumeError, match="rank was '1 of 2' and is '0 of 2'|rank 0 cannot go on with its file"):
+        over_ranks(matrix, 2, lambda A: top_eigenpairs(A, resume=path, **WANTED))
+
+
 def test_a_file_that_one_rank_cannot_save_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
     def unsaved(A: RankMap) -> str:
         with pytest.raises(ResumeError) as caught:
