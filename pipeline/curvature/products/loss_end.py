@@ -174,7 +174,8 @@ class LossProduct(ChunkLosses):
             computed = torch.zeros((), device="cpu") if row_grad is None else row_grad * share
             expected = torch.zeros((), device="cpu") if whole is None else whole[part]
             scale = 0.0 if whole is None or not expected.numel() else float(whole.abs().amax())
-            if not torch.allclose(computed.to(expected), expected, rtol=1e-3, atol=1e-3 * scale):
+            near = max(1e-3, 4 * torch.finfo(expected.dtype).eps)
+            if not torch.allclose(computed.to(expected), expected, rtol=near, atol=near * scale):
                 raise ValueError(
                     "the loss of a row depends on other rows: its gradient alone is not its part of the mini-batch's. "
                     "The empirical Fisher is a sum over rows, so it needs a loss that is a sum or a mean of the rows' "

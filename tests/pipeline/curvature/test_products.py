@@ -1331,6 +1331,14 @@ def test_products_in_low_precision_are_float32_and_near_those_of_float64(matrix,
     close(found.double(), wanted.products[matrix], rtol)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_rows_of_a_mean_in_low_precision_are_seen_to_be_their_own(chunks):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).bfloat16()
+    data = normal(999, 3).bfloat16(), normal(999, 1, seed=2).bfloat16()
+    op = EmpiricalFisher(Pipe(model, [2, 1], chunks), data, functional.mse_loss)
+    assert (op @ columns(op.shape[0]).float()).isfinite().all()
+
+
 class Recurrent(nn.Module):
     """A residual block around one of torch's RNNs."""
 
