@@ -86,17 +86,9 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _shortened(texts: list[str]) -> list[str]:
-    """Texts of several lines: only the lines that not all have."""
-    if not any("\n" in text for text in texts):
-        return [_clipped(text) for text in texts]
+def _shortened(texts: Sequence[str]) -> list[str]:
+    """Texts without the lines that all have."""
     lines = [text.splitlines() for text in texts]
     common = set(lines[0]).intersection(*lines[1:])
-    differing = [
-        "; ".join(line for line in lines_of_text if line not in common) or "nothing else" for lines_of_text in lines
-    ]
-    return [_clipped(text) for text in differing]
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) < 600 else text[:600] + " ..."
+    shown = ["; ".join([line for line in own_lines if line not in common]) or "nothing else" for own_lines in lines]
+    return [text if len(text) < 600 else text[:600] + " ..." for text in shown]

@@ -144,14 +144,9 @@ class DataParallelCommunicator(Communicator):
 
     def open(self, words: Describe, draws: bool = True, tensors: CommonTensors = CommonTensors()) -> int:
         """As the pipeline's own. What replicas must agree on is compared when their gradients meet."""
-        descriptions: list[Mapping[str, str]] = []
-
-        def with_replica(values: bool) -> Mapping[str, str]:
-            descriptions.append(words(values))
-            return {**descriptions[-1], "the replicas": f"number {self._replicas.index} of {self._replicas.count}"}
-
-        seed = self._inner.open(with_replica, draws, tensors)
-        self.averager.describe(descriptions[-1] if descriptions else words(False))
+        place = {"the replicas": f"number {self._replicas.index} of {self._replicas.count}"}
+        seed = self._inner.open(lambda values: {**words(values), **place}, draws, tensors)
+        self.averager.describe(words(False))
         return seed
 
     def at(self, action: Action | None) -> None:
