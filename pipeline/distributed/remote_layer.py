@@ -48,13 +48,10 @@ class RemoteLayer(NamedLayer):
     train(), eval(), requires_grad_() and hooks do nothing here, and do what they do where the layer is.
 
     Args:
-        kind: the layer's type, by name.
-        index: the layer's index in the nn.Sequential.
-        stage: the stage that the layer belongs to.
+        layer: the layer, whose training mode this takes, and of which it keeps nothing alive but random generators.
+        index: its index in the nn.Sequential.
+        stage: the stage that it belongs to.
         rank: the rank that has it.
-        keys: the keys of the layer's state_dict. None: any, since the layer itself changes keys as it loads them.
-        versions: the state_dict's `_metadata`.
-        in_model: the names that the layer brings.
 
     Raises:
         RuntimeError: when called.
@@ -63,42 +60,25 @@ class RemoteLayer(NamedLayer):
     Example:
         >>> from torch import nn
         >>> from pipeline.distributed.remote_layer import RemoteLayer
-        >>> RemoteLayer.of(nn.Linear(2, 3), index=4, stage=2, rank=1)
+        >>> RemoteLayer(nn.Linear(2, 3), index=4, stage=2, rank=1)
         Linear(...) of stage 2 on rank 1
     """
 
-    def __init__(
-        self,
-        kind: str,
-        index: int,
-        stage: int,
-        rank: int,
-        keys: Iterable[str] | None = (),
-        versions: Mapping[str, Mapping[str, Any]] | None = None,
-        in_model: ModelNames | None = None,
-    ) -> None:
+    def __init__(self, layer: nn.Module, index: int, stage: int, rank: int) -> None:
         super().__init__()
+        kind = type(layer).__name__
         self._where = f"layer {index} ({kind}) belongs to stage {stage}, which rank {rank} has"
         self._shown = f"{kind}(...) of stage {stage} on rank {rank}"
-        self._keys = None if keys is None else frozenset(keys)
-        self._versions = dict(versions or {})
-        self._in_model = in_model
-        # What stages here may hold too, see recompute/snapshot.py.
-        self.generators: dict[int, Generator] = {}
-        self.held_buffers = BuffersElsewhere(())
-
-    @classmethod
-    def of(cls, layer: nn.Module, index: int, stage: int, rank: int) -> RemoteLayer:
-        """The placeholder of `layer`, in its training mode. It keeps nothing alive but random generators."""
         with without_marks(layer):
             state = layer.state_dict()
-        keys = None if any(map(_changes_keys, layer.modules())) else state
-        in_model = layer.in_model if isinstance(layer, NamedLayer) else None
-        placeholder = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None), in_model)
-        placeholder.training = layer.training
-        placeholder.generators = private_generators(layer.modules())
-        placeholder.held_buffers = BuffersElsewhere(layer.modules())
-        return placeholder
+        # None: any, since the layer itself changes keys as it loads them.
+        self._keys = None if any(map(_changes_keys, layer.modules())) else frozenset(state)
+        self._versions = dict(getattr(state, "_metadata", None) or {})
+        self._in_model = layer.in_model if isinstance(layer, NamedLayer) else None
+        self.training = layer.training
+        # What stages here may hold too, see recompute/snapshot.py.
+        self.generators: dict[int, Generator] = private_generators(layer.modules())
+        self.held_buffers = BuffersElsewhere(layer.modules())
 
     @property
     def in_model(self) -> ModelNames | None:

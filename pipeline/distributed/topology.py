@@ -135,7 +135,7 @@ class PipeTopology(Topology):
             layers: Mapping[str, Any] = stages[stage]._modules
             for name, layer in layers.items():
                 if rank != self.assignment.rank:
-                    yield name, RemoteLayer.of(layer, index, stage, rank)
+                    yield name, RemoteLayer(layer, index, stage, rank)
                 index += 1
 
 

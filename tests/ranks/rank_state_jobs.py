@@ -28,7 +28,7 @@ def own_layers() -> tuple[nn.Sequential, list[tuple[str, Any]]]:
         model[5].weight = nn.Parameter(model[5].weight.detach().clone())  # each rank has its own copy
     for index, (name, layer) in enumerate(list(model.named_children())):
         if not cut[rank] <= index < cut[rank + 1]:
-            model._modules[name] = RemoteLayer.of(layer, index, stage=0, rank=0)
+            model._modules[name] = RemoteLayer(layer, index, stage=0, rank=0)
     return model, names_of(model)
 
 

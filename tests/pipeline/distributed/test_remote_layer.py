@@ -61,13 +61,13 @@ def part(model, own):
     """As a rank has it: its own layers, Elsewhere for the others."""
     there = nn.Sequential()
     for index, (name, layer) in enumerate(model._modules.items()):
-        there._modules[name] = layer if index in own else RemoteLayer.of(layer, index, stage=index, rank=9)
+        there._modules[name] = layer if index in own else RemoteLayer(layer, index, stage=index, rank=9)
     return there
 
 
 @pytest.fixture
 def linear():
-    return RemoteLayer.of(nn.Linear(2, 3), index=4, stage=2, rank=1)
+    return RemoteLayer(nn.Linear(2, 3), index=4, stage=2, rank=1)
 
 
 def test_it_says_what_it_stands_for_in_a_plain_modules_print(linear):
@@ -80,12 +80,12 @@ def test_it_says_what_it_stands_for_in_a_plain_modules_print(linear):
 def test_it_holds_no_tensor_and_keeps_no_layer_alive(linear):
     assert not linear.state_dict() and not list(linear.parameters()) and not list(linear.buffers())
     assert not list(linear.children())
-    assert len(pickle.dumps(RemoteLayer.of(nn.Linear(300, 300), 0, 0, 0))) < 2000
+    assert len(pickle.dumps(RemoteLayer(nn.Linear(300, 300), 0, 0, 0))) < 2000
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_it_has_the_layers_training_mode_and_takes_another(training):
-    here = RemoteLayer.of(nn.Linear(2, 3).train(training), 0, 0, 0)
+    here = RemoteLayer(nn.Linear(2, 3).train(training), 0, 0, 0)
     assert here.training is training
     assert here.train(not training).training is not training
     here.requires_grad_(False).double().zero_grad()

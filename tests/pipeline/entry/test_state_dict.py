@@ -494,7 +494,7 @@ def test_of_a_whole_state_only_own_values_are_read_and_all_keys_judged(own):
     elsewhere = [name for name, _ in target.named_children() if name not in own]
     for index, (name, layer) in enumerate(list(target.named_children())):
         if name in elsewhere:
-            target._modules[name] = RemoteLayer.of(layer, index, 0, 1)
+            target._modules[name] = RemoteLayer(layer, index, 0, 1)
     state = Reading(source.state_dict())
     state._metadata = source.state_dict()._metadata
     part = own_part(state, elsewhere)
