@@ -31,7 +31,7 @@ from pipeline.data.microbatch import bare
 from pipeline.data.values import chain
 from pipeline.distributed.agreement import shapes_in_words
 from pipeline.distributed.data_parallel.replicas import Replicas, check_where, find_replicas
-from pipeline.distributed.topology import topology_of
+from pipeline.distributed.topology import PipeTopology
 from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
 from pipeline.entry import data_set, entry_points, inner_product
 from pipeline.entry.inputs import input_of, takes_arguments
@@ -170,7 +170,7 @@ class Pipe(FixedModule, StateDictMixin):
         count = check_count("chunks", chunks)
         plans = plans_of(schedule, layers_per_stage, count, layout, processes)
         if ranks is not None:
-            topology = topology_of(stages, plans.resolved(count).placement.lane_of, ranks)
+            topology = PipeTopology(stages, plans.resolved(count).placement.lane_of, ranks)
             processes = replace(processes, topology=topology)
         self._settings = Settings(
             layout, processes, layers_per_stage, count, plans, check_policy(checkpoint),

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
@@ -24,29 +23,48 @@ from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.execution.communicator import Topology
 
 
-@dataclass(frozen=True, eq=False)
 class PipeTopology(Topology):
     """A Pipe's ranks, and what each of them has.
+
+    Args:
+        stages: the whole module's, of which only the structure is needed.
+        rank_of: the rank of each stage.
+        ranks: the ranks.
 
     Attributes:
         ranks: the ranks.
         number: of the Pipe, among those that run on these ranks.
         assignment: the assignment of stages.
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
-        holders: the ranks that have each parameter, by its first name.
         nothing: an empty one, for a rank without any.
         opened: the calls of the Pipe, by entry point and failures before.
-        named_references: the first names of the whole module's parameters, by id, and what gives these, if they exist.
     """
 
-    ranks: RankGroup
-    number: int
-    assignment: StageAssignment
-    first_names: Mapping[str, str]
-    named_references: Mapping[int, tuple[str, Callable[[], Tensor | None]]]
-    holders: Mapping[str, Collection[int]]
-    nothing: nn.Parameter
-    opened: Cadence = field(default_factory=Cadence)
+    def __init__(self, stages: Sequence[nn.Sequential], rank_of: Sequence[int], ranks: RankGroup) -> None:
+        self.ranks = ranks
+        self.number, ranks.pipes = ranks.pipes, ranks.pipes + 1
+        self.assignment: StageAssignment = assign(stages, rank_of, ranks.rank)
+        self.nothing: nn.Parameter = nn.Parameter(torch.empty(0, device="cpu"))
+        self.opened = Cadence()
+        whole = sequential({name: layer for stage in stages for name, layer in stage._modules.items()})
+        self.first_names: Mapping[str, str] = first_names_of(whole)
+        self._holders = defaultdict[str, set[int]](set)  # by first names: the ranks that have the parameter
+        for stage, rank in zip(stages, rank_of, strict=True):
+            for name, _ in stage.named_parameters():
+                self._holders[self.first_names[name]].add(rank)
+        # Of this rank's own no weak reference: torch cannot move a parameter in place that has one (moved_in_place).
+        own_references = {
+            id(parameter): partial(table.get, name)
+            for stage, rank in zip(stages, rank_of, strict=True)
+            if rank == ranks.rank
+            for table in tables_of(stage.modules(), "_parameters")
+            for name, parameter in table.items()
+        }
+        # The first names of the whole module's parameters, by id, and what gives these, if they exist.
+        self._named_references: dict[int, tuple[str, Callable[[], Tensor | None]]] = {
+            id(parameter): (name, own_references.get(id(parameter)) or ref(parameter))
+            for name, parameter in whole.named_parameters()
+        }
 
     def __deepcopy__(self, memo: Any) -> PipeTopology:
         """A copy of a Pipe runs on the same ranks."""
@@ -57,13 +75,13 @@ class PipeTopology(Topology):
 
     def name_of(self, leaf: Tensor) -> str | None:
         """The first name of a parameter of the module. None: it is none."""
-        name, reference = self.named_references.get(id(leaf), (None, None))
+        name, reference = self._named_references.get(id(leaf), (None, None))
         return name if reference is not None and reference() is leaf else None
 
     def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         for leaf in leaves:
             name = self.name_of(leaf)
-            if name is not None and stage is not None and self.holders[name] == {self.assignment.rank}:
+            if name is not None and stage is not None and self._holders[name] == {self.assignment.rank}:
                 continue  # only this rank needs its gradient
             if name is not None:
                 raise RuntimeError(
@@ -106,7 +124,7 @@ class PipeTopology(Topology):
                 _refuse_tie(tied.name, "in this rank's layers was replaced, or tied to one more,")
         for parameter in [parameter for parameters in by_stage.values() for parameter in parameters.values()]:
             name = self.name_of(parameter)
-            if name is not None and self.assignment.rank not in self.holders[name]:
+            if name is not None and self.assignment.rank not in self._holders[name]:
                 _refuse_tie(name, "of another rank's layer was put into one of this rank's")
 
     def named(
@@ -137,38 +155,6 @@ class PipeTopology(Topology):
                 if rank != self.assignment.rank:
                     yield name, RemoteLayer(layer, index, stage, rank)
                 index += 1
-
-
-def topology_of(stages: Sequence[nn.Sequential], rank_of: Sequence[int], ranks: RankGroup) -> PipeTopology:
-    """The next Pipe on some ranks.
-
-    Args:
-        stages: the whole module's, of which only the structure is needed.
-        rank_of: the rank of each stage.
-        ranks: the ranks.
-    """
-    assignment = assign(stages, rank_of, ranks.rank)
-    number, ranks.pipes = ranks.pipes, ranks.pipes + 1
-    whole = sequential({name: layer for stage in stages for name, layer in stage._modules.items()})
-    named = {id(parameter): (name, parameter) for name, parameter in whole.named_parameters()}
-    first_names = first_names_of(whole)
-    # Of this rank's own no weak reference: torch cannot move a parameter in place that has one (moved_in_place).
-    own_references = {
-        id(parameter): partial(table.get, name)
-        for stage, rank in zip(stages, rank_of, strict=True)
-        if rank == ranks.rank
-        for table in tables_of(stage.modules(), "_parameters")
-        for name, parameter in table.items()
-    }
-    named_references = {
-        key: (name, own_references.get(key) or ref(parameter)) for key, (name, parameter) in named.items()
-    }
-    holders: dict[str, set[int]] = defaultdict(set)
-    for stage, rank in zip(stages, rank_of, strict=True):
-        for name, _ in stage.named_parameters():
-            holders[first_names[name]].add(rank)
-    nothing = nn.Parameter(torch.empty(0, device="cpu"))
-    return PipeTopology(ranks, number, assignment, first_names, named_references, holders, nothing)
 
 
 def _refuse_tie(name: str, change: str) -> NoReturn:

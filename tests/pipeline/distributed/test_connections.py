@@ -19,7 +19,7 @@ from pipeline.data.values import chain
 from pipeline.distributed.assignment import schedule_over
 from pipeline.distributed.connections import Connections
 from pipeline.distributed.group import RankGroup
-from pipeline.distributed.topology import topology_of
+from pipeline.distributed.topology import PipeTopology
 from pipeline.distributed.tree import CHILDREN, tree_pairs
 from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.skip import Key
@@ -119,7 +119,7 @@ def connected(schedule, skips=(), tied: bool = False, places=GPUS, halves: bool 
     ranks = []
     for rank in range(schedule.lanes):
         one = OneOf(rank, places)
-        topology = topology_of(stages, rank_of, one)  # type: ignore[arg-type]
+        topology = PipeTopology(stages, rank_of, one)  # type: ignore[arg-type]
         for pairs in (*plans, topology.assignment.tied_pairs, *plans):
             one.connect(pairs)
         ranks.append(one)
