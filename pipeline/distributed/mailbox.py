@@ -9,11 +9,12 @@ A message travels with its spec (transports/link.py). The P2PPlan of a phase has
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from pipeline.common.places import Place
-from pipeline.data.pytrees import Activations, Grads, MemoryId
+from pipeline.data.pytrees import Activations, Grads
 from pipeline.data.values import CALLER, Value, Values
 from pipeline.distributed.group import RankGroup
 from pipeline.execution.mailbox import Mailbox, sent
@@ -70,7 +71,7 @@ class RankMailbox(Mailbox):
 
     def put(self, stage: int, chunk: int, outputs: Sequence[Activations]) -> None:
         rows = self._values.made_by[stage]
-        last_readers: dict[tuple[int, int, int], int] | None = None
+        last_readers = _last_readers(rows, outputs)
         for row, message in zip(rows, outputs, strict=True):
             key = row.name, chunk, False
             if stage == CALLER:
@@ -79,8 +80,7 @@ class RankMailbox(Mailbox):
             elif row.reader == CALLER or self._rank_of[row.reader] == self._ranks.rank:
                 self._activations[key] = message, None
             else:
-                last_readers = _last_readers(rows, outputs) if last_readers is None else last_readers
-                memory = tuple([(identity.origin, last_readers[identity.origin]) for identity in message.memory])
+                memory = tuple([identity._replace(until=last_readers[identity.origin]) for identity in message.memory])
                 tree = message.tree
                 self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, memory))
 
@@ -94,7 +94,7 @@ class RankMailbox(Mailbox):
                 self._transport.receive(parcel)
             return activations
         message = self._receive(key)
-        return Activations(message.tree, message.needs_grad, tuple([_memory(written) for written in message.memory]))
+        return Activations(message.tree, message.needs_grad, message.memory)
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
         for row, row_grads in zip(self._values.read_by[stage], grads, strict=True):
@@ -136,20 +136,8 @@ class RankMailbox(Mailbox):
 
 def _last_readers(rows: Sequence[Value], messages: Sequence[Activations]) -> dict[tuple[int, int, int], int]:
     """For each memory that is sent the last stage that reads it by another way: a rank between would not know."""
-    readers: dict[tuple[int, int, int], int] = {}
-    times: dict[tuple[int, int, int], int] = {}
+    ends = defaultdict[tuple[int, int, int], list[int]](list)  # of each tensor with that memory
     for row, message in zip(rows, messages, strict=True):
         for memory in dict.fromkeys(message.memory):
-            times[memory.origin] = times.get(memory.origin, 0) + 1
-            readers[memory.origin] = max(readers.get(memory.origin, -1), memory.until, row.reader)
-    return {
-        memory.origin: readers[memory.origin] if times[memory.origin] > 1 else memory.until
-        for message in messages
-        for memory in message.memory
-    }
-
-
-def _memory(written: object) -> MemoryId:
-    assert isinstance(written, tuple)  # as _last_readers wrote it
-    origin, until = written
-    return MemoryId(tuple(origin), until)
+            ends[memory.origin] += [memory.until, row.reader]
+    return {origin: max(own_ends) if len(own_ends) > 2 else own_ends[0] for origin, own_ends in ends.items()}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipeline.data.pytrees import Skeleton, Tree
+from pipeline.data.pytrees import MemoryId, Skeleton, Tree
 from pipeline.transports.codec import decode, encode, may_be_shared, same_skeleton
 from pipeline.transports.packing import Packing
 
@@ -24,13 +24,13 @@ class Message(NamedTuple):
         tensors: those of the value, in order.
         skeleton: the rest of the value; None: the value is one tensor.
         needs_grad: which of the tensors need a gradient.
-        memory: the identity of each one's memory, in tuples, whole numbers and None.
+        memory: the identity of each one's memory.
     """
 
     tensors: tuple[Tensor | None, ...]
     skeleton: Skeleton | None = None
     needs_grad: tuple[bool, ...] = ()
-    memory: tuple[object, ...] = ()
+    memory: tuple[MemoryId, ...] = ()
 
     @property
     def tree(self) -> Tree:
@@ -50,7 +50,7 @@ class MessageSpec(NamedTuple):
     packing: Packing
     skeleton: Skeleton | None
     needs_grad: tuple[bool, ...]
-    memory: tuple[object, ...]
+    memory: tuple[MemoryId, ...]
     written_skeleton: Any
     as_payload: bool = False
 
