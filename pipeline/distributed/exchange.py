@@ -146,20 +146,15 @@ class RankExchange(Exchange):
         return self.joined_norm(norms, norm_type)
 
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        first_names = self._topology.first_names
         own_norms = [
-            [name, str(norm.dtype).removeprefix("torch."), value]
+            [first_names.get(name, name), str(norm.dtype).removeprefix("torch."), value]
             for (name, norm), value in zip(norms, values_of([norm for _, norm in norms]), strict=True)
         ]
-        first_names = self._topology.first_names
-        by_name: dict[str, tuple[str, float]] = {}
-        unnamed = []
-        for rank, norms_of_rank in enumerate(self._ranks.exchange(own_norms)):
-            for name, dtype, value in norms_of_rank:
-                if name:
-                    by_name.setdefault(first_names.get(name, name), (dtype, value))  # a tied parameter counts once
-                elif rank == self._topology.assignment.last:
-                    unnamed.append((dtype, value))
+        rows = self._ranks.exchange(own_norms)
+        by_name = {name: norm for row in rows for name, *norm in row}  # a tied parameter's copies have the same
         ordered = [by_name[name] for name in dict.fromkeys(first_names.values()) if name in by_name]
+        unnamed = [norm for name, *norm in rows[self._topology.assignment.last] if not name]
         all_norms = [read(norm, torch.device("cpu")) for norm in [*ordered, *unnamed]]
         return joined_norm(all_norms, norm_type).to(self._ranks.device)
 
