@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
@@ -24,21 +24,18 @@ class Metrics:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._names: KeysView[Any] | None = None  # as in the first chunk
         self._by_chunk: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}  # by chunk
 
     def record(self, chunk: int, value: Any) -> Any:
         """Keep the metrics in a result of loss_fn; return the rest."""
         metrics: dict[Any, Any] = value[-1] if _has_metrics(value) else {}
-        if self._names is None:
-            self._names = metrics.keys()
-        elif metrics.keys() != self._names:
+        first = next(iter(self._by_chunk.values()), metrics)
+        if metrics.keys() != first.keys():
             raise ValueError(
-                f"{self._name} returned metrics {list(self._names)} for one chunk and {list(metrics)} for another. "
+                f"{self._name} returned metrics {list(first)} for one chunk and {list(metrics)} for another. "
                 "Return the same for every chunk; a metric without entries in a chunk is (0, 0)."
             )
-        if metrics:
-            self._by_chunk[chunk] = {self._named(name): self._pair(name, metric) for name, metric in metrics.items()}
+        self._by_chunk[chunk] = {name: self._pair(name, metric) for name, metric in metrics.items()}
         return without_metrics(value)
 
     @property
@@ -55,12 +52,9 @@ class Metrics:
             for name in (chunks[0] if chunks else ())
         }
 
-    def _named(self, name: Any) -> str:
+    def _pair(self, name: Any, metric: Any) -> tuple[Tensor, Tensor]:
         if not isinstance(name, str):
             raise TypeError(f"{self._name} returned a metric named {name!r}. Use a string.")
-        return name
-
-    def _pair(self, name: str, metric: Any) -> tuple[Tensor, Tensor]:
         if not isinstance(metric, (tuple, list)) or len(metric) != 2:
             raise ValueError(
                 f"{self._name} returned {metric!r} as the metric {name!r}. Return (sum, count), such as "
