@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ class FailureMonitor:
         self.awaited = ""  # by the main thread: a "verdict", or a "parting": no other rank is in the call before
         self.has_parted = False  # the threads end after their turn
         self.latest = LatestCall()
-        self._unposted: list[tuple[int, Failure]] = []
+        self.unposted = deque[tuple[int, Failure]]()  # failures with their generations, oldest first
 
     # ------------------------------------------------------------------ what the main thread does
 
@@ -124,7 +125,7 @@ class FailureMonitor:
                 self.awaited = ""
                 self.hurried.set()
             if self.failure is None:
-                self._unposted.append((self.latest.generation, failure))
+                self.unposted.append((self.latest.generation, failure))
                 self._wait(lambda: False, min(POSTING, self.heartbeat))
                 self.failure = self.failure or failure
 
@@ -186,22 +187,11 @@ class FailureMonitor:
             wants = (self.latest.abort is not None or self.awaited == "verdict") and self.failure is None
             return self.latest.generation if wants else None
 
-    def unposted(self) -> list[tuple[int, Failure]]:
-        """The failures to be posted, with their generations, oldest first."""
-        with self.changed:
-            return list(self._unposted)
-
-    def posted(self, generation: int, first: Failure) -> None:
-        """Note that the oldest of these was posted. The failure of that generation is `first`."""
-        with self.changed:
-            del self._unposted[0]
-            self.deliver(generation, first)
-
     def lose(self, failure: Failure) -> None:
         """Record a failure that cannot be posted yet, since the store does not answer."""
         with self.changed:
             if self.failure is None:
-                self._unposted.append((self.latest.generation, failure))
+                self.unposted.append((self.latest.generation, failure))
             self.deliver(self.latest.generation, failure)
 
     def deliver(self, generation: int, failure: Failure) -> None:

@@ -89,9 +89,11 @@ class StoreExchange(threading.Thread):
             self._exchange(self._beat())
 
     def _post(self) -> None:
-        while unposted := self._monitor.unposted():
-            generation, failure = unposted[0]
-            self._monitor.posted(generation, self._keys.post(generation, failure))
+        while self._monitor.unposted:
+            generation, failure = self._monitor.unposted[0]
+            first = self._keys.post(generation, failure)
+            self._monitor.unposted.popleft()
+            self._monitor.deliver(generation, first)
 
     def _is_due(self, own_beat: Heartbeat) -> bool:
         """A beat is due in time; and early when this rank pauses where it was not seen, since others may then part."""
@@ -142,8 +144,8 @@ class StoreExchange(threading.Thread):
     def _without_store(self, reason: str) -> None:
         """The turn after the store was lost, for this reason: this rank can only judge for itself."""
         own_beat = self._monitor.beat(0)
-        for generation, failure in self._monitor.unposted():
-            self._monitor.posted(generation, failure)
+        while self._monitor.unposted:
+            self._monitor.deliver(*self._monitor.unposted.popleft())
         if self._monitor.asked() is not None:
             rank = self._detector.rank
             cause = f"rank {rank} lost the store of torch.distributed: {reason}"
