@@ -248,13 +248,7 @@ def gather(trees: Sequence[Tree], rows: Sequence[int], batch_dim: int = 0) -> tu
         return first, tuple(
             (tensor.shape[dim] if tensor.dim() else 1,) for tensor, dim in zip(first.tensors, dims, strict=True)
         )
-    for chunk, tree in enumerate(trees):
-        if not same_structure(first, tree) or len(tree.tensors) != len(first.tensors):
-            raise ValueError(
-                f"the outputs of the chunks cannot be joined: chunk 0 gave {describe(first)} and chunk {chunk} gave "
-                f"{describe(tree)}. Return the same structure and the same plain values for every chunk (a model that "
-                'is cut with to_sequential(..., output=lambda out: out["logits"]) returns that alone), or use chunks=1.'
-            )
+    check_structure(trees, rows)
     columns = [tuple(tree.tensors[index] for tree in trees) for index in range(len(first.tensors))]
     for column in columns:
         if not are_joinable(column, batch_dim):
@@ -266,6 +260,23 @@ def gather(trees: Sequence[Tree], rows: Sequence[int], batch_dim: int = 0) -> tu
     with without_function_modes():
         joined = [torch.cat(column, row_dim(column[0], batch_dim)) for column in columns]
         return Tree(tuple(joined), first.skeleton), sizes
+
+
+def check_structure(trees: Sequence[Tree], rows: Sequence[int]) -> None:
+    """See that the outputs of chunks of so many rows differ in their tensors only.
+
+    Raises:
+        ValueError: they differ in more: a list has an entry for each row, say.
+    """
+    first = trees[0]
+    for chunk, (tree, count) in enumerate(zip(trees, rows, strict=True)):
+        if not same_structure(first, tree) or len(tree.tensors) != len(first.tensors):
+            raise ValueError(
+                f"the outputs of chunks of {rows[0]} and {count} rows cannot be joined: chunk 0 gave {describe(first)} "
+                f"and chunk {chunk} gave {describe(tree)}. Return the same structure and the same plain values for "
+                "every chunk, and no list with an entry for each row (a model that is cut with to_sequential(..., "
+                'output=lambda out: out["logits"]) returns that alone), or use chunks=1.'
+            )
 
 
 def row_sizes(column: Sequence[Tensor], rows: Sequence[int], batch_dim: int) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from partition.compilation import uncompiled
 from partition.contents import unwritten
 from pipeline.common.module_tables import buffers_of, modules_of, training_flags
 from pipeline.common.torch_modes import without_counting_modes, without_function_modes
-from pipeline.data.microbatch import Batch, row_dim, row_sizes
+from pipeline.data.microbatch import Batch, check_structure, row_dim, row_sizes
 from pipeline.data.pytrees import Tree
 from pipeline.entry.probe.probe_call import LayerRun, ProbeCall
 from pipeline.entry.probe.rows import RowComparison, all_same, any_differs, is_mixed, is_moved, same
@@ -172,11 +172,11 @@ class Probe:
         return call
 
     def _check_sizes(self, reference: ProbeCall, resized: ProbeCall, rows: int) -> None:
-        """Raise if the size of an output does not follow the rows."""
+        """Raise if the size of an output does not follow the rows, or its structure does."""
         if reference.output is None or resized.output is None:
             return
-        pairs = list(zip(reference.output.tensors, resized.output.tensors))  # not strict: a model may return more
-        for pair in pairs if len(reference.output.tensors) == len(resized.output.tensors) else ():
+        check_structure((reference.output, resized.output), (self._rows, rows))
+        for pair in zip(reference.output.tensors, resized.output.tensors, strict=True):
             if pair[0].dim() and pair[0].dim() == pair[1].dim():  # else they are seen not to fit where they are joined
                 row_sizes(pair, (self._rows, rows), self._batch.batch_dim)
 

@@ -267,6 +267,14 @@ def test_outputs_that_cannot_be_joined_are_refused(name, entry):
             pipe.evaluate(x, loss_fn=lambda output, _: torch.zeros(()))
 
 
+@pytest.mark.probes
+@pytest.mark.parametrize("make", [lambda x, n: [row.expand(3, -1) for row in x], lambda x, n: (x, len(x))])
+def test_an_output_whose_structure_counts_rows_is_refused_where_chunks_have_as_many(make):
+    pipe = Pipe(nn.Sequential(*net(), Gives(make)), [2, 2], 2, mixes_rows=True)
+    with pytest.raises(ValueError, match="chunks of 3 and 4 rows cannot be joined: .* list with an entry for each row"):
+        pipe(torch.randn(6, WIDE))
+
+
 LEAVES = [(np.ones(2), r"numpy\.ndarray.*torch\.from_numpy"), (Thing(), r"Thing \(a thing\)")]
 
 
