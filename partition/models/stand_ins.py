@@ -204,6 +204,10 @@ def copied(
     for name, child in module._modules.items():
         if child is not None:
             vars(copy)["_modules"][name] = copied(child, changed, copies, volatile, among)
+    forward: Any = vars(module).get("forward")
+    child = copies.get(id(getattr(forward, "__self__", None)), copy)
+    if child is not copy:  # its forward is that of a child: of peft's AdaptionPromptModel
+        vars(copy)["forward"] = getattr(child, forward.__name__)
     return copy
 
 

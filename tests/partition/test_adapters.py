@@ -43,6 +43,13 @@ def with_prompts():
     return peft.get_peft_model(model.double(), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=3)), inputs
 
 
+def with_prompts_in_attention():
+    peft = pytest.importorskip("peft")
+    model, inputs = of_family("LlamaForCausalLM")
+    config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2)
+    return peft.get_peft_model(model, config).double(), inputs  # its forward is an attribute: its child's
+
+
 ADAPTED = {
     "by hand": by_hand,
     "peft": by_peft,
@@ -52,6 +59,7 @@ ADAPTED = {
     "peft, dora": lambda: by_peft(use_dora=True),
     "peft, T5": adapted_t5,
     "peft, prompts": with_prompts,
+    "peft, prompts in attention": with_prompts_in_attention,
 }
 
 
