@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import torch
@@ -1119,6 +1120,38 @@ class WritesShared(Chain):
         return x
 
 
+class WritesDict(Chain):
+    """The first block writes into what others read, which is no pytree: as layers of Gemma 3n share keys and values."""
+
+    class Block(nn.Linear):
+        is_first = False
+
+        def forward(self, x: Tensor, shared: UserDict[str, Tensor]) -> Tensor:
+            if self.is_first:
+                shared["keys"] = x.tanh()
+            return super().forward(x) * shared["keys"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(4, 4) for _ in range(3))
+        self.blocks[0].is_first = True
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, shared = self.embed(ids), UserDict[str, Tensor]()
+        for block in self.blocks:
+            x = block(x, shared) + 1
+        return x
+
+
+class WritesWeights(Chain):
+    """The model writes weights of its blocks, as RWKV-4 in eval mode."""
+
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.blocks[0].weight.mul_(1)
+        return x
+
+
 class BorrowsStatistics(Chain):
     """The end calls a BatchNorm that is in a block."""
 
@@ -1177,6 +1210,8 @@ REFUSED = {
     ReadsBlocksInTraining: "computes beside what it returns is used behind block 'blocks.2', in another part of",
     ListsInTraining: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argum",
     WritesShared: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argument",
+    WritesDict: "KeyError: 'keys'. Blocks are called with a collections.UserDict: what one writes into it, other parts",
+    WritesWeights: "It writes blocks.0.weight in its forward: turn that off",
     BorrowsStatistics: "module 'blocks.1.1' is called in several parts of the model, and writes its buffer 'blocks",
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",
     Remembers: "Remembers: its state_dict has _extra_state, which no part would save: a module that contains blocks",

@@ -23,7 +23,7 @@ from partition.errors import PartitionError
 from partition.models.as_found import Hook
 from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, in_eval_mode, record_model
 from partition.models.carrying import AbsentUnitsError, LostValueError, NotCarriedError, passing_of
-from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks
+from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks, outermost_calls
 from partition.models.comparison import compare, compare_in_train_mode, keeps
 from partition.models.inputs import ModelInputs, UnsentInputError
 from partition.models.outline import Outline
@@ -199,8 +199,24 @@ def _cut(
             raise PartitionError(keeps(model, [missing])) from error
         raise PartitionError(
             f"{type(model).__name__}'s forward does not run without its blocks: {type(error).__name__}: {error}. "
-            "Cut it by hand, as an nn.Sequential."
+            f"{_hint(record, blocks)}Cut it by hand, as an nn.Sequential."
         ) from error
+
+
+def _hint(record: ModelRecord, blocks: Sequence[ModuleCall]) -> str:
+    """Words for what may stand in the way where a forward does not run without its blocks."""
+    given = opaque([leaf for block in blocks for leaf in block.arguments.leaves.values()])
+    containers = [named(leaf) for leaf in given if isinstance(leaf, Collection)]
+    if containers:
+        return f"Blocks are called with a {containers[0]}: what one writes into it, other parts do not see. "
+    within = tuple([f"{block.name}." for block in blocks])
+    modules = [name for name, module in record.model.named_modules() if id(module) in record.hooks]
+    hooked = [name for name in modules if name.startswith(within)]
+    if hooked:
+        return f"Hooks collect what {', '.join(hooked[:3])} return: turn that off, or name such modules as the blocks. "
+    ids = set(map(id, record.written))
+    written = [name for name, parameter in record.model.named_parameters() if id(parameter) in ids]
+    return f"It writes {', '.join(written[:3])} in its forward: turn that off. " if written else ""
 
 
 def _divided(
@@ -237,10 +253,11 @@ def _divided(
                 raise
             given |= error.units
         except LostValueError as error:
-            calls = [call for call in record.in_eval_mode.calls if call.name in error.names]
-            if not calls or any(_are_nested(call, block) for call in calls for block in blocks):
+            calls = outermost_calls(record.in_eval_mode.calls, error.names)
+            others = [block for block in blocks if not any(_are_nested(call, block) for call in calls)]
+            if not calls:
                 raise
-            return _divided(record, sorted([*blocks, *calls], key=lambda call: call.begin))
+            return _divided(record, sorted([*others, *calls], key=lambda call: call.begin))
 
 
 def _are_nested(one: ModuleCall, other: ModuleCall) -> bool:

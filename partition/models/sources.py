@@ -91,6 +91,10 @@ class Sources:
                 spans.append((call.begin, call.end, enclosing))
         self._spans = spans
         self._begins = [begin for begin, _, _ in spans]
+        self._returned_by = {
+            node.previous: self._calls[node.returned_by[0]].name for node in reversed(run.flow.nodes)
+            if node.returned_by and isinstance(self._enclosing(node.time), int)
+        }  # by what a module within a block computes: the innermost that returns it
 
     def of(
         self,
@@ -163,7 +167,8 @@ class Sources:
         node = self.run.flow.nodes[number]
         enclosing = self._enclosing(node.time) if node.returned_by is None else self._units[node.returned_by[0]]
         if isinstance(enclosing, int):
-            return LostValue(f"what block {self.blocks[enclosing].name!r} computes beside what it returns")
+            words = f"what block {self.blocks[enclosing].name!r} computes beside what it returns"
+            return LostValue(words, module=self._returned_by.get(number, ""))
         owners = self._owners.get(self.run.flow.computed(number), frozenset())
         names = owners or enclosing
         if names and not names & set(present):

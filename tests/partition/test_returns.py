@@ -235,10 +235,45 @@ def test_hidden_states_of_transformers_come_out_of_the_parts(kind, settings):
             assert all(map(torch.equal, ours[name], theirs[name])) and len(ours[name]) == len(theirs[name])
 
 
-def test_attentions_within_blocks_are_refused():
-    model, inputs = of_family("BertForMaskedLM", output_attentions=True, attn_implementation="eager")
-    with pytest.raises(PartitionError, match="computes beside .* what hooks within blocks collect .*output_attentions"):
-        to_sequential(model, inputs(4))
+@pytest.mark.parametrize("kind, output", [
+    ("BertForMaskedLM", "attentions"), ("ViTForImageClassification", "attentions"), ("GPT2LMHeadModel", "attentions"),
+    ("MixtralForCausalLM", "router_logits"),
+])  # fmt: skip
+def test_what_hooks_within_blocks_collect_comes_out_of_the_parts(kind, output):
+    model, inputs = of_family(kind, attn_implementation="eager", **{f"output_{output}": True})
+    model.eval()
+    layers = to_sequential(model, inputs(4), output=lambda out: {"logits": out.logits, output: out[output]})
+    for x in (inputs(3), inputs(5)):
+        ours, theirs = layers(x), model(**x)
+        assert all(map(torch.equal, ours[output], theirs[output])) and len(ours[output]) == len(theirs[output])
+
+
+def test_a_model_that_reads_what_no_output_has_is_told_whose_hooks_collect_it():
+    model, inputs = of_family("MixtralForCausalLM", output_router_logits=True)
+    with pytest.raises(PartitionError, match=r"Hooks collect what .*mlp\.gate, .* return: turn that off"):
+        to_sequential(model, inputs(4), output=lambda returned: returned.logits)
+
+
+def test_the_auxiliary_loss_of_experts_is_that_of_a_loop_over_chunks():
+    model, inputs = of_family("MixtralForCausalLM", output_router_logits=True, experts_implementation="eager")
+    model.double().eval()
+    x = inputs(4)
+
+    def output(out):
+        return {"logits": out.logits, "aux": out.aux_loss.expand(len(out.logits))}
+
+    def loss_fn(out, _):
+        return out["logits"].square().mean() + out["aux"].mean()
+
+    layers = to_sequential(model, x, output=output)
+    Pipe(layers, chunks=2, devices=["cpu"] * 2, mixes_rows=True).step(x, loss_fn=loss_fn)
+    found = [parameter.grad for parameter in model.parameters()]
+    loss = 0
+    for rows in (slice(0, 2), slice(2, 4)):
+        out = model(**{name: value[rows] for name, value in x.items()}, use_cache=False)
+        loss = loss + (out.logits.square().mean() + out.aux_loss) / 2
+    for mine, expected in zip(found, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
 
 
 @dataclasses.dataclass
