@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.masked import MaskedTensor
 from torch.utils import _pytree as pytree
 
 from partition.contents import unwrapped
@@ -25,6 +27,10 @@ Grads: TypeAlias = tuple[Tensor | None, ...]
 Checksums: TypeAlias = list[tuple[Tensor, Tensor, torch.dtype]]
 LINE = 64  # bytes of a cache line: memory of torch's own begins at multiples of it
 PLAIN = (type(None), bool, int, float, str)
+_STAYING: dict[type, tuple[str, str]] = {
+    MaskedTensor: ("MaskedTensor", "Give x.get_data() and x.get_mask()"),
+    FakeTensor: ("FakeTensor", "A Pipe compares numbers, which it has none of: leave the FakeTensorMode"),
+}
 T = TypeVar("T")
 
 
@@ -121,16 +127,16 @@ def flatten(value: Any, name: str) -> Tree:
         name: how an error names the value: "the output of stage 1".
 
     Raises:
-        TypeError: a leaf is neither a tensor nor None, bool, int, float or str, or is a nested tensor.
+        TypeError: a leaf is neither a tensor nor None, bool, int, float or str, or a nested, quantized, ... tensor.
     """
-    if isinstance(value, Tensor) and not value.is_nested:
+    if isinstance(value, Tensor) and not (value.is_nested or value.is_quantized or type(value) in _STAYING):
         return Tree((value,), None)
     leaves, spec = pytree.tree_flatten(value)
     slots: dict[int, TensorPosition] = {}
     tensors: list[Tensor] = []
     skeleton: list[Any] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and not leaf.is_nested:
+        if isinstance(leaf, Tensor) and not (leaf.is_nested or leaf.is_quantized or type(leaf) in _STAYING):
             if id(leaf) not in slots:
                 slots[id(leaf)] = TensorPosition(len(tensors))
                 tensors.append(leaf)
@@ -154,10 +160,10 @@ def same_structure(one: Tree, other: Tree) -> bool:
 
 def _foreign_leaf(leaf: Any, name: str) -> str:
     if isinstance(leaf, Tensor):
-        return (
-            f"{name} holds a nested tensor, which is neither cut into rows nor crosses stages. Give a padded one and a "
-            "mask: torch.nested.to_padded_tensor(x, 0.0). Within a stage any tensor may be nested."
-        )
+        nested = "nested tensor", "Give a padded one and a mask: torch.nested.to_padded_tensor(x, 0.0)"
+        quantized = "quantized tensor", "Give x.dequantize()"
+        kind, words = nested if leaf.is_nested else quantized if leaf.is_quantized else _STAYING[type(leaf)]
+        return f"{name} holds a {kind}, which is not cut in rows and crosses no stage (in a stage it may be). {words}."
     return (
         f"{name} holds a {named(leaf)} ({str(leaf)[:60]}). Only tensors, None, bool, int, float, str and containers of "
         f"them cross stages: {remedy(leaf)}."

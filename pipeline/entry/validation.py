@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -107,9 +108,13 @@ def check_plain(module: nn.Sequential) -> None:
             "wait for the others. Give the inner Pipe devices=[...], which keeps it in one process."
         )
     named = sequential(module._modules)
-    lazy = [name for name, child in [*named.named_parameters(), *named.named_buffers()] if is_lazy(child)]
+    tensors = [*named.named_parameters(), *named.named_buffers()]
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
+    fake = [name for name, tensor in tensors if isinstance(tensor, FakeTensor)]
+    if fake:
+        raise ValueError(f"parameters without numbers: {fake[:5]}. Build the module outside of any FakeTensorMode.")
 
 
 def find_ranks(

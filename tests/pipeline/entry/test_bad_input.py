@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
 
 from partition import PartitionError
 from pipeline import NoChunk, Pipe
@@ -288,6 +290,31 @@ def test_a_leaf_that_cannot_cross_stages_is_named_with_its_stage(leaf, words, pl
     with pytest.raises(TypeError, match=rf"the output of stage 0 \(layers 0\.\.{last}\) holds a .*{words}") as caught:
         Pipe(nn.Sequential(*layers), balance, 2)(torch.randn(ROWS, WIDE))
     assert caught.value.__notes__ == [f"stage 0 (layers 0..{last}), chunk 0, 0F0"]
+
+
+STAYING = {
+    "MaskedTensor": (lambda x: masked_tensor(x.detach(), x > 0), r"x\.get_data\(\)"),
+    "quantized tensor": (lambda x: torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8), r"x\.dequantize\(\)"),
+    "FakeTensor": (lambda x: FakeTensorMode().from_tensor(x.detach()), "leave the FakeTensorMode"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", STAYING)
+def test_tensors_that_cross_no_stage_are_refused_by_name(kind):
+    make, words = STAYING[kind]
+    x = torch.randn(ROWS, WIDE)
+    made = nn.Sequential(Gives(lambda x, n: make(x)), nn.Identity())
+    for module, given, where in ((made, x, "the output of stage 0"), (net(), make(x), "the input")):
+        with pytest.raises(TypeError, match=f"{where} .*holds a {kind}.*crosses no stage.* {words}"):
+            Pipe(module, [1, len(module) - 1], 2)(given)
+
+
+def test_a_module_without_numbers_is_refused():
+    with FakeTensorMode():
+        module = net()
+    with pytest.raises(ValueError, match=r"parameters without numbers: \['0.weight', .*FakeTensorMode"):
+        Pipe(module, [2, 1], 2)
 
 
 TARGETS = {
