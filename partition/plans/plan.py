@@ -148,7 +148,8 @@ class Plan(NotebookResult):
                 expected=ExpectedStep(**expected, peaks=peaks),
                 costs=Costs(**{**costs, "link": _link_of(costs["link"])}),
             )
-            str(read)  # which takes values of other kinds, or other numbers of them, for none
+            # These take values of other kinds, or other numbers of them, for none.
+            str(read), read.settings_with({"devices": read.order})
             return read
         except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
             raise PartitionError(

@@ -208,7 +208,8 @@ class Profile(NotebookResult):
             fields = frozen(json.loads(text))
             layers, loss = tuple(map(_layer, fields.pop("layers"))), fields.pop("loss")
             read = cls(**fields, layers=layers, loss=None if loss is None else _layer(loss))
-            str(read)  # which takes values of other kinds, or other numbers of them, for none
+            # These take values of other kinds, or other numbers of them, for none.
+            str(read), read.loss_bytes(0), [read.message(cut) for cut in range(1, len(layers))]
             return read
         except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
             raise PartitionError(

@@ -392,7 +392,7 @@ def test_a_search_is_taken_where_it_is_shorter() -> None:
         Plan.from_json("{}")
     for field, value in (
         ("lane_of", []), ("lane_of", [0, 10**30]), ("devices", ["cpu"]), ("notes", None), ("memory", ["1e9"]),
-        ("chunks", 0),
+        ("chunks", 0), ("lane_of", [0.5, 1]),
     ):
         with pytest.raises(PartitionError, match="this is no plan"):
             Plan.from_json(json.dumps({**json.loads(named.to_json()), field: value}))

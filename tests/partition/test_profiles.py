@@ -285,8 +285,11 @@ def test_a_profile_reads_back_what_it_wrote(tmp_path: Any) -> None:
         assert Profile.load(tmp_path / "profile.json") == measured
     with pytest.raises(PartitionError, match="this is no profile.*Give what Profile.save"):
         Profile.from_json("[1]")
-    with pytest.raises(PartitionError, match="this is no profile"):
-        Profile.from_json(json.dumps({**json.loads(measured.to_json()), "entry": ["x"]}))
+    fields = json.loads(measured.to_json())
+    without_output = [{**layer, "output": None} for layer in fields["layers"]]
+    for wrong in ({"entry": ["x"]}, {"layers": without_output}, {"loss": {**fields["layers"][0], "constants": "a"}}):
+        with pytest.raises(PartitionError, match="this is no profile"):
+            Profile.from_json(json.dumps({**fields, **wrong}))
 
 
 def test_the_spread_is_from_quartile_to_quartile() -> None:

@@ -101,12 +101,14 @@ class Result(NotebookResult):
         if not issubclass(kind, cls):
             raise ResultError(f"{path} holds a {name}, no {cls.__name__}: use {name}.load, or Result.load for any.")
         try:
-            return kind(**named)
-        except TypeError as error:
+            result = kind(**named)
+            str(result)  # which takes fields of other kinds, or other numbers of them, for none
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise ResultError(
                 f"{path} does not have the fields of a {name} of this version ({error}). Load it with the version that "
                 "wrote it."
             ) from error
+        return result
 
     def plot(self, path: FilePath | None = None, ax: Any = None) -> Any:
         """Draws the result with matplotlib.

@@ -69,6 +69,11 @@ class SharpnessHistory(Result):
     losses: Tensor = field(default_factory=_empty)
     lrs: Tensor = field(default_factory=_empty)
 
+    def __post_init__(self) -> None:
+        lengths = [len(column) for column in (self.steps, *self._columns)]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"the columns of a history have {lengths} entries. Give one for each step; nan: unknown.")
+
     def with_entry(
         self,
         step: int,
@@ -118,8 +123,7 @@ class SharpnessHistory(Result):
     def before(self, step: int) -> SharpnessHistory:
         """A new history, of the entries before that step."""
         is_before = self.steps < step
-        columns = self.values, self.value_errors, self.traces, self.trace_errors, self.losses, self.lrs
-        return SharpnessHistory(self.matrix, self.steps[is_before], *(column[is_before] for column in columns))
+        return SharpnessHistory(self.matrix, self.steps[is_before], *(column[is_before] for column in self._columns))
 
     def lines(self) -> Iterator[str]:
         yield f"sharpness of {self.matrix} over training"
@@ -143,6 +147,10 @@ class SharpnessHistory(Result):
         ax.set_ylabel(f"of {self.matrix}")
         if ax.get_legend_handles_labels()[1]:
             ax.legend()
+
+    @property
+    def _columns(self) -> tuple[Tensor, ...]:
+        return self.values, self.value_errors, self.traces, self.trace_errors, self.losses, self.lrs
 
     def _curves(self) -> Iterator[Curve]:
         return curves(self.values, self.value_errors, self.traces, self.trace_errors)

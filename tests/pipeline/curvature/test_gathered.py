@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
 from pipeline.curvature.estimates.trace import trace
+from pipeline.curvature.results.encoding import ResultError
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.plots import symlog
 from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.resultfile import write
 from pipeline.curvature.results.sharpness import SharpnessHistory
 
 
@@ -222,6 +224,15 @@ def test_what_a_column_cannot_hold_is_refused(entry, kind, words):
         SharpnessHistory("Hessian").with_entry(**{"step": 0, **entry})
     exact = SharpnessHistory("Hessian").with_entry(torch.tensor(2**53 + 1), loss=torch.tensor(0.5), lr=0)
     assert (exact.steps.tolist(), exact.losses.tolist(), exact.lrs.tolist()) == ([2**53 + 1], [0.5], [0.0])
+
+
+@pytest.mark.parametrize("wrong", [{"losses": torch.ones(1)}, {"values": torch.zeros(0, 0)}, {"traces": 1.5}])
+def test_a_file_of_a_history_whose_columns_do_not_fit_is_refused(wrong, tmp_path):
+    whole = history()
+    named = {field.name: getattr(whole, field.name) for field in fields(whole)}
+    write(tmp_path / "run.json", "SharpnessHistory", SharpnessHistory.__module__, {**named, **wrong})
+    with pytest.raises(ResultError, match="run.json does not have the fields of a SharpnessHistory"):
+        SharpnessHistory.load(tmp_path / "run.json")
 
 
 def test_a_history_is_of_one_matrix():
