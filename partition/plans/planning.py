@@ -175,7 +175,8 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
     elif whole(devices) is not None:
         count = int(devices)
     else:
-        labels = tuple([str(device_named(device)) for device in ([devices] if isinstance(devices, str) else devices)])
+        names = [devices] if isinstance(devices, str) else devices if isinstance(devices, Iterable) else []
+        labels = tuple([str(device_named(device)) for device in names])
         count = len(labels)
     if count < 1:
         raise PartitionError(f"devices is {devices!r}, but there must be one or more. Give a number, or their names.")

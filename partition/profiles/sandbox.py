@@ -38,8 +38,9 @@ def device_named(device: torch.device | str | int) -> torch.device:
     """torch's device of that name; PartitionError where there is none."""
     try:
         return torch.device(device)
-    except RuntimeError as error:
-        raise PartitionError(f"{device!r} is no device: {error}. Give a name such as cpu, cuda:0 or meta.") from None
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise PartitionError(f"{device!r} is no device: {reason}. Give a name such as cpu, cuda:0 or meta.") from None
 
 
 class Sandbox:
