@@ -126,7 +126,8 @@ class RunFiles:
         try:
             self.write(step, state)
         except ResumeError as failure:
-            error.add_note(str(failure))
+            if str(failure) != str(error):  # a save now and then has failed in the same way
+                error.add_note(str(failure))
         else:
             error.add_note(f"The run's state after {step} products is in {self.path}: call again to go on.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -248,6 +249,18 @@ def test_an_error_is_told_even_where_the_state_cannot_be_saved(tmp_path: Path) -
     with pytest.raises(KeyboardInterrupt) as caught:
         top_eigenpairs(Gone(symmetric(VALUES), [3]), resume=folder / "top.pt", **WANTED)
     assert "could not be saved" in caught.value.__notes__[0]
+
+
+def test_saves_that_fail_in_the_same_way_are_told_once(tmp_path: Path) -> None:
+    class Gone(DenseMap):
+        def products(self, vectors: Sequence[Vec]) -> list[Vec]:
+            shutil.rmtree(tmp_path / "folder", ignore_errors=True)
+            return super().products(vectors)
+
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ResumeError, match="could not be saved") as caught:
+        top_eigenpairs(Gone(symmetric(VALUES)), resume=tmp_path / "folder" / "top.pt", save_every=0, **WANTED)
+    assert not getattr(caught.value, "__notes__", [])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
