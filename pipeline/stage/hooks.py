@@ -101,7 +101,13 @@ def hooked(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]
     ends = [owner if owner.is_leaf else _with_hooks_of(owner) for owner in owners]
     with torch.enable_grad():
         root = _delivery([grad for _, grad in pairs], *ends)
-    return list(zip(owners, torch.autograd.grad(root, ends), strict=True))
+    try:
+        return list(zip(owners, torch.autograd.grad(root, ends), strict=True))
+    except RuntimeError as error:
+        if "_will_engine_execute_node" in str(error):
+            error.add_note("A step runs hooks as torch.autograd.grad does, which register_multi_grad_hook of several "
+                           "parameters does not know. Use pipe(x) and loss.backward().")  # fmt: skip
+        raise
 
 
 def _with_hooks_of(computed: Tensor) -> Tensor:

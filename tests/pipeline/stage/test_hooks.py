@@ -529,3 +529,13 @@ def test_no_hook_of_a_parameter_that_no_output_depends_on_runs(entry):
         else:
             pipe(x).sum().backward()
     assert not calls and unused.grad is None
+
+
+def test_a_hook_on_several_gradients_works_in_a_backward_and_is_told_of_in_a_step():
+    pipe, calls = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [1, 1], 2), []
+    torch.autograd.graph.register_multi_grad_hook(list(pipe.parameters()), calls.append)
+    pipe(torch.ones(4, 2)).sum().backward()
+    assert [[gradient is not None for gradient in gradients] for gradients in calls] == [[True] * 4]
+    with pytest.raises(RuntimeError) as caught:
+        pipe.step(torch.ones(4, 2), loss_fn=lambda output, _: output.mean())
+    assert any("register_multi_grad_hook" in note and "loss.backward()" in note for note in caught.value.__notes__)
