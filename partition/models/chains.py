@@ -68,7 +68,10 @@ def named_blocks(model: nn.Module, selection: str | Sequence[str], calls: Sequen
     """
     names = []
     modules = dict(model.named_modules())
-    for name in [selection] if isinstance(selection, str) else selection:
+    selection = [selection] if isinstance(selection, str) else selection
+    if not (isinstance(selection, Iterable) and selection):
+        raise PartitionError(f"blocks is {selection!r}. Name modules, such as 'model.layers', or leave it out.")
+    for name in selection:
         if name not in modules:
             raise PartitionError(f"blocks: {type(model).__name__} has no module {name!r}.")
         is_container = isinstance(modules[name], nn.ModuleList | nn.Sequential | nn.ModuleDict)

@@ -511,6 +511,7 @@ def test_blocks_may_be_named_and_wrong_names_are_refused():
     for blocks, words in (
         ("h", "blocks: Gpt has no module 'h'."),
         (["transformer.h", "transformer.h.0.linear1"], "block 'transformer.h.0.linear1' is called within block 'tran"),
+        ([], "blocks is []. Name modules"), (3, "blocks is 3. Name modules"),
         ("last_drop.x", "blocks: Gpt has no module 'last_drop.x'"),
     ):
         with pytest.raises(PartitionError, match=re.escape(words)):
