@@ -641,7 +641,7 @@ def test_what_one_rank_raises_all_raise_and_the_next_generation_works(make: Make
         assert ranks[2].answer()[0] is None
         found = learned(ranks[:2], since)
         assert found["aborts"] == generation + 1
-        assert (found["rank"], found["stage"], found["chunk"], found["action"]) == (2, 2, 3, "2F3")
+        assert (found["rank"], found["place"]) == (2, "stage 2, chunk 3, 2F3, ")
         assert (found["type_name"], found["call"]) == ("__main__.StrangeError", "step 7")
         assert "raise StrangeError(message)" in found["traceback"]
         note = "on rank 2: stage 2, chunk 3, 2F3, in step 7"
