@@ -31,6 +31,11 @@ _STAYING: dict[type, tuple[str, str]] = {
     MaskedTensor: ("MaskedTensor", "Give x.get_data() and x.get_mask()"),
     FakeTensor: ("FakeTensor", "A Pipe compares numbers, which it has none of: leave the FakeTensorMode"),
 }
+_FORMS: dict[str, tuple[str, str]] = {
+    "is_nested": ("nested tensor", "Give a padded one and a mask: torch.nested.to_padded_tensor(x, 0.0)"),
+    "is_quantized": ("quantized tensor", "Give x.dequantize()"),
+    "is_meta": ("tensor on the meta device", "It has no numbers: give one that has"),
+}
 T = TypeVar("T")
 
 
@@ -119,6 +124,11 @@ class Activations(NamedTuple):
     memory: tuple[MemoryId, ...] = ()
 
 
+def stays(tensor: Tensor) -> bool:
+    """Whether a tensor is of a kind that is not cut, and crosses no stage."""
+    return tensor.is_nested or tensor.is_quantized or tensor.is_meta or type(tensor) in _STAYING
+
+
 def flatten(value: Any, name: str) -> Tree:
     """Take a value apart.
 
@@ -129,14 +139,14 @@ def flatten(value: Any, name: str) -> Tree:
     Raises:
         TypeError: a leaf is neither a tensor nor None, bool, int, float or str, or a nested, quantized, ... tensor.
     """
-    if isinstance(value, Tensor) and not (value.is_nested or value.is_quantized or type(value) in _STAYING):
+    if isinstance(value, Tensor) and not stays(value):
         return Tree((value,), None)
     leaves, spec = pytree.tree_flatten(value)
     slots: dict[int, TensorPosition] = {}
     tensors: list[Tensor] = []
     skeleton: list[Any] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and not (leaf.is_nested or leaf.is_quantized or type(leaf) in _STAYING):
+        if isinstance(leaf, Tensor) and not stays(leaf):
             if id(leaf) not in slots:
                 slots[id(leaf)] = TensorPosition(len(tensors))
                 tensors.append(leaf)
@@ -160,9 +170,7 @@ def same_structure(one: Tree, other: Tree) -> bool:
 
 def _foreign_leaf(leaf: Any, name: str) -> str:
     if isinstance(leaf, Tensor):
-        nested = "nested tensor", "Give a padded one and a mask: torch.nested.to_padded_tensor(x, 0.0)"
-        quantized = "quantized tensor", "Give x.dequantize()"
-        kind, words = nested if leaf.is_nested else quantized if leaf.is_quantized else _STAYING[type(leaf)]
+        kind, words = _STAYING.get(type(leaf)) or next(words for name, words in _FORMS.items() if getattr(leaf, name))
         return f"{name} holds a {kind}, which is not cut in rows and crosses no stage (in a stage it may be). {words}."
     return (
         f"{name} holds a {named(leaf)} ({str(leaf)[:60]}). Only tensors, None, bool, int, float, str and containers of "

@@ -108,8 +108,6 @@ class StageLayers:
         Raises:
             TypeError: it holds an object that cannot cross stages.
         """
-        if type(value) is Tensor and not (value.is_nested or value.is_quantized):
-            return Tree((value,), None)
         return flatten(value, f"the output of {self.name}")
 
 

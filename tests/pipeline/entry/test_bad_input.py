@@ -295,6 +295,7 @@ def test_a_leaf_that_cannot_cross_stages_is_named_with_its_stage(leaf, words, pl
 STAYING = {
     "MaskedTensor": (lambda x: masked_tensor(x.detach(), x > 0), r"x\.get_data\(\)"),
     "quantized tensor": (lambda x: torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8), r"x\.dequantize\(\)"),
+    "tensor on the meta device": (lambda x: x.detach().to("meta"), "give one that has"),
     "FakeTensor": (lambda x: FakeTensorMode().from_tensor(x.detach()), "leave the FakeTensorMode"),
 }
 
