@@ -23,7 +23,7 @@ from partition.hardware.sampling import DeviceSampling
 from partition.models.sequential import to_sequential
 from partition.names import sequential
 from partition.splitting import check_module, runs_in_order
-from pipeline.common.arguments import check_count, check_flags
+from pipeline.common.arguments import check_count, check_flags, shown
 from pipeline.common.places import Place, places_of
 from pipeline.common.torch_modes import eagerly
 from pipeline.data.loss import LossFn
@@ -205,6 +205,7 @@ class Pipe(FixedModule, StateDictMixin):
                 their numbers there.
 
         Raises:
+            TypeError: `plan` is none.
             ValueError: `devices` are not as many as the plan's.
 
         Example:
@@ -217,6 +218,8 @@ class Pipe(FixedModule, StateDictMixin):
             >>> Pipe.from_plan(model, planned).balance
             [3, 3]
         """
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan is {shown(plan)}. Give what partition.plan(model, x, ...) returned.")
         return cls(module, **plan.settings_with(settings))
 
     def train(self, mode: bool = True) -> Pipe:

@@ -357,6 +357,8 @@ def test_a_pipe_of_a_plan_computes_what_the_module_does() -> None:
         assert torch.allclose(pipe(x), model(x))
         pipe.step(x, target, loss_fn=nn.functional.mse_loss)
     assert Pipe.from_plan(model, planned, checkpoint="always").checkpoint == "always"
+    with pytest.raises(TypeError, match=r"plan is \[4, 4\]. Give what partition.plan\(model, x, ...\) returned"):
+        Pipe.from_plan(model, [4, 4])
 
 
 @pytest.mark.inline
