@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partition.names import starts
-from pipeline.common.arguments import few
+from pipeline.common.arguments import check_optimizer, few
 from pipeline.entry.state.saved import Saved
 
 NOT_OPTIONS = ("params", "param_names")  # of a group: its parameters, which names stand for
@@ -59,7 +59,7 @@ def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
         tensor([[1., 1.],
                 [1., 1.]])
     """
-    check_optimizer(optimizer)
+    check_saveable(optimizer)
     names = _names_of(named_parameters)
     packed = optimizer.state_dict()
     flat: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def load_optimizer_state(
         >>> optimizer.param_groups[0]["lr"]
         0.5
     """
-    check_optimizer(optimizer)
+    check_saveable(optimizer)
     names = _names_of(named_parameters)
     entries = _entries(state, {name for param_names in names.values() for name in param_names if name}, all_names)
     packed = optimizer.state_dict()
@@ -153,7 +153,9 @@ def own_part(
 # -------------------------------------------------------------------------------------------------------------- saving
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def check_saveable(optimizer: Optimizer) -> None:
+    """Raise unless this is an optimizer whose state has a part for each parameter."""
+    check_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS keeps its history of all parameters as one, which cannot be saved by name. Save "

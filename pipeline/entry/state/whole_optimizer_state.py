@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pipeline.entry.state.optimizer_state import check_numbers, check_optimizer, entries_of, flattened, options_of, same
+from pipeline.entry.state.optimizer_state import check_numbers, check_saveable, entries_of, flattened, options_of, same
 
 
 def own_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> list[Any]:
@@ -29,7 +29,7 @@ def own_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimi
     Raises:
         ValueError: a parameter without a name; or groups that have theirs in another order, which numbers depend on.
     """
-    check_optimizer(optimizer)
+    check_saveable(optimizer)
     packed = optimizer.state_dict()
     check_numbers(packed)
     groups = []

@@ -340,6 +340,8 @@ def test_state_of_no_parameter_is_refused():
     for work in (optimizer_state, lambda named, optimizer: load_optimizer_state(named, optimizer, {})):
         with pytest.raises(ValueError, match="LBFGS keeps its history of all parameters as one"):
             work(layer.named_parameters(), lbfgs)
+        with pytest.raises(TypeError, match="the optimizer is None. Give a torch optimizer"):
+            work(layer.named_parameters(), None)
     sgd = torch.optim.SGD(layer.parameters())
     sgd.state["steps"] = {"count": 3}
     with pytest.raises(ValueError, match=r"keeps state that belongs to no parameter, under \['steps'\]"):
