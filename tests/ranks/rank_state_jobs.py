@@ -208,10 +208,13 @@ def refused_whole(how: str) -> str:
     """What is said, on each rank, of groups from which no one optimizer's state can be made."""
     pipe = Pipe(tied_and_frozen(), [2, 3], chunks=3)
     parameters, rank = list(pipe.parameters()), dist.get_rank()
+    tied = pipe.get_parameter("0.weight" if rank == 0 else "4.weight")
+    halves = [{"params": [tied]}, {"params": [parameter for parameter in parameters if parameter is not tied]}]
     optimizer = torch.optim.SGD(
         {
             "order": parameters if rank == 0 else parameters[::-1],
             "options": [{"params": parameters, "momentum": 0.5 + rank}],
+            "tied": halves if rank == 0 else halves[::-1],
             "stranger": [*parameters, nn.Parameter(torch.ones(1))],
         }[how],
         lr=0.1,

@@ -75,6 +75,7 @@ def whole_state(groups_of_ranks: Mapping[str, Sequence[Any]], names: Iterable[st
     Raises:
         ValueError: the ranks' optimizers have other groups, or other options.
     """
+    home: dict[str, int] = {}  # the group of each parameter
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     options: dict[int, dict[str, Any]] = {}
     kept: dict[int, dict[str, Any]] = {}
@@ -87,6 +88,12 @@ def whole_state(groups_of_ranks: Mapping[str, Sequence[Any]], names: Iterable[st
                 raise ValueError(
                     f"group {index} of the optimizer has another {', '.join(differing)} on rank {rank}. Build the "
                     "groups alike on all ranks, and change their options alike."
+                )
+            moved = [name for name in rank_kept if home.setdefault(name, index) != index]
+            if moved:
+                raise ValueError(
+                    f"the tied parameter '{moved[0]}' is in group {index} of the optimizer on rank {rank}, and in "
+                    f"group {home[moved[0]]} on another. Build the groups alike on all ranks."
                 )
             kept.setdefault(index, {}).update(rank_kept)
     places = {name: place for place, name in enumerate(names)}
