@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from partition.contents import tensors_in
 from partition.precision import HALF
 from pipeline.common.torch_modes import within_checkpoint, without_function_modes
+from pipeline.data.loss_functions import LossFunction, dims_along, known
 
 
 class Divisor:
@@ -41,46 +42,6 @@ class Divisor:
     def __init__(self, amount: Tensor | float, is_count: bool = False) -> None:
         self.amount = amount
         self.is_count = is_count
-
-
-_REDUCING = frozenset(
-    getattr(functional, name)
-    for name in dir(functional)
-    if "reduction" in getattr(getattr(functional, name), "__annotations__", ()) and name not in ("ctc_loss",)
-)
-_TOKENS = frozenset(
-    function for function in _REDUCING if function.__name__ in ("cross_entropy", "nll_loss", "linear_cross_entropy")
-)
-_NUMBERS = (int, float)
-_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv")
-_SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
-_WEIGHING = frozenset((*_SCALING, *_PRODUCTS, "einsum", "dot", "inner", "tensordot"))
-_ADDING = ("add", "sub", "subtract", "__radd__")
-_SUMMING = ("sum", "mean", "nansum", "nanmean", "cumsum")
-_REDUCERS = (*_SUMMING, "amax", "amin", "max", "min", "prod", "std", "var", "logsumexp", "all", "any", "median")
-_KEEPING = (
-    "view", "reshape", "squeeze", "clone", "contiguous", "mean", "sum", "to", "float", "double", "type", "flatten",
-)  # of one number
-_LINEAR = frozenset((
-    *_SCALING, *_ADDING, *_SUMMING, *_KEEPING, "__rsub__", "rsub", "neg", "negative", "positive", "stack", "cat",
-    "concat", "concatenate", "hstack", "vstack", "__get__", "__getitem__", "__setitem__", "select", "index_select",
-    "narrow", "unbind", "split", "chunk", "unsqueeze", "expand", "expand_as", "broadcast_to", "view_as",
-    "reshape_as", "ravel", "unflatten", "permute", "transpose", "t", "movedim", "detach", "cpu", "half",
-    "bfloat16", "type_as", "requires_grad_", "dot", "inner", "matmul", "mv", "mm", "bmm", "einsum", "tensordot",
-))  # fmt: skip
-_OPAQUE = frozenset((
-    "addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy",
-))  # fmt: skip
-_SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
-_TO_HOST = frozenset(["__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"])
-_ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given
-    "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
-    "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1), "argmax": (1, None), "argmin": (1, None),
-    "count_nonzero": (1, None), "nanmedian": (1, None), "mode": (1, -1), "aminmax": (1, None), "std_mean": (1, None),
-    "var_mean": (1, None), "cumprod": (1, None), "cummax": (1, None), "cummin": (1, None), "quantile": (2, None),
-    "nanquantile": (2, None), "norm": (2, None), "linalg_norm": (2, None), "linalg_vector_norm": (2, None),
-    **dict.fromkeys(_REDUCERS, (1, None)),
-}  # fmt: skip
 
 
 LossForm: TypeAlias = frozenset[str | int]  # the names of the torch functions that it calls, the numbers of its factors
@@ -188,37 +149,38 @@ class DivisorTrace(TorchFunctionMode):
             kwargs = {**kwargs, "weight": _weight_of_l1_loss()}
         if self.is_over:
             return func(*args, **kwargs)
-        self._names.add(func.__name__)
-        if func in _TOKENS and _is_mean(kwargs) and _has_labels(args, kwargs):
+        function = known(func)
+        self._names.add(function.name)
+        if function.is_token_mean and _is_mean(kwargs) and _has_labels(args, kwargs):
             return self._token_mean(func, args, kwargs)
         result = func(*args, **kwargs)
-        along_rows, sums = self._looks_along_rows(func, args, kwargs), _plain(func) in _SUMMING_ROWS
-        is_blind = along_rows and not sums or _may_divide(func) or self._weighs_by_sums(func, args)
-        self.is_blind = self.is_blind or is_blind
-        if func.__name__ in _TO_HOST:
+        along_rows = function.looks and self._looks_along_rows(function, args, kwargs)
+        if along_rows and not function.sums_rows or function.is_opaque or function.weighs and self._has_sums(args):
+            self.is_blind = True
+        if function.reads:
             origin = self._joined(args, kwargs)
             self.branches = self.branches or origin is not None and origin.marks >= {OUTPUT, REDUCED}
-        value = args[0] if func.__name__ == "__setitem__" else result
+        value = args[0] if function.name == "__setitem__" else result
         if isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor)):
-            self._follow(func, args, kwargs, value, along_rows and sums)
+            self._follow(function, args, kwargs, value, along_rows and function.sums_rows)
         return result
 
     def _follow(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, sums_rows: bool
+        self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any, sums_rows: bool
     ) -> None:
         """Note the origin of a function's result."""
         origin = self._joined(args, kwargs)
         if origin is None:
             return
-        amounts = self._amounts(func, args, kwargs, result)
+        amounts = self._amounts(function, args, kwargs, result)
         if amounts or origin.total is not None or origin.pending is not None:
             new_divisors = [Divisor(amount) for amount in amounts]
             self._factors += sum([isinstance(amount, Tensor) or amount != 0 for amount in amounts])
-            total = None if origin.total is None else self._total(func, args, kwargs)
+            total = None if origin.total is None else self._total(function, args, kwargs)
             origin = origin._replace(divisors=(*origin.divisors, *new_divisors), total=total, pending=None)
         several = not (isinstance(result, Tensor) and result.numel() == 1)
         marks = origin.marks
-        if REDUCED in marks and (OUTPUT in marks or several) and _plain(func) not in _LINEAR:
+        if REDUCED in marks and (OUTPUT in marks or several) and not function.is_linear:
             marks |= {BENT}
         if sums_rows or isinstance(result, Tensor) and not result.dim():  # one number is of all rows
             marks |= {REDUCED, SEVERAL} if several else {REDUCED}
@@ -241,19 +203,19 @@ class DivisorTrace(TorchFunctionMode):
         marks = frozenset().union(*[origin.marks for origin in origins])
         return LossOrigin(marks, divisors, totals[0] if totals else None)
 
-    def _weighs_by_sums(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether a function scales by several sums over the target's rows (the rows that count of each column)."""
-        return _plain(func) in _WEIGHING and any([self._is_several_sums(value) for value in args])
+    def _has_sums(self, args: Sequence[Any]) -> bool:
+        """Whether several sums over the target's rows (the rows that count of each column) are among arguments."""
+        return any([self._is_several_sums(value) for value in args])
 
     def _is_several_sums(self, value: Any) -> bool:
         origin = self.origin(value) if isinstance(value, Tensor) else None
         return origin is not None and SEVERAL in origin.marks and OUTPUT not in origin.marks
 
-    def _looks_along_rows(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _looks_along_rows(self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a function sums or compares numbers of several rows."""
         return any([
             dim in (place, place - value.dim())
-            for value, dims in _dims_along(func, args, kwargs)
+            for value, dims in dims_along(function, args, kwargs)
             if isinstance(value, Tensor)
             for place in [self._place(value)]
             for dim in dims
@@ -264,34 +226,35 @@ class DivisorTrace(TorchFunctionMode):
         is_other = value.dim() > self._batch_dim and value.shape[self._batch_dim] == self._rows
         return self._batch_dim if is_other else 0
 
-    def _amounts(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Tensor | float]:
+    def _amounts(
+        self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> list[Tensor | float]:
         """The divisors and factors of a function call."""
-        name = func.__name__
+        name = function.name
         if name == "nanmean":
             with without_function_modes():
                 return [(~args[0].detach().isnan()).sum()]
         if name in ("l1_loss", "mse_loss") and kwargs.get("weight") is not None and _is_mean(kwargs):
             with without_function_modes():
                 return [kwargs["weight"].detach().sum()]
-        if func is functional.ctc_loss and args[0].dim() == 3:
+        if function.func is functional.ctc_loss and args[0].dim() == 3:
             return [args[0].shape[1]] if _is_mean(kwargs) else []
-        if name == "mean" or (func in _REDUCING and _is_mean(kwargs)):
+        if name == "mean" or (function.is_reducing and _is_mean(kwargs)):
             averaged = args[0] if args else kwargs["input"]
             return [averaged.numel() / max(result.numel(), 1)]
-        plain = _plain(func)
         if "alpha" in kwargs:
             return [float(kwargs["alpha"])]
-        if plain not in _SCALING:
+        if function.role != "scales":
             return []
         values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
-        if plain in ("__rdiv__", "__rtruediv__"):
+        if name in ("__rdiv__", "__rtruediv__"):
             values.reverse()
-        if plain not in ("mul", "multiply"):  # a division: only the denominator
+        if function.plain not in ("mul", "multiply"):  # a division: only the denominator
             values = values[1:]
         return [
             detached_number(value).reshape(()) if isinstance(value, Tensor) else float(value)
             for value in values
-            if isinstance(value, _NUMBERS) or (isinstance(value, Tensor) and self._is_of_chunk(value, values))
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and self._is_of_chunk(value, values))
         ]
 
     def _is_of_chunk(self, value: Tensor, factors: Sequence[Any]) -> bool:
@@ -308,24 +271,24 @@ class DivisorTrace(TorchFunctionMode):
             isinstance(factor, Tensor) and factor.requires_grad for factor in factors
         ])
 
-    def _total(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    def _total(self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """The combination of the sums, where a function of means over tokens is linear and has no other term."""
-        name = func.__name__
         totals = [self._total_of(value) for value in args]
         terms = [value for value, total in zip(args, totals, strict=True) if total is None]
-        name, inplace = name.removesuffix("_"), name.endswith("_") and not name.endswith("__")
+        are_numbers, role = all(isinstance(term, (int, float)) for term in terms), function.role
         with without_function_modes():
-            if name in _SCALING and len(args) == 2 and not kwargs and all(isinstance(term, _NUMBERS) for term in terms):
-                if len(terms) != 1 or (totals[0] is None and name not in ("mul", "multiply")) or "__" in name:
+            if role == "scales" and len(args) == 2 and not kwargs and are_numbers:
+                is_product = function.plain in ("mul", "multiply")
+                if len(terms) != 1 or totals[0] is None and not is_product or "__" in function.name:
                     return None
-            elif name in _ADDING and len(args) == 2:
-                if any(not isinstance(term, _NUMBERS) or term != 0 for term in terms):
+            elif role == "adds" and len(args) == 2:
+                if not are_numbers or any(terms):
                     return None
-            elif name != "neg":
-                return totals[0] if name in _KEEPING and len(totals) and totals[0] is not None else None
-            function = getattr(torch, name) if inplace else func
+            elif function.plain != "neg":
+                return totals[0] if role == "keeps" and len(totals) and totals[0] is not None else None
+            combine = function.func if function.plain == function.name else getattr(torch, function.plain)
             factors = [value if total is None else total for value, total in zip(args, totals, strict=True)]
-            combination = function(*factors, **kwargs)
+            combination = combine(*factors, **kwargs)
         return combination if isinstance(combination, Tensor) else None
 
     def _total_of(self, value: Any) -> Tensor | None:
@@ -408,43 +371,6 @@ def _has_labels(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the target is class indices; class probabilities have a mean over rows."""
     target = _target(args, kwargs)
     return isinstance(target, Tensor) and not target.is_floating_point()
-
-
-def _plain(func: Any) -> str:
-    """The name of a function, without the underscore of what writes in place."""
-    name: str = func.__name__
-    return name if name.endswith("__") else name.removesuffix("_")
-
-
-def _dims_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """The arguments along which a function sums or looks, and the dimensions."""
-    name, given = _plain(func), [*args, *kwargs.values()]
-    values = args[0] if args else kwargs.get("input")
-    if name in ("bincount", "histc"):
-        yield values, [0]
-    elif name in _ALONG:
-        place, default = _ALONG[name]
-        dims = kwargs.get("dim", args[place] if len(args) > place else default)
-        if not isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
-            yield values, dims if isinstance(dims, (tuple, list)) else [dims]
-    elif name in _PRODUCTS and len(given) == 2:
-        left, right = reversed(given) if name == "__rmatmul__" else given
-        yield left, [-1]
-        yield right, [-min(2, right.dim())]
-    elif name in ("index_add", "scatter_add") and len(given) > 3:
-        yield given[3], [given[1]]
-    elif name == "einsum" and len(args) > 1 and isinstance(args[0], str):
-        terms, arrow, kept = args[0].replace(" ", "").partition("->")
-        kept = kept if arrow else "".join([letter for letter in terms if terms.count(letter) == 1])
-        operands = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-        for term, operand in zip(terms.split(","), operands, strict=False):
-            letters = term.partition("...")[0]  # what the dots stand for is kept
-            yield operand, [dim for dim, letter in enumerate(letters) if letter not in kept]
-
-
-def _may_divide(func: Any) -> bool:
-    """Whether a function may divide by something that is not seen, or gives the host what does."""
-    return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or func.__name__ in _OPAQUE
 
 
 def detached_number(number: Tensor) -> Tensor:

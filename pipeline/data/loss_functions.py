@@ -1,0 +1,135 @@
+"""The functions of torch within a loss: by its name, what each does with means, sums and rows.
+
+    func  --known-->  LossFunction       looked up once, since a loss calls the same few for every chunk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_REDUCING = frozenset(
+    getattr(functional, name)
+    for name in dir(functional)
+    if "reduction" in getattr(getattr(functional, name), "__annotations__", ()) and name not in ("ctc_loss",)
+)
+_TOKEN_MEANS = ("cross_entropy", "nll_loss", "linear_cross_entropy")
+_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv")
+_SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
+_WEIGHING = frozenset((*_SCALING, *_PRODUCTS, "einsum", "dot", "inner", "tensordot"))
+_ADDING = ("add", "sub", "subtract", "__radd__")
+_SUMMING = ("sum", "mean", "nansum", "nanmean", "cumsum")
+_REDUCERS = (*_SUMMING, "amax", "amin", "max", "min", "prod", "std", "var", "logsumexp", "all", "any", "median")
+_KEEPING = (
+    "view", "reshape", "squeeze", "clone", "contiguous", "mean", "sum", "to", "float", "double", "type", "flatten",
+)  # of one number
+_LINEAR = frozenset((
+    *_SCALING, *_ADDING, *_SUMMING, *_KEEPING, "__rsub__", "rsub", "neg", "negative", "positive", "stack", "cat",
+    "concat", "concatenate", "hstack", "vstack", "__get__", "__getitem__", "__setitem__", "select", "index_select",
+    "narrow", "unbind", "split", "chunk", "unsqueeze", "expand", "expand_as", "broadcast_to", "view_as",
+    "reshape_as", "ravel", "unflatten", "permute", "transpose", "t", "movedim", "detach", "cpu", "half",
+    "bfloat16", "type_as", "requires_grad_", "dot", "inner", "matmul", "mv", "mm", "bmm", "einsum", "tensordot",
+))  # fmt: skip
+_OPAQUE = frozenset((
+    "addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy",
+))  # fmt: skip
+_SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
+_TO_HOST = frozenset(["__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"])
+_ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given
+    "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
+    "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1), "argmax": (1, None), "argmin": (1, None),
+    "count_nonzero": (1, None), "nanmedian": (1, None), "mode": (1, -1), "aminmax": (1, None), "std_mean": (1, None),
+    "var_mean": (1, None), "cumprod": (1, None), "cummax": (1, None), "cummin": (1, None), "quantile": (2, None),
+    "nanquantile": (2, None), "norm": (2, None), "linalg_norm": (2, None), "linalg_vector_norm": (2, None),
+    **dict.fromkeys(_REDUCERS, (1, None)),
+}  # fmt: skip
+
+
+class LossFunction(NamedTuple):
+    """A function of torch, as a loss may call it.
+
+    Attributes:
+        func: the function.
+        name: its name.
+        plain: the same without the underscore of what writes in place.
+        is_token_mean: it is a mean over tokens, where its reduction is "mean".
+        is_reducing: it has a reduction.
+        is_linear: in each of its arguments.
+        is_opaque: it may divide by something that is not seen, or give the host what does.
+        looks: it may sum or compare numbers of several rows: `dims_along` says where.
+        reads: it gives the host numbers.
+        role: "scales" (multiplies or divides one by one), "adds" (or subtracts), "keeps" (one number), or "".
+        sums_rows: it may sum rows.
+        weighs: it scales, or sums what it has scaled.
+    """
+
+    func: Callable[..., Any]
+    name: str
+    plain: str
+    is_token_mean: bool
+    is_reducing: bool
+    is_linear: bool
+    is_opaque: bool
+    looks: bool
+    reads: bool
+    role: str
+    sums_rows: bool
+    weighs: bool
+
+
+_ROLES = {**dict.fromkeys(_SCALING, "scales"), **dict.fromkeys(_ADDING, "adds"), **dict.fromkeys(_KEEPING, "keeps")}
+
+
+@lru_cache(maxsize=1024)
+def known(func: Callable[..., Any]) -> LossFunction:
+    """The record of a function, made once for each."""
+    name = func.__name__
+    plain = name if name.endswith("__") else name.removesuffix("_")
+    is_reducing = func in _REDUCING
+    return LossFunction(
+        func,
+        name,
+        plain,
+        is_token_mean=is_reducing and name in _TOKEN_MEANS,
+        is_reducing=is_reducing,
+        is_linear=plain in _LINEAR,
+        is_opaque=isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or name in _OPAQUE,
+        looks=plain in _ALONG or plain in _SUMMING_ROWS,
+        reads=name in _TO_HOST,
+        role=_ROLES.get(plain, ""),
+        sums_rows=plain in _SUMMING_ROWS,
+        weighs=plain in _WEIGHING,
+    )
+
+
+def dims_along(
+    function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """The arguments along which a function sums or looks, and the dimensions."""
+    name, given = function.plain, [*args, *kwargs.values()]
+    values = args[0] if args else kwargs.get("input")
+    if name in ("bincount", "histc"):
+        yield values, [0]
+    elif name in _ALONG:
+        place, default = _ALONG[name]
+        dims = kwargs.get("dim", args[place] if len(args) > place else default)
+        if not isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
+            yield values, dims if isinstance(dims, (tuple, list)) else [dims]
+    elif name in _PRODUCTS and len(given) == 2:
+        left, right = reversed(given) if name == "__rmatmul__" else given
+        yield left, [-1]
+        yield right, [-min(2, right.dim())]
+    elif name in ("index_add", "scatter_add") and len(given) > 3:
+        yield given[3], [given[1]]
+    elif name == "einsum" and len(args) > 1 and isinstance(args[0], str):
+        terms, arrow, kept = args[0].replace(" ", "").partition("->")
+        kept = kept if arrow else "".join([letter for letter in terms if terms.count(letter) == 1])
+        operands = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+        for term, operand in zip(terms.split(","), operands, strict=False):
+            letters = term.partition("...")[0]  # what the dots stand for is kept
+            yield operand, [dim for dim, letter in enumerate(letters) if letter not in kept]
