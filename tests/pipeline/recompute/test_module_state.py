@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -299,6 +300,35 @@ def test_each_chunk_in_flight_has_its_own_attributes_in_every_schedule(schedule:
         run(pipe, rows(8), "step")
     for param, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad, expected.grad, rtol=1e-12, atol=1e-14)
+
+
+class Nested(nn.Linear):
+    """Counts its forwards at the bottom of some dicts."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(3, 3, dtype=DOUBLE)
+        self.table: dict[str, Any] = {"count": 0}
+        for _ in range(depth):
+            self.table = {"inner": self.table}
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table
+        while "inner" in table:
+            table = table["inner"]
+        table["count"] += 1
+        return super().forward(x) * table["count"]
+
+
+@pytest.mark.parametrize("depth", range(6))
+def test_a_recomputation_finds_what_attributes_hold_to_a_depth_of_four_and_refuses_what_lies_deeper(depth: int) -> None:
+    pipe = Pipe(nn.Sequential(Nested(depth), linear()), [1, 1], 3, checkpoint="always")
+    with nullcontext() if depth <= 4 else pytest.raises(CheckpointError, match="gave other values than its forward"):
+        pipe(rows()).sum().backward()
+        grad = pipe[0].weight.grad
+        plain = nn.Sequential(Nested(depth), linear())
+        plain.load_state_dict(pipe.state_dict())
+        sum([plain(chunk).sum() for chunk in rows().tensor_split(3)]).backward()
+        torch.testing.assert_close(grad, plain[0].weight.grad)
 
 
 def test_checkpointed_blocks_follow_the_same_rule() -> None:

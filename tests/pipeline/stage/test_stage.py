@@ -303,6 +303,33 @@ def test_a_leaf_that_only_late_chunks_capture_is_an_input_of_the_call() -> None:
         assert (grad is not None) == (number >= 3) and leaf.grad is None
 
 
+def test_a_captured_leaf_beside_a_parameter_that_some_chunks_leave_out_gets_its_gradient() -> None:
+    leaf = torch.ones(4, requires_grad=True, dtype=torch.float64)
+
+    class Routed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x) if x[0, 0] > 0 else x
+            return y * leaf
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Routed(4, 4), nn.Linear(4, 4)).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    x[::2, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    sum([model(chunk).square().sum() for chunk in x.chunk(4)]).backward()
+    owners = [leaf, *model.parameters()]
+    wanted = [owner.grad for owner in owners]
+    for checkpoint, entry in product(["always", "never"], ["forward", "step"]):
+        for owner in owners:
+            owner.grad = None
+        pipe = Pipe(model, [1, 1], 4, checkpoint=checkpoint)
+        if entry == "step":
+            pipe.step(x, loss_fn=lambda out, _: out.square().sum(), loss_reduction="sum")
+        else:
+            pipe(x).square().sum().backward()
+        for owner, grad in zip(owners, wanted, strict=True):
+            torch.testing.assert_close(owner.grad, grad, rtol=1e-12, atol=0)
+
+
 @pytest.mark.inline
 def test_late_chunks_whose_graphs_do_not_hold_their_input_hold_none() -> None:
     inputs: list[StorageWeakRef] = []
