@@ -24,7 +24,7 @@ from enum import Enum
 from functools import lru_cache
 from itertools import chain
 from operator import call, eq, is_, itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy
 import torch
@@ -33,6 +33,7 @@ from torch.utils.weak import TensorWeakRef
 
 from partition.containers import CONTAINERS, FIXED, length, reader_of, shorten, write
 from partition.names import OF_EVERY_MODULE
+from pipeline.common.errors import CheckpointError
 from pipeline.recompute.randomness import is_torchs_own
 
 # Not kept here: the tables of parameters and buffers, and what stands in an RNN where aliases stand in (parameters.py).
@@ -121,6 +122,11 @@ class Attributes:
             return
         keep = self._copied is None or id(tensor) in self._copied
         self._tensors[id(tensor)] = _TensorContents(tensor, tensor._version, tensor.detach().clone() if keep else None)
+
+    @property
+    def held_weakly(self) -> list[Tensor | None]:
+        """The tensors that are not kept alive."""
+        return [value() for *_, content in self.containers for value in content if type(value) is TensorWeakRef]
 
     @property
     def is_current(self) -> bool:
@@ -256,41 +262,32 @@ def _comparison(containers: Sequence[ContainerContents]) -> Callable[[], bool]:
 def _with_weak_references(values: Iterable[Any]) -> list[Any]:
     """The values, with weak references to those in autograd's graph, which it would keep alive."""
     return [
-        TensorWeakRef(value) if isinstance(value, Tensor) and value.grad_fn is not None else value for value in values
+        TensorWeakRef(value)
+        if isinstance(value, Tensor) and value is not FREED and value.grad_fn is not None else value
+        for value in values
     ]
 
 
 def values_alive(values: Sequence[Any]) -> list[Any]:
-    """The values that were held; a mark for those that are freed."""
+    """The values that were held; a stand-in for each that is freed."""
     return [(FREED if (tensor := value()) is None else tensor) if type(value) is TensorWeakRef else value
             for value in values]  # fmt: skip
 
 
-def _alive(holder: dict[Any, Any], content: list[Any]) -> dict[Any, Any]:
-    """The entries that a dict held. Those whose values are freed are as they stand there now."""
-    entries = values_alive(content)
-    pairs = zip(entries, entries[len(entries) // 2 :])  # noqa: B905  # names and values, one behind the other
-    wanted = {name: dict.get(holder, name, FREED) if value is FREED else value for name, value in pairs}
-    return {name: value for name, value in wanted.items() if value is not FREED}
-
-
 def _write_module(table: dict[str, Any], content: list[Any]) -> None:
     """Give a module's dict these entries and no more, but for those that are kept elsewhere."""
-    wanted = _alive(table, content)
+    entries = values_alive(content)
+    wanted = dict(zip(entries, entries[len(entries) // 2 :]))  # names and values, one behind the other
     for name in [name for name in table if name not in _ELSEWHERE and name not in wanted]:
         del table[name]
-    changed = {name: value for name, value in wanted.items() if value is not table.get(name, FREED)}
+    changed = {name: value for name, value in wanted.items() if value is not table.get(name, _NONE)}
     if changed:
         table.update(changed)
 
 
 def _write(holder: Any, content: list[Any]) -> None:
-    """Give a container what it held, but for values that are freed."""
-    if isinstance(holder, dict):
-        alive = _alive(holder, content)
-        write(holder, [*alive, *alive.values()])
-    else:
-        write(holder, [value for value in values_alive(content) if value is not FREED])
+    """Give a container what it held."""
+    write(holder, values_alive(content))
 
 
 def _write_slots(holder: Any, content: list[Any]) -> None:
@@ -298,7 +295,7 @@ def _write_slots(holder: Any, content: list[Any]) -> None:
         if value is _NONE:
             if hasattr(holder, name):
                 object.__delattr__(holder, name)
-        elif value is not FREED:
+        else:
             object.__setattr__(holder, name, value)
 
 
@@ -316,7 +313,23 @@ def _slots(kind: type) -> list[str]:
     return [name for names in slots for name in ([names] if isinstance(names, str) else names) if name[:2] != "__"]
 
 
-FREED, _NONE = object(), object()
+class FreedTensor(Tensor):
+    """The stand-in for a tensor that a forward left on a module and that is freed: until a forward leaves another.
+
+    To read it is an error.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *call: Any, **options: Any) -> NoReturn:
+        raise CheckpointError(
+            "a recomputation, or the backward of one, read a tensor in autograd's graph that the forward of another "
+            "chunk had left in an attribute of a module. It is not kept: that would keep the graph. Let the forward "
+            "keep value.detach(), or use checkpoint='never'."
+        )
+
+
+FREED = torch.Tensor._make_subclass(FreedTensor, torch.empty(0, device="cpu"))
+_NONE = object()
 _COUNTED = ContainerKind(
     lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), opens=False, same=eq
 )
@@ -333,7 +346,7 @@ _TENSOR = ContainerKind(list, _write_nothing)
 def kind_of(kind: type) -> ContainerKind | None:
     """The kind of a class of objects. None: they are not covered."""
     if issubclass(kind, Tensor):
-        return _TENSOR
+        return None if kind is FreedTensor else _TENSOR
     if issubclass(kind, CONTAINERS):
         if kind is dict:
             return _MAPPING

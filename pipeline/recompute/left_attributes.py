@@ -21,7 +21,7 @@ from itertools import starmap
 from typing import Any, NamedTuple, TypeAlias
 
 from partition.containers import base_of
-from pipeline.recompute.attributes import FREED, Attributes, ContainerContents, values_alive
+from pipeline.recompute.attributes import Attributes, ContainerContents, values_alive
 
 EntryPlace: TypeAlias = tuple[int, Any]  # the id of a dict and a name in it; the id of another container and _WHOLE
 _GONE, _WHOLE = object(), object()
@@ -96,7 +96,7 @@ def _swaps(
     for place, container in changed.items():
         key, name = place
         value = left.get(place, _GONE)
-        if is_shared(key) or value is FREED:
+        if is_shared(key):
             continue
         if name is not _WHOLE:
             entries.setdefault(key, (container.holder, {}))[1][name] = snapshot.copy_of(value)

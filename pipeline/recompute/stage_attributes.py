@@ -110,6 +110,7 @@ class StageAttributes:
         `goes_backward`: what is left within will be asked for in the backward.
         """
         present = self._present()
+        held = present.held_weakly  # meanwhile, perhaps, by nothing else
         if before is not present or self._written:
             before.put_back(self._written, long=False)
         try:
@@ -122,6 +123,7 @@ class StageAttributes:
                     _, number, _ = self._left.get(chunk, (None, len(self._changes), []))
                     self._left[chunk] = snapshot, number, [Changes.between(before, snapshot)]
                 present.put_back(set())
+            del held
         if written:
             raise CheckpointError(
                 f"a recomputation of {self._stage} wrote a tensor in place that is an attribute of a module, as "

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import Pipe
+from pipeline import CheckpointError, Pipe
 
 CHUNKS = 3
 
@@ -202,6 +202,44 @@ def test_a_backward_finds_what_its_forward_left(layer, checkpoint, schedule, how
                 assert mine.kept.backwards == other.kept.backwards == (turn + 1) * CHUNKS
             if type(mine) is RemovesItsHook:
                 assert mine.hook is other.hook is None
+
+
+class KeepsOfSomeChunks(Keeps):
+    """Other chunks find what an earlier one left, maybe in the call before."""
+
+    seen = torch.zeros(1, 1, dtype=torch.float64)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.detaches = False
+
+    def keep(self, seen: torch.Tensor) -> None:
+        if seen.sum() > 0:
+            self.seen = seen.detach() if self.detaches else seen
+
+
+@pytest.mark.parametrize("how", ["step", "forward"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("detaches", [True, False])
+def test_a_backward_finds_what_another_chunk_left_or_is_refused_where_that_is_freed(
+    detaches, checkpoint, schedule, how
+):
+    plain = model_of(KeepsOfSomeChunks)
+    for layer in plain[1], plain[3]:
+        layer.detaches = detaches
+    pipe = Pipe(copy.deepcopy(plain), [2, 3], CHUNKS, checkpoint=checkpoint, schedule=schedule)
+    for turn in range(9):
+        try:
+            assert_same_gradients(pipe, plain, how, turn)
+        except CheckpointError as error:
+            assert "a tensor in autograd's graph that the forward of another chunk had left in an" in str(error)
+            assert not detaches and checkpoint != "never"
+            assert type(pipe[1].seen) is type(pipe[3].seen) is torch.Tensor  # no stand-in is left behind
+            return
+        for mine, other in (pipe[1], plain[1]), (pipe[3], plain[3]):
+            torch.testing.assert_close(mine.seen, other.seen)
+    assert detaches or checkpoint == "never"
 
 
 class Stack(Keeps):
