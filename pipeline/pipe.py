@@ -222,6 +222,13 @@ class Pipe(FixedModule, StateDictMixin):
             raise TypeError(f"plan is {shown(plan)}. Give what partition.plan(model, x, ...) returned.")
         return cls(module, **plan.settings_with(settings))
 
+    def __init_subclass__(cls) -> None:
+        if cls.forward is not Pipe.forward:
+            raise TypeError(
+                f"{cls.__name__} has a forward of its own, which step, evaluate and operators of curvature would not "
+                "run: they run the layers. Make what it does a layer, or a module around the Pipe that calls pipe(x)."
+            )
+
     def train(self, mode: bool = True) -> Pipe:
         """As nn.Module's, and as that of the model which the layers are parts of; this is told, too."""
         modes = self._settings.origin.modes

@@ -460,6 +460,12 @@ def test_only_a_pipe_over_ranks_is_refused_within_another() -> None:
             Pipe(nn.Sequential(inner), [1])
 
 
+def test_a_pipe_with_a_forward_of_its_own_is_refused_as_its_steps_would_not_run_it():
+    with pytest.raises(TypeError, match=r"Doubled has a forward of its own.*a layer, or a module around the Pipe"):
+        type("Doubled", (Pipe,), {"forward": lambda pipe, x: 2 * Pipe.forward(pipe, x)})
+    assert type("Named", (Pipe,), {"name": "a"})(net(), [len(net())])(torch.randn(4, WIDE)).size(0) == 4
+
+
 REGISTERED = {
     "forward": lambda pipe: pipe.register_forward_hook(lambda module, given, output: 2 * output),
     "before": lambda pipe: pipe.register_forward_pre_hook(lambda module, given: given),
