@@ -175,7 +175,8 @@ class RankGroup:
         if self.is_in_call:
             raise RuntimeError(
                 f"{call} was begun within another call over ranks, which the other ranks cannot know of. A loss_fn, a "
-                "layer or a hook may not call a Pipe that runs over ranks; give that one devices=[...]."
+                "layer or a hook may not call a Pipe that runs over ranks: give that one devices=[...]. Nor may the x "
+                "of pipe.step be computed by one: use loss_fn(pipe(x), target).backward(), or give x.detach()."
             )
         interrupts = Deferral()
         interrupts.begin()  # in the call, or not

@@ -378,9 +378,14 @@ def _spent(pipe: Pipe, x: Tensor) -> None:
     out.backward()
 
 
+def _between(pipe: Pipe, x: Tensor) -> None:
+    pipe.step(pipe(x), rows(6), loss_fn=square)
+
+
 _REFUSED = {
     "is_grads_batched": _batched,
     "vmap": _vmapped,
     "func.grad": _functional,
     "second backward": _spent,
+    "x of a Pipe": _between,
 }
