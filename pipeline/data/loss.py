@@ -341,10 +341,11 @@ class Loss:
 
     def neither(self, reason: str) -> ValueError:
         """The error for a loss that is neither a mean nor a sum over rows."""
+        other = "'mean' if it is a mean" if self._reduction == "sum" else "'sum' if it adds"
         return ValueError(
             f"{self._name} is not a {self._reduction} over rows: {reason}. Return (sum, count) from loss_fn (the sum "
-            "over what counts, and how much that is), or give loss_reduction='sum' if it adds. A loss that draws "
-            "random numbers or compares rows with each other cannot be cut into chunks: use pipe(x), "
+            f"over what counts, and how much that is), or give loss_reduction={other}. A loss that draws random "
+            "numbers or compares rows with each other cannot be cut into chunks: use pipe(x), "
             "loss_fn(pipe(x), target).backward()."
         )
 
