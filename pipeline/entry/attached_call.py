@@ -46,6 +46,11 @@ class AttachedCall(NamedTuple):
         """All that has a gradient here: tensors of the input, then owners."""
         return [*[self.call.batch.tree.tensors[index] for index in self.input_indices], *self.owners]
 
+    @property
+    def needs_leaf(self) -> bool:
+        """Whether an empty leaf stands for owners: those of other ranks, with which this one goes back, or for none."""
+        return not (self.owners or self.input_indices and self.call.communicator.is_alone)
+
     def check_input(self) -> None:
         """Raise if the input was written since the forward.
 

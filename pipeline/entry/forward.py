@@ -66,7 +66,7 @@ def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everyw
     input_indices = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     forward = AttachedCall(call, hold, sizes, everywhere, input_indices, owners, versions(tensors))
     leaves = forward.leaves
-    if not owners:  # other ranks may have owners: this one takes part in the backward
+    if forward.needs_leaf:
         leaves.append(call.communicator.topology.nothing.requires_grad_())
     return tree.build(attach(Backward(forward, on_backward), tree.tensors, list(needs_grad), leaves))
 
@@ -109,7 +109,7 @@ class Backward:
         if self._streams != current_streams(execution.devices):
             use_here(result)
         skip_none([leaf for leaf, grad in zip(self._forward.leaves, result, strict=True) if grad is None])
-        result = result if self._forward.owners else (*result, torch.zeros(0, device="cpu"))
+        result = (*result, torch.zeros(0, device="cpu")) if self._forward.needs_leaf else result
         if output_grads.link is None or self.is_alone:
             return result
         return SecondBackward(self._forward, communicator, grads).differentiable(result, grads, output_grads.link)

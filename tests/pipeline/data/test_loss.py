@@ -1087,6 +1087,18 @@ def test_parameters_of_the_loss_are_in_the_store_too():
     assert len(store) == 7 and loss_fn.log_temperature in store and loss_fn.log_temperature.grad is None
 
 
+@pytest.mark.parametrize("place", ["layer", "loss"])
+def test_a_frozen_pipe_within_a_step_has_nothing_in_its_store(place):
+    frozen = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), [1, 1], chunks=2).requires_grad_(False)
+    module = nn.Sequential(nn.Linear(4, 4).double(), frozen if place == "layer" else nn.Tanh())
+    judge, x = frozen if place == "loss" else nn.Identity(), torch.randn(6, 4).double()
+    store = Pipe(module, [1, 1], chunks=3).step(x, x, loss_fn=lambda o, t: F.mse_loss(judge(o), t), grads="store").grads
+    F.mse_loss(judge(module(x)), x).backward()
+    torch.testing.assert_close(store.get("0.weight"), module[0].weight.grad, rtol=1e-12, atol=1e-15)
+    module.zero_grad()
+    store.apply(torch.optim.SGD(module[0].parameters(), lr=0.1))
+
+
 def test_parameters_that_the_loss_does_not_reach_are_absent():
     module = nn.Sequential(nn.Linear(4, 6).double(), nn.Tanh(), Heads())
     pipe = Pipe(module, [1, 2], chunks=2)
