@@ -100,7 +100,7 @@ class ModelInputs(NamedTuple):
         if self.names is not None and isinstance(x, Mapping) and set(x) == set(self.names):
             x = {name: x[name] for name in self.names}
         leaves, tree = tree_flatten(x)
-        if tree != self.tree:
+        if tree != self.tree and tree_flatten((x,))[1] != self.tree:  # pipe(x) is as the sample (x,)
             names = tuple(x) if isinstance(x, Mapping) else None
             differing = list(_differing(self.tree, tree, names or ())) if names == self.names else []
             raise PartitionError(

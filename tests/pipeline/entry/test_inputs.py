@@ -52,6 +52,9 @@ def test_a_model_that_was_cut_takes_its_own_arguments(plain):
     one = Pipe(plain, [2, 3], 2, sample=IDS)
     torch.testing.assert_close(one(IDS), plain(IDS))
     torch.testing.assert_close(one(input=IDS), plain(IDS))
+    alone = Pipe(plain, [2, 3], 2, sample=(IDS,))
+    for out in (alone(IDS), alone((IDS,))):
+        torch.testing.assert_close(out, plain(IDS))
 
 
 def test_a_sample_may_say_what_is_not_cut_as_calls_do(plain):
