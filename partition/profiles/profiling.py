@@ -164,10 +164,10 @@ def _states(
     """For each layer bytes of parameters, of gradients and of optimizer state."""
     owners = [[id(p) for _, p in layer.named_parameters(remove_duplicate=False)] for layer in module._modules.values()
               if layer is not None]  # fmt: skip
-    layers_with = Counter(owner for ids in owners for owner in set(ids))
+    layers_with = Counter(owner for ids in owners for owner in dict.fromkeys(ids))
     tied = {owner: number for number, owner in enumerate(o for o, count in layers_with.items() if count > 1)}
     tensor_of = {owner: tensor for ids, amounts in zip(owners, saved) for owner, tensor in zip(ids, amounts.parameters)}
-    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    trained = [id(parameter) for parameter in module.parameters() if parameter.requires_grad]
     state_of = dict(zip(trained, state_bytes(optimizer, [tensor_of[owner] for owner in trained])))
     states = []
     for ids in map(dict.fromkeys, owners):

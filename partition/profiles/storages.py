@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from partition.contents import nbytes_of, storage_of, tensors_in
@@ -83,7 +84,7 @@ class Storages:
         self._number(x)
         if not visited.number:
             self.entry = tuple([(self._numbers[storage_of(tensor)], tensor.nbytes) for tensor in tensors_in(x)])
-        first = copy_context().run(_WatchedForward, layer, pytree.tree_map_only(Tensor, _cloned, x), visited).saved
+        first = copy_context().run(_WatchedForward, layer, pytree.tree_map_only(Tensor, _cloned, x), visited).storages
         popped = tuple([self._skips.pop(key) for key in visited.pops])
         run = _WatchedForward(layer, x, visited)
         y = run.output
@@ -156,11 +157,13 @@ class _WatchedForward:
     Attributes:
         output: what it returns.
         saved: the bytes of the storages that it saves.
+        storages: these: no other storage has the address of one while this is there, though their memory is freed.
     """
 
     def __init__(self, layer: nn.Module, x: Any, visited: VisitedLayer) -> None:
         self.saved: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # a tensor of each: its address stays its own
+        self.storages: dict[int, StorageWeakRef] = {}
+        self._waiting: list[Tensor] = []
         self._tokens: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
         self._changes: list[tuple[int, int]] = []  # during I: storages that the graph frees, or that wait
         self._run_input = RunInput(x, visited.pops)
@@ -176,7 +179,7 @@ class _WatchedForward:
             weakref.finalize(token, self._changes.append, (storage, -size))
         if storage not in self.saved:
             self.saved[storage] = size
-            self._alive.append(detached)
+            self.storages[storage] = StorageWeakRef(detached.untyped_storage())
         return token, detached
 
     def first_half(self, layer: nn.Module, visited: VisitedLayer) -> dict[int, int]:
@@ -185,8 +188,8 @@ class _WatchedForward:
         outputs = outputs_of(self.output, visited.stashes)
         gradients = [tensor.detach().clone() for tensor in outputs]
         parts = first_half(outputs, gradients, self._run_input.targets(layer), list(layer.parameters()), self._wait)
-        self._alive += held_by(parts)
-        return {storage_of(tensor): _nbytes(tensor) for tensor in held_by(parts)}
+        self._waiting = held_by(parts)
+        return {storage_of(tensor): _nbytes(tensor) for tensor in self._waiting}
 
     def _wait(self, gradient: Tensor) -> None:
         self._changes.append((storage_of(gradient), _nbytes(gradient)))

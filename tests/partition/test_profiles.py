@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_models import MODELS
 from torch import Tensor, nn
 
 from partition import PartitionError, Profile, halves, profile, to_sequential
@@ -326,3 +327,12 @@ def test_a_model_of_blocks_is_profiled_without_numbers_and_left_as_it_was() -> N
     assert joined(layer.parameters for layer in measured.layers) == sum(p.nbytes for p in model.parameters())
     assert end.output == 2 * 5 * 20 * 4
     assert torch.equal(layers(sample)["logits"], model(**sample).logits)
+
+
+def test_a_profile_without_numbers_is_the_same_each_time_and_activations_are_no_constants() -> None:
+    """Memory that one run of a layer frees is that of another tensor in the next."""
+    model, sample = MODELS["unet"][0](), MODELS["unet"][1](4)
+    layers = to_sequential(model, sample)
+    profiles = [profile(layers, sample, device="meta", optimizer=2) for _ in range(5)]
+    assert all(each == profiles[0] for each in profiles)
+    assert not any(layer.constants for layer in profiles[0].layers)
