@@ -86,12 +86,12 @@ def _each_layer(
                 layer_copy = sandbox.copy(layer)
                 with sandbox.running():
                     if sandbox.fake and not visited.stashes and not visited.pops:
-                        result, y = cache.run(layer, layer_copy, x, partial(visit, layer_copy, x, visited), reuse)
+                        run = partial(_visit, visit, layer_copy, x, visited)
+                        result, x = cache.run(layer, layer_copy, x, run, reuse)
+                        del run
                     else:
-                        result, y = visit(layer_copy, x, visited)
+                        result, x = _visit(visit, layer_copy, x, visited)
                 del layer_copy
-            x = _cut(y)
-            del y
             renew(visited.stashes, _cut)
             results.append(result)
         if loss is not None:
@@ -101,6 +101,12 @@ def _each_layer(
                     visited = VisitedLayer(len(module), sandbox, [], [], tensors_in(loss_layer.target))
                     results.append(visit(loss_layer, x, visited)[0])
     return results
+
+
+def _visit(visit: Visit[T], layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[T, Any]:
+    """The result, and the output, cut."""
+    result, y = visit(layer, x, visited)
+    return result, _cut(y)
 
 
 @contextmanager
