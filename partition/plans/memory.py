@@ -12,16 +12,13 @@ buffers that it writes (BatchNorm's running statistics).
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
-from operator import le
-from typing import Any, NamedTuple
-
-import numpy
-from numpy.typing import NDArray
+from itertools import accumulate, chain
+from operator import itemgetter, le
+from typing import NamedTuple
 
 from partition.cuts.windows import HeldChunks
 from partition.profiles.profile import Profile, StageProfile
-from scheduler import Action, Kind, Placement, Timeline
+from scheduler import Action, Event, Kind, Placement, Timeline
 
 
 class StageValue(NamedTuple):
@@ -131,79 +128,36 @@ def peaks(
         recomputes: the (stage, chunk) pairs that are recomputed.
         loss: bytes that the loss saves while the last stage's backward runs.
     """
-    ran = _Ran.of(timeline)
-    changes = zip(_changes(ran, stages, recomputes, loss), _waiting(ran, placement, values))
-    lanes, times, *held = map(numpy.concatenate, changes)
-    order = numpy.argsort(times, kind="stable")  # actions of a lane stay in their order, also those that take no time
+    changes = [[(0.0, 0, 0, 0)] for _ in range(timeline.lanes)]  # by device: time; of what is saved, is an input, waits
+    forward, backward = dict[tuple[int, int], Event](), dict[tuple[int, int], Event]()
+    for event in timeline.events:
+        (stage, kind, chunk), lane, start, end = event
+        held, is_recomputed = stages[stage], (stage, chunk) in recomputes
+        if kind is Kind.F:
+            forward[stage, chunk] = event
+            changes[lane].append((start, 0, held.read, 0) if is_recomputed else (start, held.saved, 0, 0))
+        elif kind is Kind.W:
+            changes[lane].append((end, -held.late, 0, 0))
+        else:
+            backward[stage, chunk] = event
+            is_half, more = kind is Kind.I, loss if stage == len(stages) - 1 else 0
+            more = max(more, held.split - held.saved) if is_half else more
+            changes[lane].append((start, held.saved * is_recomputed + more, 0, 0))
+            changes[lane].append((end, held.late * is_half - held.saved - more, -held.read * is_recomputed, 0))
+    for chunk in range(1 + max(chunk for _, chunk in forward)):
+        for producer, reader, size in values:
+            taken = backward if producer == reader else forward  # the output of the last stage waits until its loss
+            waits = [(reader, forward[producer, chunk], taken[reader, chunk])]
+            if producer != reader:
+                waits.append((producer, backward[reader, chunk], backward[producer, chunk]))
+            for stage, maker, taker in waits:
+                of_lane = changes[placement.lane_of[stage]]
+                of_lane += [(maker.end, 0, 0, size), (taker.start, 0, 0, -size)]
     device_peaks = []
-    for lane in range(timeline.lanes):
-        of_lane = order[lanes[order] == lane]
-        saved, inputs, waiting = (column[of_lane].cumsum() for column in held)
+    for lane, of_lane in enumerate(changes):
+        ordered = sorted(of_lane, key=itemgetter(0))  # actions of a lane stay in order, also those without a time
+        saved, inputs, waiting = [list(accumulate(column)) for column in list(zip(*ordered))[1:]]
         state = sum(stages[stage].state for stage in placement.stages_of(lane))
-        most = [int(column.max(initial=0)) for column in (saved, inputs, saved + inputs + waiting)]
-        device_peaks.append(DevicePeak(state, most[0], most[1], state + most[2]))
+        most = max(map(sum, zip(saved, inputs, waiting)))
+        device_peaks.append(DevicePeak(state, max(saved), max(inputs), state + most))
     return tuple(device_peaks)
-
-
-EventColumn = NDArray[Any]
-
-
-class _Ran(NamedTuple):
-    """The actions of a timeline, in its order: a column for each thing that they say."""
-
-    lane: EventColumn
-    stage: EventColumn
-    chunk: EventColumn
-    start: EventColumn
-    end: EventColumn
-    is_forward: EventColumn
-    is_half: EventColumn
-    is_weight: EventColumn
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> "_Ran":
-        actions, *columns = zip(*timeline.events)
-        stages, kinds, chunks = zip(*actions)
-        lane, stage, chunk, start, end = map(numpy.array, (columns[0], stages, chunks, *columns[1:]))
-        are = [numpy.array([kind is one for kind in kinds]) for one in (Kind.F, Kind.I, Kind.W)]
-        return cls(lane, stage, chunk, start, end, *are)
-
-
-def _changes(
-    ran: _Ran, stages: Sequence[StageProfile], recomputes: Collection[tuple[int, int]], loss: int
-) -> list[EventColumn]:
-    """The changes that actions make, each as it starts and as it ends: lane, time, saved, inputs, waiting."""
-    saved, read, split, late = numpy.array([(s.saved, s.read, s.split, s.late) for s in stages])[ran.stage].T
-    again = numpy.array([pair in recomputes for pair in zip(ran.stage.tolist(), ran.chunk.tolist())])
-    of_loss = numpy.where(ran.stage == len(stages) - 1, loss, 0)
-    extra = numpy.where(ran.is_half, numpy.maximum(of_loss, split - saved), of_loss)
-    kinds = [ran.is_forward, ran.is_weight]  # else B or I
-    changes = [
-        (ran.lane, ran.lane),
-        (ran.start, ran.end),
-        (numpy.select(kinds, [saved * ~again, 0], saved * again + extra),
-         numpy.select(kinds, [0, -late], late * ran.is_half - saved - extra)),
-        (numpy.select(kinds, [read * again, 0], 0), numpy.select(kinds, [0, 0], -read * again)),
-        (0 * saved, 0 * saved),
-    ]  # fmt: skip
-    return [numpy.column_stack(change).ravel() for change in changes]
-
-
-def _waiting(ran: _Ran, placement: Placement, values: Sequence[StageValue]) -> list[EventColumn]:
-    """The changes of what waits: values until F of their reader begins, gradients until B; columns as above."""
-    forward, backward = numpy.zeros((2, 2, placement.stages, ran.chunk.max() + 1))  # starts and ends
-    for table, chosen in ((forward, ran.is_forward), (backward, ~ran.is_forward & ~ran.is_weight)):
-        table[:, ran.stage[chosen], ran.chunk[chosen]] = ran.start[chosen], ran.end[chosen]
-    lanes, sizes, times = [], [], []
-    for producer, reader, size in values:
-        taken = backward if producer == reader else forward  # the output of the last stage waits until its loss
-        waits = [(reader, forward[1, producer], taken[0, reader])]
-        if producer != reader and backward.any():
-            waits.append((producer, backward[1, reader], backward[0, producer]))
-        for stage, arrived, read in waits:
-            lanes += [placement.lane_of[stage]] * 2
-            sizes += [size, -size]
-            times += [arrived, read]
-    by_chunk = numpy.array(times).reshape(-1, forward.shape[-1]).T
-    columns = numpy.broadcast_arrays(numpy.array(lanes), by_chunk, 0, 0, numpy.array(sizes))
-    return [column.ravel() for column in columns]
