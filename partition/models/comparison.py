@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_iter, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from partition.errors import PartitionError
 from partition.models.as_found import as_found
@@ -30,7 +30,7 @@ _OUTSIDE = (
 
 @float32_in_full()
 def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
-    """See that the layers compute what the model computes.
+    """See that the layers compute what the model computes, in eval mode, and under one seed in train mode.
 
     Args:
         record: of the model on the sample.
@@ -40,8 +40,7 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
     Raises:
         PartitionError: they do not.
     """
-    model, sample = record.model, record.sample
-    kind = type(model).__name__
+    model, kind = record.model, type(record.model).__name__
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     missing = set(names.values()) - {names.get(id(parameter), "") for parameter in layers.parameters()}
     if missing:
@@ -52,91 +51,83 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
             f"{kind}: its state_dict has {', '.join(sorted(unsaved)[:5])}, which no part would save: a module that "
             "contains blocks has extra state, or a state_dict of its own. Let a module that contains none have it."
         )
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
-        with as_found([model], record.written) as snapshot:
-            expected = make(run_model(model, sample, record.always, record.written))
-            attributes = snapshot.changed(record.flags)
+        _compare_in_mode(record, layers, make, names, in_training=False)
+        with training(model, layers):
+            _compare_in_mode(record, layers, make, names, in_training=True)
+
+
+def _compare_in_mode(
+    record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], names: Mapping[int, str], in_training: bool
+) -> None:
+    """The same, in one mode, which both are in."""
+    model, kind = record.model, type(record.model).__name__
+    expected, attributes = _called(record, layers, partial(_made, record, make), [record.sample])
+    if not in_training:
+        _check_comparable(kind, expected)
+    # What is drawn in eval mode is to differ.
+    actual, _ = _called(record, layers, layers, [record.sample], seed=0 if in_training else 1)
+    (theirs, their_tree), (ours, tree) = tree_flatten(expected), tree_flatten(actual)
+    if tree != their_tree:
+        counts = [sum(isinstance(leaf, Tensor) for leaf in leaves) for leaves in (theirs, ours)]
+        raise PartitionError(
+            f"{kind} returns {counts[0]} tensors on the sample, and its parts {counts[1]}, or other containers of "
+            "them. What hooks within blocks collect is in no part, nor what hooks of a script do: leave "
+            "output_attentions out of the sample, say, or choose with output=..."
+        )
+    if not all(map(equal, ours, theirs)):
+        with as_found([model], record.written):
+            _made(record, make, record.sample)
             made_names = {name for name, _ in model.named_parameters()} - set(names.values())
-        for leaf in tree_iter(expected):
-            if isinstance(leaf, Tensor) and leaf.dim() == 0:
-                raise PartitionError(
-                    f"{kind} returns a single number, a loss say, and those of chunks cannot be joined. Leave labels "
-                    "out of the sample, and give them to step(x, labels, loss_fn=...); or choose with output=..."
-                )
-        theirs, their_tree = tree_flatten(expected)
-        for leaf in opaque(theirs):
+        if made_names:
             raise PartitionError(
-                f"{kind} returns a {named(leaf)}, and nothing sees what is in it: {remedy(leaf)}; or take them out "
-                "of it with output=lambda returned: ..."
+                f"{kind} makes parameters in its forward ({', '.join(sorted(made_names)[:5])}), and its parts make "
+                "others. Call it once before it is cut: with torch.no_grad(): model(...)."
             )
-        if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in theirs):
-            raise PartitionError(f"{kind} itself returns NaN on the sample, which tells nothing. {_REMEDY}")
-        with as_found([model, layers], record.written):
-            ours, tree = tree_flatten(layers(sample))
-        if tree != their_tree:
-            counts = [sum(isinstance(leaf, Tensor) for leaf in leaves) for leaves in (theirs, ours)]
+        if not in_training and _draws(record, make):
             raise PartitionError(
-                f"{kind} returns {counts[0]} tensors on the sample, and its parts {counts[1]}, or other containers of "
-                "them. What hooks within blocks collect is in no part, nor what hooks of a script do: leave "
-                "output_attentions out of the sample, say, or choose with output=..."
+                f"{kind} draws random numbers in eval mode, too, and its parts draw others. Draw them before, and "
+                "call the model with them."
             )
-        if not all(map(equal, ours, theirs)):
-            if made_names:
-                raise PartitionError(
-                    f"{kind} makes parameters in its forward ({', '.join(sorted(made_names)[:5])}), and its parts make "
-                    "others. Call it once before it is cut: with torch.no_grad(): model(...)."
-                )
-            if _draws(record, make):
-                raise PartitionError(
-                    f"{kind} draws random numbers in eval mode, too, and its parts draw others. Draw them before, and "
-                    "call the model with them."
-                )
-            raise PartitionError(
-                f"{kind} does not return on the sample what its parts return{_furthest(ours, theirs)}: {_OUTSIDE}"
-            )
-        _compare_grads(kind, ours, theirs, parameters, names)
+        when, furthest = "in train mode" if in_training else "on the sample", _furthest(ours, theirs)
+        raise PartitionError(f"{kind} does not return {when} what its parts return{furthest}: {_OUTSIDE}")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _compare_grads(f"{kind} in train mode" if in_training else kind, ours, theirs, parameters, names)
     if attributes:
         _compare_next(record, layers, make, attributes)
+
+
+def _check_comparable(kind: str, expected: Any) -> None:
+    """See that what a model returns can be compared, and joined from chunks.
+
+    Raises:
+        PartitionError: it cannot.
+    """
+    leaves = tree_leaves(expected)
+    if any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in leaves):
+        raise PartitionError(
+            f"{kind} returns a single number, a loss say, and those of chunks cannot be joined. Leave labels "
+            "out of the sample, and give them to step(x, labels, loss_fn=...); or choose with output=..."
+        )
+    for leaf in opaque(leaves):
+        raise PartitionError(
+            f"{kind} returns a {named(leaf)}, and nothing sees what is in it: {remedy(leaf)}; or take them out "
+            "of it with output=lambda returned: ..."
+        )
+    if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in leaves):
+        raise PartitionError(f"{kind} itself returns NaN on the sample, which tells nothing. {_REMEDY}")
 
 
 def _draws(record: ModelRecord, make: Callable[[Any], Any]) -> bool:
     """Whether the model returns the same under one seed, and something else under another."""
 
-    def returned(seed: int) -> Leaves:
+    def returned(seed: int) -> Any:
         torch.manual_seed(seed)
-        return tree_leaves(make(run_model(record.model, record.sample, record.always, record.written)))
+        return _made(record, make, record.sample)
 
     with torch.random.fork_rng(devices=[]), as_found([record.model], record.written):
         first, again, other = returned(0), returned(0), returned(1)
-    return all(map(equal, first, again)) and not all(map(equal, first, other))
-
-
-@float32_in_full()
-def compare_in_train_mode(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
-    """See that they return the same in train mode, under one seed, with the same gradients.
-
-    Args:
-        record: of the model on the sample.
-        layers: its parts.
-        make: what is made of what the model returns.
-
-    Raises:
-        PartitionError: they do not.
-    """
-    model = record.model
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with training(model, layers), torch.enable_grad():
-        attributes, theirs, ours = _calls(record, layers, make, [record.sample])
-        if not same(ours, theirs):
-            raise PartitionError(
-                f"{type(record.model).__name__} does not return in train mode what its parts return: {_OUTSIDE}"
-            )
-        kind = f"{type(model).__name__} in train mode"
-        _compare_grads(kind, tree_leaves(ours), tree_leaves(theirs), parameters, names)
-        if attributes:
-            _compare_next(record, layers, make, attributes)
+    return same(first, again) and not same(first, other)
 
 
 def _compare_next(
@@ -149,7 +140,10 @@ def _compare_next(
     """
     other_sample = tree_map_only(Tensor, lambda leaf: leaf / 2 if leaf.is_floating_point() else leaf, record.sample)
     with torch.no_grad():
-        _, theirs, ours = _calls(record, layers, make, [other_sample, record.sample])
+        theirs, ours = [
+            _called(record, layers, run, [other_sample, record.sample])[0]
+            for run in (partial(_made, record, make), layers)
+        ]
     if not same(ours, theirs):
         raise PartitionError(keeps(record.model, attributes))
 
@@ -162,22 +156,20 @@ def keeps(model: nn.Module, names: Iterable[str]) -> str:
     )
 
 
-def _calls(
-    record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], xs: Sequence[Any]
-) -> tuple[list[str], Any, Any]:
-    """The attributes that calls one after the other change, and what the model and its parts return in the last."""
-    runs: list[Callable[[Any], Any]] = [
-        lambda x: make(run_model(record.model, x, record.always, record.written)), layers
-    ]  # fmt: skip
-    returned, attributes = [], list[str]()
-    for run in runs:
-        with as_found([record.model, layers], record.written) as snapshot:
-            for x in xs:
-                seed_host(0)
-                last = run(x)
-            returned.append(last)
-            attributes = attributes or snapshot.changed(record.flags)
-    return attributes, *returned
+def _made(record: ModelRecord, make: Callable[[Any], Any], x: Any) -> Any:
+    """The value that is made of what the model returns."""
+    return make(run_model(record.model, x, record.always, record.written))
+
+
+def _called(
+    record: ModelRecord, layers: nn.Sequential, run: Callable[[Any], Any], xs: Iterable[Any], seed: int = 0
+) -> tuple[Any, list[str]]:
+    """The value of the last of some calls of the model or its parts, each under a seed; the attributes that change."""
+    with as_found([record.model, layers], record.written) as snapshot:
+        for x in xs:
+            seed_host(seed)
+            value = run(x)
+        return value, snapshot.changed(record.flags)
 
 
 def _compare_grads(

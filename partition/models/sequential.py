@@ -24,7 +24,7 @@ from partition.models.as_found import Hook
 from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, in_eval_mode, record_model
 from partition.models.carrying import AbsentUnitsError, LostValueError, NotCarriedError, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks, outermost_calls
-from partition.models.comparison import compare, compare_in_train_mode, keeps
+from partition.models.comparison import compare, keeps
 from partition.models.inputs import ModelInputs, UnsentInputError
 from partition.models.outline import Outline
 from partition.models.parts import Beginning, Block, End, Middle
@@ -186,7 +186,6 @@ def _cut(
             layers = _layers(model, outline, shares, output)
             try:
                 compare(record, layers, output)
-                compare_in_train_mode(record, layers, output)
                 return layers
             except UnsentInputError as error:
                 read = tuple([is_read or number == error.leaf for number, is_read in enumerate(read)])
