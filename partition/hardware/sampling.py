@@ -1,8 +1,8 @@
 """Power and utilisation of devices while a block of code runs: sampled in a thread, added up to joules.
 
-    with devices().sampling() as sampling:     begin: first sample, counters of energy
+    with devices().sampling() as sampling:     begin: first sample: power, utilisation, counter of energy
         pipe.step(...)                         a thread: a sample every 0.1 s
-    sampling.usage[0].joules                   end: last sample, counters of energy
+    sampling.usage[0].joules                   end: last sample
 
 The thread calls NVML alone, which lets Python run meanwhile and does not touch CUDA. Nothing that goes wrong in it
 reaches the block. Energy is what the GPU's own counter says it drew, where there is one that moved (Volta and later; it
@@ -27,8 +27,9 @@ class Reading(NamedTuple):
     """A reading: seconds on the clock; None for what NVML did not tell."""
 
     time: float
-    watts: float | None
-    utilisation: float | None
+    watts: float | None = None
+    utilisation: float | None = None
+    counter: int | None = None  # of energy, in millijoules
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,6 @@ class DeviceSampling:
         for reader in self._readers:
             reader.open(nvml)
         self._sample()
-        for reader in self._readers:
-            reader.read_counter()
         self._thread.start()
         self._open.callback(self._end)
         return self
@@ -118,8 +117,6 @@ class DeviceSampling:
     def _end(self) -> None:
         self._stop.set()
         self._thread.join()
-        for reader in self._readers:
-            reader.read_counter()
         self._sample()
 
     def _run(self) -> None:
@@ -139,7 +136,6 @@ class _DeviceReader:
         self.source = "not sampled yet"
         self._queries: NvmlQueries | None = None
         self._samples: list[Reading] = []
-        self._counters: list[int | None] = []
 
     def open(self, nvml: Any) -> None:
         try:
@@ -149,29 +145,22 @@ class _DeviceReader:
 
     def read(self, clock: Callable[[], float]) -> None:
         if self._queries is not None:
+            counter = self._queries.ask("energy", "nvmlDeviceGetTotalEnergyConsumption")
             watts, utilisation = load_of(self._queries)
-            self._samples.append(Reading(clock(), watts, utilisation))
-
-    def read_counter(self) -> None:
-        if self._queries is not None:
-            self._counters.append(self._queries.ask("energy", "nvmlDeviceGetTotalEnergyConsumption"))
+            self._samples.append(Reading(clock(), watts, utilisation, counter))
 
     def usage(self) -> Usage:
         samples = list(self._samples)
-        seconds = samples[-1].time - samples[0].time if samples else 0.0
-        powers = [sample.watts for sample in samples if sample.watts is not None]
-        watts = _mean([(sample.time, sample.watts) for sample in samples])
-        joules, source = self._energy(seconds, watts)
+        first, last = (samples or [Reading(0.0)])[0], (samples or [Reading(0.0)])[-1]
+        seconds, watts = last.time - first.time, _mean([(sample.time, sample.watts) for sample in samples])
+        joules, source = None, self.source if self._queries is None else self._queries.unknown.get("power", self.source)
+        if first.counter is not None and last.counter is not None and last.counter > first.counter:  # it moves
+            joules, source = (last.counter - first.counter) / 1000, "counter"
+        elif watts is not None:
+            joules, source = watts * seconds, "samples"
+        peak = max([sample.watts for sample in samples if sample.watts is not None], default=None)
         busy = _mean([(sample.time, sample.utilisation) for sample in samples])
-        return Usage(self.device, seconds, joules, watts, max(powers, default=None), busy, len(samples), source)
-
-    def _energy(self, seconds: float, watts: float | None) -> tuple[float | None, str]:
-        begin, end = self._counters if len(self._counters) == 2 else (None, None)
-        if begin is not None and end is not None and end > begin:  # millijoules; 0 would be a counter that did not move
-            return (end - begin) / 1000, "counter"
-        if watts is not None:
-            return watts * seconds, "samples"
-        return None, self.source if self._queries is None else self._queries.unknown.get("power", self.source)
+        return Usage(self.device, seconds, joules, watts, peak, busy, len(samples), source)
 
 
 def _mean(readings: Sequence[tuple[float, float | None]]) -> float | None:
