@@ -47,7 +47,6 @@ from partition.models.shapes import MadeUpBuffer, TensorShape, is_without_memory
 from partition.models.shares import unit_of
 from partition.models.stand_ins import (
     AbsentModule,
-    Shadow,
     StandIn,
     VolatileAttributes,
     copied,
@@ -127,7 +126,7 @@ class Outline(nn.Module):
                 _copy_in_eval_mode(child, volatile, copies)
         kept |= copies.keys()
         for module in absent.values():
-            AbsentModule(module, volatile, copies)
+            AbsentModule(module, volatile).copy_of(module, volatile, copies)
         for block in [module for module in model.modules() if id(module) in numbers]:
             calls = numbers[id(block)]
             is_shaping = any([number in shaping for number in calls])
@@ -141,7 +140,7 @@ class Outline(nn.Module):
         named = [*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
         self._referenced = [name for name, entry in named if name and id(entry) in leaves]
         self._copies = ModuleCopies(
-            [(module, _shown(copies[id(module)])) for module in model.modules() if id(module) in kept], volatile
+            [(module, copies[id(module)]) for module in model.modules() if id(module) in kept], volatile
         )
         parents = [name.rpartition(".")[0] for name in part_names]  # some are in blocks
         self._around = sorted({*containers, *[name for parent in parents for name in starts(parent)]})
@@ -214,8 +213,7 @@ class Outline(nn.Module):
 
     def _with_units(self, root: nn.Module, units: Mapping[str, Any]) -> dict[str, nn.Module]:
         """Copies of the modules that contain others, by name, with some modules and parameters put in."""
-        modules = [root.get_submodule(name) for name in self._around]
-        around = {id(module) for shown in modules for module in (shown, _shown(shown))}
+        around = {id(root.get_submodule(name)) for name in self._around}
         present = {id(unit_of(root, name)): unit for name, unit in units.items()}
         top = copied(root, lambda tensor: present.get(id(tensor), tensor), present, among=around)
         copies = {name: top.get_submodule(name) for name in self.settings}
@@ -372,11 +370,6 @@ def _copy_in_eval_mode(module: nn.Module, volatile: VolatileAttributes, copies: 
         (id(submodule), submodule_copy)
         for submodule, submodule_copy in zip(module.modules(), module_copy.modules(), strict=True)
     )
-
-
-def _shown(module: nn.Module) -> nn.Module:
-    """A module, or what stands in its place shows of it."""
-    return module.shadow if isinstance(module, Shadow) else module
 
 
 def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict[str, Any]:

@@ -6,8 +6,9 @@ finds, so whatever would need its numbers is seen.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 from weakref import ref
@@ -29,37 +30,27 @@ VolatileAttributes: TypeAlias = "Mapping[tuple[int, str], bool]"
 _CACHE_SIZE = 32  # calls of which something is remembered
 
 
-class Shadow(nn.Module):
-    """A module with the attributes of another, and with parameters of their types, but nan.
+class Replacement(ABC):
+    """A replacement for the call of a module, in a copy of it without numbers, which has its attributes."""
 
-    Args:
-        module: the other module.
-        volatile: the attributes that a forward sets, which would be those of another call; it has none of them.
-        copies: see `rebuilt`. It is the module's.
-    """
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's forward."""
 
-    def __init__(self, module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]) -> None:
-        super().__init__()
-        self.shadow = rebuilt(module, without_numbers, volatile, copies)
-        copies[id(module)] = self
-
-    def __getattr__(self, name: str) -> Any:
-        shadow = vars(self)["_modules"]["shadow"]
-        return shadow if name == "shadow" else getattr(shadow, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.shadow[index]  # type: ignore[index]  # of a ModuleList, a ParameterDict
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.shadow  # type: ignore[misc]
+    def copy_of(self, module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]) -> nn.Module:
+        """The copy of a module, which calls this, without hooks. It is added to `copies`: see `rebuilt`."""
+        copy = rebuilt(module, without_numbers, volatile, copies)
+        no_hooks = {name: table for name, table in vars(nn.Module()).items() if "_hooks" in name}
+        vars(copy).update(no_hooks, forward=self, _compiled_call_impl=self)  # nor does it call those of all modules
+        return copy
 
 
-class StandIn(Shadow):
-    """A stand-in for a block.
+class StandIn(Replacement):
+    """The call of what stands in for a block.
 
     Args:
         block: the block.
-        volatile, copies: as of any.
+        volatile, copies: as of `copy_of`.
         numbers: its numbers, of all its calls.
         is_shaping: whether it returns more than the hidden state, in another shape than it is called with, say.
         hooks: on what it returns, which hand that to the model's forward.
@@ -74,35 +65,33 @@ class StandIn(Shadow):
         is_shaping: bool,
         hooks: Iterable[Hook] = (),
     ) -> None:
-        super().__init__(block, volatile, copies)
+        self._numbers = numbers
+        self._absent = AbsentModule(block, volatile) if is_shaping else None
         self._hooks = tuple(hooks)
-        self._stands_for = (numbers, AbsentModule(block, volatile, {}) if is_shaping else None)  # not as a child
+        self._copy = self.copy_of(block, volatile, copies)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        numbers, absent = self._stands_for
-        returned = this_run.get().reach(numbers, args, kwargs, absent)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        returned = this_run.get().reach(self._numbers, args, kwargs, self._absent)
         for hook, takes_kwargs in self._hooks:
-            replacement = hook(self, args, kwargs, returned) if takes_kwargs else hook(self, args, returned)
+            given = (args, kwargs, returned) if takes_kwargs else (args, returned)
+            replacement = hook(self._copy, *given)
             returned = returned if replacement is None else replacement
         return returned
 
-    __call__ = forward  # it has no other hooks
 
+class AbsentModule(Replacement):
+    """The call of a module that lies in another part: nan, of the shapes that it would return."""
 
-class AbsentModule(Shadow):
-    """A stand-in for a module that lies in another part: nan, of the shapes that it would return."""
-
-    def __init__(self, module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]) -> None:
-        super().__init__(module, volatile, copies)
+    def __init__(self, module: nn.Module, volatile: VolatileAttributes) -> None:
         modules = {id(submodule): submodule for submodule in module.modules()}
         dropped = {
             key: is_done for key, is_done in volatile.items()
             if key[0] in modules and not _are_plain(vars(modules[key[0]]).get(key[1]))
         }  # it may read a number that it has, or an LSTM what its parameters were, and set another
-        self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta"), dropped).eval(),)  # not as a child
+        self._on_meta = rebuilt(module, lambda tensor: tensor.detach().to("meta"), dropped).eval()
         self._meta_outputs: OrderedDict[str, Any] = OrderedDict()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # as a rule: ids of an embedding, say
         leaves, tree = (args, None) if is_plain else tree_flatten((args, kwargs))
         shapes = [TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -147,7 +136,7 @@ class AbsentModule(Shadow):
             leaf.clone() if keeps_whole and _is_whole(leaf) else TensorShape.of(leaf).poison(device) for leaf in leaves
         ]  # fmt: skip
         args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
-        module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: TensorShape.of(tensor).poison(device))
+        module = rebuilt(self._on_meta, lambda tensor: TensorShape.of(tensor).poison(device))
         with torch.no_grad():
             return module(*args, **kwargs)
 
@@ -223,8 +212,9 @@ def shallow(module: nn.Module, volatile: VolatileAttributes = MappingProxyType({
                 attributes[name] = True
     for table in ("_parameters", "_buffers", "_modules"):
         attributes[table] = attributes[table].copy()
-    for name in ("forward", "_compiled_call_impl"):  # it is bound to the other
-        attributes.pop(name, None)
+    if not isinstance(attributes.get("forward"), Replacement):  # it is bound to the other
+        for name in ("forward", "_compiled_call_impl"):
+            attributes.pop(name, None)
     return module_copy
 
 
