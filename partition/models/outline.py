@@ -16,8 +16,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import filterfalse
-from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -201,14 +199,17 @@ class Outline(nn.Module):
         absent = [parameter for name in self.settings for parameter in copies[name]._parameters.values()]
         run.spare([*units.values(), *leaves, *absent])
         earlier = self._kept(copies, given)
-        versions = {owner: _versions(values) for owner, values in earlier.items()}
+        versions = {place: version_of(value) for place, value in earlier.items() if isinstance(value, Tensor)}
         args, kwargs = self.inputs.called(leaves)
         try:
             with run.entered():
                 returned = copies[""](*args, **kwargs)
         except OutlineRunEnd:
             returned = None
-        self._check_kept(earlier, versions, self._kept(copies, given))
+        for place, value in self._kept(copies, given).items():
+            is_written = place in versions and version_of(earlier[place]) != versions[place]
+            if is_written or not is_same(value, earlier.get(place)):
+                self._refuse_kept(*place)
         return returned
 
     def _with_units(self, root: nn.Module, units: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -222,34 +223,23 @@ class Outline(nn.Module):
             renew_references(copies[name], present, keys)
         return copies
 
-    def _kept(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[str | None, dict[Any, Any]]:
+    def _kept(self, copies: Mapping[str, nn.Module], given: Leaves) -> dict[tuple[str | None, Any], Any]:
         """The values that a forward may write: of modules that contain blocks, by their names, and the inputs."""
-        values: dict[str | None, dict[Any, Any]] = {None: dict(enumerate(given))}
-        values.update((name, {**vars(copies[name]), **copies[name]._buffers}) for name in self._volatile)
+        values: dict[tuple[str | None, Any], Any] = {(None, number): leaf for number, leaf in enumerate(given)}
+        for owner, volatile in self._volatile.items():
+            for table in (vars(copies[owner]), copies[owner]._buffers):
+                values.update([((owner, key), value) for key, value in table.items() if key not in volatile])
         return values
 
-    def _check_kept(
-        self,
-        earlier: Mapping[str | None, Mapping[Any, Any]],
-        versions: Mapping[str | None, Mapping[Any, int]],
-        now: Mapping[str | None, Mapping[Any, Any]],
-    ) -> None:
-        """Raise if a forward has written something. `versions`: of the tensors that were there."""
-        for owner, values in now.items():
-            before = earlier[owner]
-            written = [name for name, version in versions[owner].items() if version_of(before[name]) != version]
-            if not written and len(values) == len(before) and all(map(is_, values.values(), before.values())):
-                continue
-            volatile = frozenset[str]() if owner is None else self._volatile[owner]
-            for name in filterfalse(volatile.__contains__, values):
-                if name in written or not is_same(values[name], before.get(name)):
-                    path = f"{owner}.{name}" if owner else name
-                    words = f"keeps {path!r} from one call to the next"
-                    raise PartitionError(
-                        f"the model's own forward {words if owner is not None else f'writes {self.inputs.words(name)}'}"
-                        ", and each part runs that forward. Let a module of its own, that is called once, keep what is "
-                        "kept; of an input, write to a copy."
-                    )
+    def _refuse_kept(self, owner: str | None, name: Any) -> None:
+        """Raise, since a forward has written something: of a module, or of the inputs."""
+        path = f"{owner}.{name}" if owner else name
+        words = f"keeps {path!r} from one call to the next"
+        raise PartitionError(
+            f"the model's own forward {words if owner is not None else f'writes {self.inputs.words(name)}'}, and each "
+            "part runs that forward. Let a module of its own, that is called once, keep what is kept; of an input, "
+            "write to a copy."
+        )
 
     def call(
         self, number: int, hidden: tuple[Any, ...], travelling: tuple[Any, ...], passing: tuple[Any, ...]
@@ -381,11 +371,6 @@ def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict
 
 def _count_lost(leaves: Leaves) -> int:
     return sum([isinstance(leaf, LostTensor) for leaf in leaves])
-
-
-def _versions(values: Mapping[Any, Any]) -> dict[Any, int]:
-    """The versions of the tensors among some values, by name."""
-    return {name: version_of(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _stream(device: torch.device) -> int:

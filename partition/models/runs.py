@@ -159,13 +159,6 @@ class OutlineRunEnd(BaseException):
     """The end of a run at a block. It is no error, and the model does not catch it."""
 
 
-class _TensorsBefore(NamedTuple):
-    """The tensors that are there before a run, by id; and the storages of those into which it writes nothing."""
-
-    ids: set[int]
-    storages: set[int]
-
-
 class OutlineRun:
     """One run of an outline.
 
@@ -192,15 +185,10 @@ class OutlineRun:
         self.calls: list[CallArguments] = []
         self._chains = chains
         self._end = end
-        self._outputs: dict[int, dict[int, Any]] = defaultdict(dict)
-        self._arguments: dict[int, dict[ArgumentKey, Any]] = defaultdict(dict)
-        for (number, place), value in values.items():
-            if isinstance(place, tuple):
-                self._arguments[number][place] = value
-            else:
-                self._outputs[number][place] = value
-        arrived = [leaf for leaves in self._outputs.values() for leaf in leaves.values() if isinstance(leaf, Tensor)]
-        self._before = _TensorsBefore(set(map(id, arrived)), set(map(storage_of, arrived)))
+        self._values = values
+        # The tensors that are there before the run, by id; and the storages of those into which it writes nothing.
+        arrived = [leaf for (_, place), leaf in values.items() if isinstance(place, int) and isinstance(leaf, Tensor)]
+        self._before, self._spared = set(map(id, arrived)), set(map(storage_of, arrived))
         self._resume = resume
         self._rewind = rewind
         self._filled = set[int]()  # storages
@@ -236,13 +224,11 @@ class OutlineRun:
     def spare(self, entries: Iterable[Any]) -> None:
         """Write into none of these, modules and tensors: what a part has is there, and inputs are the caller's."""
         entries = list(entries)
-        self._before.ids.update([id(tensor) for tensor in entries if isinstance(tensor, Tensor)])
-        if self._arguments:
+        self._before.update([id(tensor) for tensor in entries if isinstance(tensor, Tensor)])
+        if any([isinstance(place, tuple) for _, place in self._values]):
             modules = [entry for entry in entries if isinstance(entry, nn.Module)]
             tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-            self._before.storages.update(
-                [storage_of(entry) for entry in (*entries, *tensors) if isinstance(entry, Tensor)]
-            )
+            self._spared.update([storage_of(entry) for entry in (*entries, *tensors) if isinstance(entry, Tensor)])
 
     def reach(
         self, numbers: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any], absent: Callable[..., Any] | None
@@ -271,18 +257,19 @@ class OutlineRun:
         self.calls.append(call)
         if number == self._end:
             raise OutlineRunEnd
-        arguments = self._arguments.get(number, {})
+        given = {place: value for (block, place), value in self._values.items() if block == number}
+        arguments = {key: value for key, value in given.items() if isinstance(key, tuple)}
+        outputs = {place: value for place, value in given.items() if isinstance(place, int)}
         for key, tensor in arguments.items():
             argument = call[key]
             # None where it was decided otherwise
             are_tensors = isinstance(argument, Tensor) and isinstance(tensor, Tensor)
-            if are_tensors and not is_without_memory(argument) and storage_of(argument) not in self._before.storages:
+            if are_tensors and not is_without_memory(argument) and storage_of(argument) not in self._spared:
                 with torch.set_grad_enabled(tensor.requires_grad):  # the model may call the block without gradients
                     _overwrite(argument, tensor)
                 self._filled.add(storage_of(argument))
         if number == self._resume:
             self._rewind()
-        outputs = self._outputs.get(number, {})
         leaves = list(chain.returned)
         if absent is None:
             for place, key in zip(chain.exits, chain.entries, strict=True):
@@ -305,7 +292,7 @@ class OutlineRun:
         with torch._C.DisableTorchFunctionSubclass():
             versions = list(map(version_of, hidden))
         for (output, version), leaf, now in zip(self._hidden, hidden, versions, strict=True):
-            if id(leaf) not in self._before.ids and (leaf is not output or now != version):
+            if id(leaf) not in self._before and (leaf is not output or now != version):
                 names = [name for chain in self._chains for name in chain.blocks]
                 raise PartitionError(
                     f"block {names[number]!r} is not called with what block {names[number - 1]!r} returned, as it was "
