@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
@@ -183,3 +184,8 @@ def storage_of(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         return -id(tensor)
+
+
+def address_of(tensor: Tensor) -> Any:
+    """An object that keeps the key of a tensor's storage its own, not the memory: no other one has it meanwhile."""
+    return tensor if storage_of(tensor) < 0 else StorageWeakRef(tensor.untyped_storage())

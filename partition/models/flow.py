@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from partition.contents import storage_of, tensors_in, written_by
+from partition.contents import address_of, storage_of, tensors_in, written_by
 from partition.randomness import states_of_torch
 
 
@@ -121,8 +120,7 @@ class Flow:
         self.host_reads.append((self.tick(), tuple([self.node(tensor) for tensor in tensors])))
 
     def _put(self, tensor: Tensor, version: StorageVersion) -> int:
-        storage = storage_of(tensor)
-        self._latest[storage] = len(self.nodes), tensor if storage < 0 else StorageWeakRef(tensor.untyped_storage())
+        self._latest[storage_of(tensor)] = len(self.nodes), address_of(tensor)
         self.nodes.append(version)
         return len(self.nodes) - 1
 

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from partition.contents import nbytes_of, storage_of, tensors_in
+from partition.contents import address_of, nbytes_of, storage_of, tensors_in
 from partition.halves import as_it_was, held_by
 from partition.profiles.amounts import Bytes
 from partition.profiles.backwards import first_half
@@ -75,8 +74,8 @@ class Storages:
         self.entry: tuple[tuple[int, int], ...] = ()
         self._aside = {storage_of(tensor) for tensor in aside if not is_lazy(tensor)}
         self._skips: dict[Hashable, tuple[int, int]] = {}
-        self._numbers: dict[int, int] = {}  # of the storages that stand between two layers now
-        self._alive: list[Tensor] = []  # a tensor of each: its address stays its own
+        self._numbers: dict[int, int] = {}  # of the storages that stand, or stood, between two layers
+        self._alive: list[Any] = []  # what keeps the address of each its own
         self._count = itertools.count()
 
     def __call__(self, layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[SavedBytes, Any]:
@@ -105,7 +104,6 @@ class Storages:
             sum(map(nbytes_of, layer.buffers())), self._leaves(x, y),
             SplitBackwardBytes(inputs, gradients, run.rise(excluded | self._numbers.keys() | waits.keys())),
         )  # fmt: skip
-        self._forget(y)
         return result, y
 
     def _bytes(self, saved: Mapping[int, int]) -> Bytes:
@@ -119,7 +117,6 @@ class Storages:
         self._number([x, y])
         leaves = self._leaves(x, y)
         number = dict(zip(earlier.leaves, leaves, strict=True))
-        self._forget(y)
 
         def renumbered(amount: Bytes) -> Bytes:
             return amount._replace(shared=tuple(sorted((number[old], size) for old, size in amount.shared)))
@@ -142,13 +139,7 @@ class Storages:
         for tensor in tensors_in(value):
             if storage_of(tensor) not in self._numbers:
                 self._numbers[storage_of(tensor)] = next(self._count)
-                self._alive.append(tensor.detach())
-
-    def _forget(self, y: Any) -> None:
-        """Forget storages that no later layer reads."""
-        between = {storage_of(tensor) for tensor in tensors_in([y, values_of(self._skips)])}
-        self._numbers = {storage: number for storage, number in self._numbers.items() if storage in between}
-        self._alive = [tensor for tensor in self._alive if storage_of(tensor) in between]
+                self._alive.append(address_of(tensor))
 
 
 class _WatchedForward:
@@ -162,7 +153,7 @@ class _WatchedForward:
 
     def __init__(self, layer: nn.Module, x: Any, visited: VisitedLayer) -> None:
         self.saved: dict[int, int] = {}
-        self.storages: dict[int, StorageWeakRef] = {}
+        self.storages: dict[int, Any] = {}
         self._waiting: list[Tensor] = []
         self._tokens: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
         self._changes: list[tuple[int, int]] = []  # during I: storages that the graph frees, or that wait
@@ -179,7 +170,7 @@ class _WatchedForward:
             weakref.finalize(token, self._changes.append, (storage, -size))
         if storage not in self.saved:
             self.saved[storage] = size
-            self.storages[storage] = StorageWeakRef(detached.untyped_storage())
+            self.storages[storage] = address_of(detached)
         return token, detached
 
     def first_half(self, layer: nn.Module, visited: VisitedLayer) -> dict[int, int]:
