@@ -101,9 +101,16 @@ class Part(NamedLayer):
 
 
 class OutlinePart(Part):
-    """A part that runs the forward of the model itself, before, between or after its blocks."""
+    """A part that runs the forward of the model itself, before, between or after its chains of blocks.
 
-    def __init__(self, outline: Outline, units: Mapping[str, nn.Module | Tensor]) -> None:
+    Args:
+        outline: of the model.
+        units: its modules and parameters.
+        number: of the chain that follows; that behind the last one has none.
+    """
+
+    def __init__(self, outline: Outline, units: Mapping[str, nn.Module | Tensor], number: int) -> None:
+        self._number = number
         super().__init__(outline, units)
         for name in outline.settings:
             self._holder(name)
@@ -117,6 +124,31 @@ class OutlinePart(Part):
     def in_model(self) -> ModelNames:
         return super().in_model._replace(settings=self.outline.settings)
 
+    def _run(self, run: OutlineRun, leaves: Leaves, device: torch.device) -> Any:
+        return self.outline.run(run, leaves, device, self._units(), self.modes)
+
+    def _resumed(self, value: PartValue) -> tuple[OutlineRun, Any]:
+        """A run that goes on where the chain before has ended, and what the model returns."""
+        hidden, travelling, values = value
+        outline, number = self.outline, self._number
+        before = outline.chains[number - 1]
+        device = next(leaf.device for leaf in hidden if leaf is not None)
+        exits = zip([(before.last, place) for place in before.exits], hidden, strict=True)
+        arrived = outline.passing.arrived(number, values, dict(exits))
+        rewind = _generator_rewind(device) if any(self.modes.values()) else int
+        end = outline.chains[number].first if number < len(outline.chains) else None
+        run = OutlineRun(outline.chains, end, arrived, before.last, rewind)
+        return run, self._run(run, outline.inputs.arrived(travelling, device), device)
+
+    def _value(self, run: OutlineRun, travelling: _PartLeaves, values: _PartLeaves) -> PartValue:
+        """The value for the chain that follows, whose first block a run has come to."""
+        chain, passing = self.outline.chains[self._number], self.outline.passing
+        call = self.outline.call_of_block(run.calls, chain.first)
+        _check_whole(chain, passing.keys(chain.first, self._number + 1), call)
+        keys = [*chain.entries, *passing.keys(chain.first)]
+        given = {key: run.here(call[key], f"argument {key[0]!r} of block {chain.blocks[0]!r}") for key in keys}
+        return tuple([given[key] for key in chain.entries]), travelling, passing.filled(chain.first, given, values)
+
 
 class Beginning(OutlinePart):
     """All that a model computes before its first block."""
@@ -125,9 +157,8 @@ class Beginning(OutlinePart):
         leaves = self.outline.inputs.leaves(x)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         run = OutlineRun(self.outline.chains, 0)
-        self.outline.run(run, leaves, device, self._units(), self.modes)
-        nothing = (None,) * len(self.outline.passing.slots)
-        return _value_at(self.outline, run, 0, self.outline.inputs.travelling(leaves), nothing)
+        self._run(run, leaves, device)
+        return self._value(run, self.outline.inputs.travelling(leaves), (None,) * len(self.outline.passing.slots))
 
 
 class Block(Part):
@@ -199,59 +230,30 @@ class Block(Part):
 
 
 class Middle(OutlinePart):
-    """All that a model computes between two chains of blocks: between an encoder and a decoder, before a skip is read.
-
-    Args:
-        outline: of the model.
-        units: its modules and parameters.
-        number: of the chain that follows.
-    """
-
-    def __init__(self, outline: Outline, units: Mapping[str, nn.Module | Tensor], number: int) -> None:
-        self._number = number
-        super().__init__(outline, units)
+    """All that a model computes between two chains: between an encoder and a decoder, before a skip is read."""
 
     def forward(self, value: PartValue) -> PartValue:
-        run, leaves, device = _resumed_run(self.outline, self._number, value, self.modes)
-        self.outline.run(run, leaves, device, self._units(), self.modes)
-        passing = self.outline.passing.behind(self._number, value[2])
-        return _value_at(self.outline, run, self._number, value[1], passing)
+        run, _ = self._resumed(value)
+        return self._value(run, value[1], self.outline.passing.behind(self._number, value[2]))
 
 
 class End(OutlinePart):
     """All that a model computes after its last block.
 
     Args:
-        outline: of the model.
-        units: its modules and parameters.
+        outline, units, number: as of any part.
         output: what is made of what the model returns.
     """
 
     def __init__(
-        self, outline: Outline, units: Mapping[str, nn.Module | Tensor], output: Callable[[Any], Any]
+        self, outline: Outline, units: Mapping[str, nn.Module | Tensor], number: int, output: Callable[[Any], Any]
     ) -> None:
         self._output = output
-        super().__init__(outline, units)
+        super().__init__(outline, units, number)
 
     def forward(self, value: PartValue) -> Any:
-        run, leaves, device = _resumed_run(self.outline, len(self.outline.chains), value, self.modes)
-        returned = self._output(self.outline.run(run, leaves, device, self._units(), self.modes))
-        return tree_map_only(Tensor, lambda tensor: run.here(tensor, "the output"), returned)
-
-
-def _resumed_run(
-    outline: Outline, number: int, value: PartValue, modes: Mapping[str, bool]
-) -> tuple[OutlineRun, Leaves, torch.device]:
-    """A run that goes on where the chain before that of a number has ended, its leaves, and where it computes."""
-    hidden, travelling, values = value
-    before, passing = outline.chains[number - 1], outline.passing
-    device = next(leaf.device for leaf in hidden if leaf is not None)
-    exits = zip([(before.last, place) for place in before.exits], hidden, strict=True)
-    arrived = passing.arrived(number, values, dict(exits))
-    rewind = _generator_rewind(device) if any(modes.values()) else int
-    end = outline.chains[number].first if number < len(outline.chains) else None
-    run = OutlineRun(outline.chains, end, arrived, before.last, rewind)
-    return run, outline.inputs.arrived(travelling, device), device
+        run, returned = self._resumed(value)
+        return tree_map_only(Tensor, lambda tensor: run.here(tensor, "the output"), self._output(returned))
 
 
 def _generator_rewind(device: torch.device) -> Callable[[], object]:
@@ -267,18 +269,6 @@ def _generator_rewind(device: torch.device) -> Callable[[], object]:
         module.set_rng_state(device_state, device)
 
     return rewind
-
-
-def _value_at(
-    outline: Outline, run: OutlineRun, number: int, travelling: _PartLeaves, values: _PartLeaves
-) -> PartValue:
-    chain = outline.chains[number]
-    call = outline.call_of_block(run.calls, chain.first)
-    _check_whole(chain, outline.passing.keys(chain.first, number + 1), call)
-    keys = [*chain.entries, *outline.passing.keys(chain.first)]
-    given = {key: run.here(call[key], f"argument {key[0]!r} of block {chain.blocks[0]!r}") for key in keys}
-    values = outline.passing.filled(chain.first, given, values)
-    return tuple([given[key] for key in chain.entries]), travelling, values
 
 
 def _names_apart(name: str, module: nn.Module, shared_names: Collection[str]) -> Iterator[str]:

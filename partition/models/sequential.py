@@ -345,13 +345,10 @@ def _layers(
         )
         placed_names.update(share)
         units = {**share, **copies}
-        if number == 0:
-            layers.append(Beginning(outline, units))
-        elif number < len(outline.chains):
-            layers.append(Middle(outline, units, number))
-        else:
-            layers.append(End(outline, units, output))
+        if number == len(outline.chains):
+            layers.append(End(outline, units, number, output))
             break
+        layers.append((Middle if number else Beginning)(outline, units, number))
         chain = outline.chains[number]
         for index, block in enumerate(map(model.get_submodule, chain.blocks), chain.first):
             layers.append(Block(outline, index, names[id(block)], block, shared_names))
