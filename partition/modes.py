@@ -10,9 +10,9 @@ A model whose own `train` leaves some modules in the other mode (a BatchNorm tha
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -55,13 +55,10 @@ class Modes:
     ) -> None:
         self._model = None if model is None else weakref.ref(model)
         self._exempt = exempt or {}
-        stand_ins: dict[str, list[nn.Module]] = defaultdict(list)
+        self._pairs: list[_ModePair] = []
         for name, module in [(name, module) for layer in layers for name, module in layer.named_modules()]:
-            if model is not None and module is not model.get_submodule(name):
-                stand_ins[name].append(module)
-        self._groups = [] if model is None else [
-            _ModeGroup(name, model.get_submodule(name), modules) for name, modules in stand_ins.items()
-        ]  # fmt: skip
+            if model is not None and module is not (original := model.get_submodule(name)):
+                self.add(original, module, name)
 
     @classmethod
     def of(cls, model: nn.Module, layers: Iterable[nn.Module]) -> Modes:
@@ -79,14 +76,14 @@ class Modes:
         """The model, as long as it lives."""
         return None if self._model is None else self._model()
 
-    def add(self, module: nn.Module, stand_in: nn.Module) -> None:
+    def add(self, module: nn.Module, stand_in: nn.Module, name: str = "") -> None:
         """Let something stand for a module from now on: a placeholder of what another process has."""
-        self._groups.append(_ModeGroup("", module, [stand_in]))
+        self._pairs.append(_ModePair(name, weakref.ref(module), weakref.ref(stand_in), module.training))
 
     def follow(self) -> None:
         """Give what stands for modules of the model the modes of these, where they were changed."""
-        if any([group.is_behind for group in self._groups]):
-            _tell([pair for group in self._groups for pair in group.follow()])
+        if any([pair.is_behind for pair in self._pairs]):
+            _tell([mode for pair in self._pairs for mode in pair.follow()])
 
     def tell(self, layers: Iterable[nn.Module], training: bool) -> None:
         """Tell layers their mode, but for what the model's own `train` leaves in the other one."""
@@ -100,50 +97,38 @@ class Modes:
     def lead(self, training: bool) -> None:
         """Give the modules of the model the modes that layers were told."""
         exempt = self._exempt.get(training, ())
-        for group in self._groups:
-            group.lead(training != (group.name in exempt))
+        for pair in self._pairs:
+            module = pair.module()
+            if module is not None:
+                pair.last_mode = module.training = training != (pair.name in exempt)
 
 
-class _ModeGroup:
-    """Modules that stand for one of a model. They have its mode, or one that they were given since.
+@dataclass
+class _ModePair:
+    """A module of the model, and what stands for it: that has the mode of this one, or one that it was given since."""
 
-    Args:
-        name: of the module.
-        module: of the model.
-        stand_ins: what stands for it.
-    """
-
-    def __init__(self, name: str, module: nn.Module, stand_ins: Iterable[nn.Module]) -> None:
-        self.name = name
-        self._module = weakref.ref(module)
-        self._stand_ins = [weakref.ref(stand_in) for stand_in in stand_ins]
-        self._last_mode = module.training
+    name: str
+    module: weakref.ref[nn.Module]
+    stand_in: weakref.ref[nn.Module]
+    last_mode: bool  # of the module
 
     @property
     def is_behind(self) -> bool:
         """Whether the mode of the module was changed."""
-        module = self._module()
-        return module is not None and module.training != self._last_mode
+        module = self.module()
+        return module is not None and module.training != self.last_mode
 
-    def follow(self) -> list[tuple[nn.Module, bool]]:
-        """The copies of the module, and the modes they are to have. What holds other modules has its own at once."""
-        module, is_behind = self._module(), self.is_behind
+    def follow(self) -> Iterator[tuple[nn.Module, bool]]:
+        """A copy of the module, and the mode it is to have. What holds other modules has its own at once."""
+        module, stand_in, is_behind = self.module(), self.stand_in(), self.is_behind
         if module is not None:
-            self._last_mode = module.training
-        copies = []
-        for stand_in in [stand_in for reference in self._stand_ins if (stand_in := reference()) is not None]:
-            training = self._last_mode if is_behind else stand_in.training
+            self.last_mode = module.training
+        if stand_in is not None:
+            training = self.last_mode if is_behind else stand_in.training
             if type(stand_in) is type(module):
-                copies.append((stand_in, training))
+                yield stand_in, training
             else:
                 stand_in.training = training
-        return copies
-
-    def lead(self, training: bool) -> None:
-        """Give the module the mode that what stands for it was told."""
-        module = self._module()
-        if module is not None:
-            self._last_mode = module.training = training
 
 
 def _exempt(model: nn.Module) -> dict[bool, frozenset[str]]:
