@@ -290,24 +290,24 @@ class TooLongError(BaseException):
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """Within: TooLongError after so many seconds."""
+    """Within: TooLongError after so many seconds of this process, however busy the machine is."""
 
     def end(*_: Any) -> None:
         raise TooLongError
 
-    before: Callable[..., Any] | int | None = signal.signal(signal.SIGALRM, end)
-    signal.alarm(seconds)
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], help="default: all")
-    parser.add_argument("--seconds", type=int, default=20, help="the longest that a model may take to be built, or cut")
+    parser.add_argument("--seconds", type=int, default=20, help="of this process, to build a model or cut it")
     parser.add_argument("--train", action="store_true", help="gradients and Hessian products through a Pipe")
     parser.add_argument("--names", nargs="*", help="of models, as in their configurations; default: all")
     arguments = parser.parse_args()
