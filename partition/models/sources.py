@@ -173,7 +173,7 @@ class Sources:
         names = owners or enclosing
         if names and not names & set(present):
             unit = min(names & self._repeatable, default="")
-            return LostValue(f"what {min(names)!r} computes", unit, self._module_of(node))
+            return LostValue(f"what {min(names)!r} {'holds' if owners else 'computes'}", unit, self._module_of(node))
         if node.drawn and (since is None or node.time < since):
             return LostValue("what is drawn at random")
         return None

@@ -278,6 +278,23 @@ def test_what_a_module_computes_behind_another_that_it_calls_is_its_own():
         to_sequential(model, torch.zeros(4, 4), blocks="blocks")
 
 
+class ReadsBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden @ self.blocks[0].weight
+
+
+def test_a_parameter_of_a_block_that_the_end_reads_is_refused_with_the_name_of_the_block():
+    with pytest.raises(PartitionError, match="what 'blocks.0' holds is used behind block 'blocks.3'"):
+        to_sequential(ReadsBlock(), torch.zeros(4, 4), blocks="blocks")
+
+
 class TiedBranch(nn.Module):
     """Python is told between two blocks what a module computes that the end has, too."""
 

@@ -589,7 +589,7 @@ class Switched(Base):
 
 @pytest.mark.parametrize("kind", [Decides, Switched])
 def test_a_beginning_that_decides_by_what_lies_in_another_part_is_refused(kind):
-    words = "what 'head' computes decides what is done before block 'embed'"
+    words = "what 'head' holds decides what is done before block 'embed'"
     with pytest.raises(PartitionError, match=words):
         to_sequential(kind(), rows())
 
