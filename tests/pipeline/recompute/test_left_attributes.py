@@ -153,9 +153,9 @@ def model_of(layer: type[nn.Module]) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), layer(), nn.Tanh(), layer(), nn.Linear(4, 2)).double()
 
 
-def by_hand(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-    for rows, target in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
-        (nn.functional.mse_loss(model(rows), target) / CHUNKS).backward()
+def by_hand(model: nn.Module, x: torch.Tensor, y: torch.Tensor, chunks: int) -> None:
+    for rows, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+        (nn.functional.mse_loss(model(rows), target) / chunks).backward()
 
 
 def assert_same_gradients(
@@ -163,10 +163,11 @@ def assert_same_gradients(
 ) -> None:
     """Those of a mini-batch through a Pipe and of the loop by hand."""
     torch.manual_seed(turn)
-    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    rows = 2 * pipe.chunks
+    x, y = torch.randn(rows, 4, dtype=torch.float64), torch.randn(rows, 2, dtype=torch.float64)
     for each in (plain, pipe):
         each.zero_grad()
-    by_hand(plain, x, y)
+    by_hand(plain, x, y, pipe.chunks)
     if how == "step":
         pipe.step(x, y, loss_fn=nn.functional.mse_loss)
     else:
@@ -228,7 +229,7 @@ def test_a_backward_finds_what_another_chunk_left_or_is_refused_where_that_is_fr
     plain = model_of(KeepsOfSomeChunks)
     for layer in plain[1], plain[3]:
         layer.detaches = detaches
-    pipe = Pipe(copy.deepcopy(plain), [2, 3], CHUNKS, checkpoint=checkpoint, schedule=schedule)
+    pipe = Pipe(copy.deepcopy(plain), [2, 3], 8, checkpoint=checkpoint, schedule=schedule)
     for turn in range(9):
         try:
             assert_same_gradients(pipe, plain, how, turn)
@@ -302,7 +303,7 @@ def test_what_a_caller_sets_between_forward_and_backward_counts():
         for module in each.modules():
             if isinstance(module, Scaled):
                 module.factor = 0.25
-    by_hand(plain, x, y)
+    by_hand(plain, x, y, CHUNKS)
     nn.functional.mse_loss(outputs, y).backward()
     for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-14)
