@@ -40,7 +40,7 @@ from pipeline.recompute.randomness import is_torchs_own
 _ELSEWHERE = OF_EVERY_MODULE - {"_modules"} | {"flatten_parameters"}
 _DEPTH = 4
 _LONG = 1000  # entries
-_MOST = 1000  # containers of one stage
+_MOST = 1000  # containers of one module that no module before it reaches
 _OTHERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Tensor, Enum, BaseException)
 OTHER_PACKAGES = {"torch", "numpy", "pipeline", "partition", "scheduler", *sys.stdlib_module_names}
 ValueKeeper: TypeAlias = Callable[[Iterable[Any]], list[Any]]  # what is kept of some values
@@ -72,6 +72,7 @@ class Attributes:
     ) -> None:
         self.containers: list[ContainerContents] = []
         self._visited: set[int] = set()
+        self._bound = 0  # of these
         self._tensors: dict[int, _TensorContents] = {}
         self._buffers = buffers
         self._copied = copied
@@ -85,6 +86,7 @@ class Attributes:
             self.containers.append(ContainerContents(_MODULE, table, [*names, *keep(values)]))
             if table["_modules"]:
                 self.containers.append(ContainerContents.of(_MAPPING, table["_modules"], keep))
+            self._bound = len(self._visited) + _MOST
             self._look(values[1:], 0, package_of(type(module)), keep)
         self.containers += [ContainerContents.of(_MAPPING, table, keep) for table in tables]
         self._visited.clear()
@@ -98,7 +100,7 @@ class Attributes:
         and those of no installed package."""
         for value in values:
             kind = kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
-            if kind is None or id(value) in self._visited or len(self._visited) >= _MOST:
+            if kind is None or id(value) in self._visited or len(self._visited) >= self._bound:
                 continue
             if kind in OBJECTS and is_installed(owner := package_of(type(value))) and owner != package:
                 continue

@@ -613,7 +613,7 @@ def test_a_list_behind_a_thousand_modules_with_children_counts_each_chunk_once()
     class Expert(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = nn.Identity()
+            self.inner, self.sizes, self.options = nn.Identity(), (3, 3), {"bias": True}
 
     class Logs(nn.Module):
         def __init__(self):
