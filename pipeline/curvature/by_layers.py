@@ -19,9 +19,8 @@ import torch
 
 from pipeline.curvature.estimates.layer_traces import layers_of
 from pipeline.curvature.estimates.resume import Resumable
-from pipeline.curvature.results.layer_densities import LayerDensities
-from pipeline.curvature.results.layers import LayerSpectra
-from pipeline.curvature.results.measured import error_bounds, rows
+from pipeline.curvature.results.layers import LayerDensities, LayerSpectra
+from pipeline.curvature.results.tables import rows
 from pipeline.curvature.space import HOST
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def per_layer(
 
     def pairs(block: Operator, options: dict[str, Any]) -> dict[str, Any]:
         eigenpairs = block.top_eigenpairs(min(k, block.space.size), which=which, tol=tol, seed=seed, **options)
-        return {"size": block.space.size, "values": eigenpairs.values, "errors": error_bounds(eigenpairs)}
+        return {"size": block.space.size, "values": eigenpairs.values, "errors": eigenpairs.error_bounds}
 
     options = {"show": show, "resume": resume, "save_every": save_every}
     settings = {"file": "eigenvalues by layers 2", "k": k, "which": which, "tol": tol, "seed": seed}

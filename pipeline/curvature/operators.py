@@ -2,7 +2,7 @@
 
     H = Hessian(pipe, (x, y), loss_fn)        H @ v        H.hvp(v)        H.top_eigenpairs(5)        H.trace() ...
 
-    v in the user's form --forms.py--> Vec --products: ProductCall for each mini-batch--> Vec --> the user's form
+    v in the user's form --taken--> Vec --products: ProductCall for each mini-batch--> Vec --> the user's form
 
 A product is a call of the Pipe: its schedule, checkpoint mode, places, threads and ranks. It leaves parameters,
 `.grad`, buffers, modes and generators as they are.
@@ -18,12 +18,20 @@ from torch import Tensor, nn
 
 from pipeline.common.arguments import check_count
 from pipeline.common.torch_modes import Ambient
-from pipeline.curvature.analysis import Analysis
+from pipeline.curvature.by_layers import layer_densities, per_layer
 from pipeline.curvature.checking import Report, check
-from pipeline.curvature.forms import Vectors, taken
+from pipeline.curvature.estimates.density import density
+from pipeline.curvature.estimates.diagonal import diagonal
+from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
+from pipeline.curvature.estimates.frobenius import frobenius_squared
+from pipeline.curvature.estimates.layer_traces import layer_traces
+from pipeline.curvature.estimates.scipy_operator import to_scipy
+from pipeline.curvature.estimates.solve import Inverse, solve
+from pipeline.curvature.estimates.systems import VecLike
+from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.identity import architecture, identity
 from pipeline.curvature.known_bad import worked_round
-from pipeline.curvature.linear import blocks
+from pipeline.curvature.linear import LinearMap, Vectors, blocks, taken
 from pipeline.curvature.minibatches import MiniBatches
 from pipeline.curvature.products.matrices import FisherProduct, GaussNewtonProduct, HessianProduct
 from pipeline.curvature.products.passes import run_pass
@@ -41,8 +49,11 @@ from pipeline.recompute.randomness import draw_seed
 Batches: TypeAlias = Any  # one (x, target), or an iterable of them
 
 
-class Operator(Analysis):
-    """A matrix of second derivatives as its products with vectors. Use one of the classes below.
+class Operator(LinearMap):
+    """A matrix of second derivatives as its products with vectors, and estimators. Use one of the classes below.
+
+    Over ranks every process makes the same calls. Each estimator is a function of its own module, of which the matrix
+    is the first argument.
 
     Attributes:
         product: the matrix, as its product with one mini-batch.
@@ -142,6 +153,37 @@ class Operator(Analysis):
     def loss(self) -> Tensor:
         """The loss over all data."""
         return run_pass(self, [], True)[1]
+
+    # --------------------------------------------------------------------------------------------------- estimators
+
+    top_eigenpairs = top_eigenpairs
+    trace = trace
+    layer_traces = layer_traces
+    per_layer = per_layer
+    layer_densities = layer_densities
+    diagonal = diagonal
+    frobenius_squared = frobenius_squared
+    density = density
+    solve = solve
+    to_scipy = to_scipy
+
+    def inverse(
+        self,
+        damping: float = 0.0,
+        *,
+        tol: float = 1e-6,
+        max_products: int | None = None,
+        preconditioner: VecLike | None = None,
+        method: str = "cg",
+    ) -> Inverse:
+        """(A + damping I)^-1, whose products with vectors are linear systems: `H.inverse(1e-3) @ v`.
+
+        Args:
+            damping, tol, max_products, preconditioner, method; see `solve`.
+        """
+        return Inverse(
+            self, damping=damping, tol=tol, max_products=max_products, preconditioner=preconditioner, method=method
+        )
 
     # ---------------------------------------------------------------------------------------------------- by layers
 

@@ -1,4 +1,4 @@
 """The command line of curvature: `penstock curvature`.
 
-    words --command.py (click)--> options --target.py--> operator --answers.py--> stdout and files
+    words --command.py (click)--> options --answers.py--> operator --> stdout and files
 """

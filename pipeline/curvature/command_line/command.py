@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 import click
 
-from pipeline.curvature.command_line.answers import answer
-from pipeline.curvature.command_line.target import MATRICES
+from pipeline.curvature.command_line.answers import MATRICES, answer
 from scheduler.command_line.running import CommandError
 
 CurvatureCommand: TypeAlias = Callable[..., int]

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.integrated import IntegratedDensity, integrated
-from pipeline.curvature.estimates.quadrature import QuadratureRule, edges, gauss, smoothed, stacked, width
+from pipeline.curvature.estimates.quadrature import QuadratureRule, edges, gauss, smoothed, stacked, tridiagonals, width
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.sampling import mean_and_stderr
-from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table, with_error

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.resume import from_host
-from pipeline.curvature.estimates.sampling import OnProgress, SampledResult, sampled_products
+from pipeline.curvature.estimates.sampling import OnProgress, SampledResult, SampleSize, sampled_products
 from pipeline.curvature.linear import LinearMap, finite
 from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import Vec, add_

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from pipeline.common.arguments import check_count
-from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.lanczos import EigenpairGoal, LanczosRun
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.ritz import WHICH, wanted
+from pipeline.curvature.estimates.sampling import check_tol
 from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table
@@ -55,6 +55,11 @@ class Eigenpairs(Result):
     converged: bool
     why: str
     tol: float
+
+    @property
+    def error_bounds(self) -> Tensor:
+        """[k], in units of eigenvalue: some eigenvalue of the matrix is no further from each value."""
+        return self.residuals.double() * self.scale
 
     def lines(self) -> Iterator[str]:
         """Each value with its residual."""

@@ -13,8 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.curvature.estimates.arguments import SampleSize
-from pipeline.curvature.estimates.sampling import SampledNumber, estimate, paired_dots
+from pipeline.curvature.estimates.sampling import SampledNumber, SampleSize, estimate, paired_dots
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
 

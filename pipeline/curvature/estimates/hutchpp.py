@@ -15,10 +15,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
 from pipeline.curvature.estimates.resume import Resumable, from_host
-from pipeline.curvature.estimates.sampling import SampleStatistics, draw, paired_dots, sampled_products
+from pipeline.curvature.estimates.sampling import SampleSize, SampleStatistics, draw, paired_dots, sampled_products
 from pipeline.curvature.linear import finite, products_of
 from pipeline.curvature.space import Vec
 

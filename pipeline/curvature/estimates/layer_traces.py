@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import SampleSize
-from pipeline.curvature.estimates.sampling import SampledResult, estimate
+from pipeline.curvature.estimates.sampling import SampledResult, SampleSize, estimate
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import HOST, Space, Vec

@@ -23,7 +23,7 @@ import torch
 from pipeline.curvature.space import Vec, add_, copy, scale_
 
 if TYPE_CHECKING:
-    from pipeline.curvature.estimates.inverse import Inverse
+    from pipeline.curvature.estimates.solve import Inverse
 
 T = TypeVar("T")
 

@@ -25,12 +25,11 @@ from pipeline.curvature.estimates.recurrences import (
     minimal_residual,
 )
 from pipeline.curvature.estimates.resume import Resumable, from_host
-from pipeline.curvature.forms import taken
-from pipeline.curvature.linear import LinearMap, blocks, finite
+from pipeline.curvature.linear import LinearMap, blocks, finite, taken
 from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
 
 if TYPE_CHECKING:
-    from pipeline.curvature.estimates.inverse import Inverse
+    from pipeline.curvature.estimates.solve import Inverse
 
 VecLike: TypeAlias = Vec | Mapping[str, Tensor] | Tensor  # one vector: of the space, by name, or flat
 

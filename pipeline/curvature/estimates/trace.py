@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.hutchpp import hutchpp
-from pipeline.curvature.estimates.sampling import SampledNumber, estimate, paired_dots
+from pipeline.curvature.estimates.sampling import SampledNumber, SampleSize, estimate, paired_dots
 from pipeline.curvature.estimates.xtrace import xtrace
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.estimates.resume import Resumable, from_host
-from pipeline.curvature.estimates.sampling import SampleStatistics, mean_and_stderr, paired_dots
+from pipeline.curvature.estimates.sampling import SampleSize, SampleStatistics, mean_and_stderr, paired_dots
 from pipeline.curvature.linear import LinearMap, blocks, finite
 from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import HOST, Vec

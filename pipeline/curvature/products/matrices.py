@@ -16,9 +16,8 @@ from functools import partial
 
 from torch import Tensor
 
-from pipeline.curvature.products.loss_check import hessian_times
 from pipeline.curvature.products.product import ProductCall
-from pipeline.curvature.products.stage_check import of_gradient, of_output
+from pipeline.curvature.products.stage_check import hessian_times, of_gradient, of_output
 from pipeline.data.pytrees import Grads, Tree
 from pipeline.data.tangents import Inbox, LeafGrads
 from pipeline.stage.stage_rule import ProductGraph, StageRule, gradients_of

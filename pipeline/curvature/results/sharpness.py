@@ -22,10 +22,9 @@ from torch import Tensor
 from pipeline.common.arguments import check_count, check_number
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.estimates.trace import Trace
-from pipeline.curvature.results.measured import Curve, column, curves, error_bounds, rows
 from pipeline.curvature.results.plots import finite, symlog
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.results.tables import table
+from pipeline.curvature.results.tables import Curve, column, curves, rows, table
 from pipeline.curvature.space import HOST
 
 
@@ -108,7 +107,7 @@ class SharpnessHistory(Result):
                 f"earlier step, go on from history.before({step})."
             )
         values = _empty() if eigenpairs is None else eigenpairs.values
-        errors = _empty() if eigenpairs is None else error_bounds(eigenpairs)
+        errors = _empty() if eigenpairs is None else eigenpairs.error_bounds
         return SharpnessHistory(
             matrix=self.matrix,
             steps=torch.cat([self.steps, torch.tensor([step], device="cpu")]),

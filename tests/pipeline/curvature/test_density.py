@@ -14,9 +14,8 @@ from ranked_map import RankedMap, on_ranks
 from torch import Tensor
 
 from pipeline.curvature.estimates.density import Density, density
-from pipeline.curvature.estimates.inverse import Inverse
-from pipeline.curvature.estimates.quadrature import gauss
-from pipeline.curvature.estimates.tridiagonal import tridiagonals
+from pipeline.curvature.estimates.quadrature import gauss, tridiagonals
+from pipeline.curvature.estimates.solve import Inverse
 from pipeline.curvature.results.result import Result
 
 SEEDS = st.integers(0, 10**6)

@@ -13,7 +13,7 @@ from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
+from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.results.encoding import ResultError
 from pipeline.curvature.results.layers import LayerSpectra
@@ -29,6 +29,7 @@ class Pairs:
     residuals: Tensor
     scale: float
     matrix: str = "Hessian"
+    error_bounds = Eigenpairs.error_bounds
 
 
 @dataclass

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.estimates.krylov import Basis, orthogonalise_
+from pipeline.curvature.estimates.quadrature import tridiagonals
 from pipeline.curvature.estimates.ritz import EigenvectorMap, limits, ritz, shortest, wanted
-from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.space import Vec
 
 WHICH = ["LM", "LA", "SA", "BE"]

@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.curvature.estimates.arguments import SampleSize
 from pipeline.curvature.estimates.krylov import append_orthonormal
-from pipeline.curvature.estimates.sampling import mean_and_stderr
+from pipeline.curvature.estimates.sampling import SampleSize, mean_and_stderr
 from pipeline.curvature.estimates.trace import METHODS, Trace, trace
 from pipeline.curvature.results.result import Result
 
