@@ -6,9 +6,9 @@
 """
 
 from pipeline.curvature.checking import Report
-from pipeline.curvature.estimates.recurrences import IndefiniteError
 from pipeline.curvature.estimates.resume import ResumeError
 from pipeline.curvature.estimates.solve import ConvergenceError, Inverse
+from pipeline.curvature.estimates.systems import IndefiniteError
 from pipeline.curvature.operators import EmpiricalFisher, GaussNewton, Hessian
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.sharpness import SharpnessHistory

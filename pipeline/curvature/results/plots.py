@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.curvature.results.encoding import ResultError
+from pipeline.curvature.results.resultfile import ResultError
 from scheduler.plotting import matplotlib
 
 

@@ -16,7 +16,7 @@ from os import PathLike
 from typing import Any, Self, TypeAlias
 
 from pipeline.curvature.results import plots, resultfile
-from pipeline.curvature.results.encoding import ResultError
+from pipeline.curvature.results.resultfile import ResultError
 from scheduler.notebook import NotebookResult
 
 FilePath: TypeAlias = "str | PathLike[str]"

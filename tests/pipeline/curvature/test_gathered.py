@@ -15,11 +15,10 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.estimates.trace import trace
-from pipeline.curvature.results.encoding import ResultError
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.plots import symlog
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.results.resultfile import write
+from pipeline.curvature.results.resultfile import ResultError, write
 from pipeline.curvature.results.sharpness import SharpnessHistory
 
 

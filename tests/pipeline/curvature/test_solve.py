@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from ranked_map import RankedMap, on_ranks
 from torch import Tensor
 
-from pipeline.curvature.estimates.recurrences import IndefiniteError, ProductRequest, SystemState
 from pipeline.curvature.estimates.solve import ConvergenceError, Inverse, Solution, solve
-from pipeline.curvature.estimates.systems import METHODS, SystemResult, solved
+from pipeline.curvature.estimates.systems import (
+    METHODS,
+    IndefiniteError,
+    ProductRequest,
+    SystemResult,
+    SystemState,
+    solved,
+)
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
