@@ -18,7 +18,7 @@ One relation, `requires`, says what waits for what; all of the above read it. Th
     makespan 21 slots, bubble 42.9%, peak in flight 4 3 2 1
 """
 
-from scheduler.action import Action, Kind
+from scheduler.action import Action, Event, Kind
 from scheduler.chrome import chrome_trace, timeline_from_chrome
 from scheduler.comparison import Row, compare
 from scheduler.costs import Costs
@@ -26,7 +26,6 @@ from scheduler.csv_files import from_csv, to_csv
 from scheduler.dependencies import requires
 from scheduler.drawing import draw
 from scheduler.errors import ScheduleError
-from scheduler.event import Event
 from scheduler.links import Link
 from scheduler.placement import Placement
 from scheduler.plotting import plot, svg

@@ -1,6 +1,7 @@
 """An action: the smallest piece of work of a schedule.
 
     Action(stage=2, kind=F, chunk=0)  --str-->  "2F0"  --Action.parse-->  Action(stage=2, kind=F, chunk=0)
+    Event(action, lane, start, end)   an action that ran
 
     kind    work on one chunk in one stage              needs                     gives
     F       forward                                     the stage's input         the stage's output
@@ -113,3 +114,17 @@ class Action(NamedTuple):
 
 
 _TEXT = re.compile(rf"(0|[1-9][0-9]*)({'|'.join(Kind)})(0|[1-9][0-9]*)")
+
+
+class Event(NamedTuple):
+    """`action` ran on `lane` from `start` to `end`."""
+
+    action: Action
+    lane: int
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        """The duration of the action."""
+        return self.end - self.start

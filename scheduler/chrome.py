@@ -16,9 +16,8 @@ from math import ceil, log10
 from operator import itemgetter
 from typing import Any
 
-from scheduler.action import Action, Kind
+from scheduler.action import Action, Event, Kind
 from scheduler.errors import ScheduleError, refuse_unless_a
-from scheduler.event import Event
 from scheduler.explanation import Causes
 from scheduler.memory_model import ChunkMemory
 from scheduler.timeline import Timeline

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import inf
 from operator import attrgetter
 
-from scheduler.event import Event
+from scheduler.action import Event
 from scheduler.exchanges import exchanges
 
 

@@ -20,8 +20,8 @@ from fractions import Fraction
 from math import gcd, lcm
 from numbers import Rational
 
+from scheduler.action import Event
 from scheduler.errors import refuse_unless_a, whole_number
-from scheduler.event import Event
 from scheduler.grid import IDLE, grid, label_for
 from scheduler.schedule import Schedule
 from scheduler.simulation import simulate

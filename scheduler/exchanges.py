@@ -8,8 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from scheduler.action import Kind
-from scheduler.event import Event
+from scheduler.action import Event, Kind
 
 
 def exchanges(rows: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, Event, float]]:

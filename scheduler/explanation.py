@@ -9,10 +9,9 @@ Holds for simulated and for measured timelines: it reads the events and `require
 from collections import Counter
 from collections.abc import Sequence
 
-from scheduler.action import Kind
+from scheduler.action import Event, Kind
 from scheduler.dependencies import requires
 from scheduler.errors import ScheduleError
-from scheduler.event import Event
 
 EventRows = Sequence[Sequence[Event]]
 

@@ -14,9 +14,8 @@ itself, a measured one has an R before it.
 from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
-from scheduler.action import Kind
+from scheduler.action import Event, Kind
 from scheduler.errors import ScheduleError
-from scheduler.event import Event
 
 
 class ChunkMemory(NamedTuple):

@@ -29,10 +29,9 @@ from typing import Any
 
 import numpy
 
-from scheduler.action import WORDS, Kind
+from scheduler.action import WORDS, Event, Kind
 from scheduler.drawing import duration, take_turns
 from scheduler.errors import refuse_unless_a, whole_number
-from scheduler.event import Event
 from scheduler.memory_model import ChunkMemory
 from scheduler.palette import IDLE_COLOUR, colour, ink
 from scheduler.schedule import Schedule

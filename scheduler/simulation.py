@@ -11,11 +11,11 @@ from itertools import chain, repeat
 from operator import itemgetter
 from typing import Literal
 
+from scheduler.action import Event
 from scheduler.collecting import no_collecting
 from scheduler.columns import Columns
 from scheduler.costs import Costs
 from scheduler.errors import ScheduleError, refuse_unless_a
-from scheduler.event import Event
 from scheduler.faults import refusal
 from scheduler.progress import progress
 from scheduler.schedule import Schedule

@@ -26,9 +26,8 @@ from math import inf, isclose
 from operator import attrgetter
 from typing import Literal
 
-from scheduler.action import Action, Kind
+from scheduler.action import Action, Event, Kind
 from scheduler.errors import ScheduleError, refuse_unless_finite, whole_number
-from scheduler.event import Event
 from scheduler.explanation import critical_path, why_idle
 from scheduler.memory_model import ChunkMemory, steps
 

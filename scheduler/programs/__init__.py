@@ -1,4 +1,4 @@
 """Programs: schedules with the messages between their lanes.
 
-    Schedule --lowering.py--> program.py --message_checks.py, rendezvous.py--> right, and free of deadlock
+    Schedule --lowering.py--> program.py --message_checks.py--> right, and free of deadlock
 """

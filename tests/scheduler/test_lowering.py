@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scheduler_strategies import schedules
 
 from scheduler import Action, Kind, Placement, Program, Schedule, ScheduleError, by_name, lower, names, verify
+from scheduler.programs.message_checks import stuck_lanes
 from scheduler.programs.program import other_end
-from scheduler.programs.rendezvous import stuck_lanes
 
 law = settings(derandomize=True, deadline=None, max_examples=examples(100))
 
