@@ -20,8 +20,7 @@ from typing import NamedTuple
 from scheduler.action import COMPUTE, Action, Kind
 from scheduler.errors import ScheduleError, whole_number
 from scheduler.placement import HasPlacement, Placement
-from scheduler.schedule import Order, Schedule, refuse_unless_one_each
-from scheduler.text import read, written
+from scheduler.schedule import Order, Schedule, read, refuse_unless_one_each, written
 
 
 class Channel(NamedTuple):

@@ -40,9 +40,8 @@ from scheduler.searches.annealing import anneal
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.dispatching import dispatch, limits
 from scheduler.searches.formulation import Memory, pose
-from scheduler.searches.incremental_timing import IncrementalTiming
+from scheduler.searches.incremental_timing import IncrementalTiming, value_of
 from scheduler.searches.problem import LaneOrders, Objective, Problem
-from scheduler.searches.timing import value_of
 from scheduler.simulation import simulate
 from scheduler.summary import picture
 from scheduler.timeline import Timeline

@@ -13,7 +13,7 @@ from scheduler.searches.annealing import anneal
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.dispatching import dispatch
 from scheduler.searches.formulation import pose
-from scheduler.searches.timing import value_of
+from scheduler.searches.incremental_timing import value_of
 
 CASES = tiny_cases(seed=1, count=either(12, 40))
 SIZES = [(lanes, chunks) for lanes in range(1, 10) for chunks in (1, 2, 3, 5, 8, 13, 21, 30)]

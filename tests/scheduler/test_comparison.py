@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import Costs, Link, Placement, ScheduleError, by_name, names, simulate
-from scheduler.comparison import Row, compare
-from scheduler.split_costs import of_stages
+from scheduler.comparison import Row, compare, of_stages
 
 SIZES = [(lanes, chunks) for lanes in range(1, 7) for chunks in range(1, 13)]
 PLACEMENTS = [Placement.linear(3), Placement.loop(3, 6), Placement.loop(3, 9), Placement.vee(3), Placement((2, 1, 0))]

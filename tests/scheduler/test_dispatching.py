@@ -7,7 +7,7 @@ import pytest
 from scheduler import Costs, Placement, ScheduleError, by_name, simulate, verify
 from scheduler.searches.dispatching import dispatch, limits
 from scheduler.searches.formulation import pose
-from scheduler.searches.timing import value_of
+from scheduler.searches.incremental_timing import value_of
 
 PLACEMENTS = [Placement.linear(1), Placement.linear(3), Placement.linear(6), Placement.vee(1), Placement.vee(3),
               Placement.loop(2, 4), Placement.loop(3, 7), Placement((0, 0, 1, 2, 1))]

@@ -6,7 +6,7 @@ from search_cases import unequal
 from scheduler import Costs, Kind, Placement, Schedule, ScheduleError, by_name, names, requires, simulate, verify
 from scheduler.searches.dispatching import dispatch
 from scheduler.searches.formulation import one_chunk_peak, pose
-from scheduler.searches.timing import value_of
+from scheduler.searches.incremental_timing import value_of
 
 
 def named(lanes, chunks):

@@ -13,8 +13,8 @@ from scheduler import Costs, Placement, ScheduleError, by_name, names, simulate,
 from scheduler.searches.annealing import anneal
 from scheduler.searches.dispatching import dispatch, limits
 from scheduler.searches.formulation import pose
+from scheduler.searches.incremental_timing import value_of
 from scheduler.searches.searching import Found, search
-from scheduler.searches.timing import value_of
 
 TINY = tiny_cases(seed=2, count=either(10, 20))
 
