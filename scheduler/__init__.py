@@ -21,12 +21,11 @@ One relation, `requires`, says what waits for what; all of the above read it. Th
 from scheduler.action import Action, Event, Kind
 from scheduler.chrome import chrome_trace, timeline_from_chrome
 from scheduler.comparison import Row, compare
-from scheduler.costs import Costs
+from scheduler.costs import Costs, Link
 from scheduler.csv_files import from_csv, to_csv
 from scheduler.dependencies import requires
 from scheduler.drawing import draw
 from scheduler.errors import ScheduleError
-from scheduler.links import Link
 from scheduler.placement import Placement
 from scheduler.plotting import plot, svg
 from scheduler.programs.lowering import lower

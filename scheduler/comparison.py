@@ -27,9 +27,8 @@ from math import inf
 from typing import Any, Literal
 
 from scheduler import schedules
-from scheduler.costs import Costs
+from scheduler.costs import Costs, LinkCost
 from scheduler.errors import ScheduleError, one_each, refuse_unless_a, refuse_unless_finite, whole_number
-from scheduler.links import LinkCost
 from scheduler.measurement import OF_ACTIONS
 from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement

@@ -10,7 +10,7 @@
 
 `verify`, `simulate`, `draw`, the lowering, the engine's waiting and every message that explains a wait read this.
 What an action waits for is of its own chunk, and depends on nothing of that chunk but whether the backward of the stage
-after is split: so eight questions for each stage answer for all chunks (progress.py asks them).
+after is split: so eight questions for each stage answer for all chunks (simulation.py asks them).
 
 Skip connections and tied weights need no rows of their own. A skip goes from stage s to a later stage t: F of t waits
 for F of s through the chain of F between them, and the gradient comes back along the chain of B. Stages that share a

@@ -22,8 +22,8 @@ from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 
 from scheduler.action import Kind
+from scheduler.clocks import exchanges
 from scheduler.errors import ScheduleError, refuse_unless_a
-from scheduler.exchanges import exchanges
 from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
 from scheduler.timeline import Timeline

@@ -21,8 +21,8 @@ from scheduler.errors import one_each, refuse_unless_a, whole_number
 from scheduler.faults import Fault, refusal
 from scheduler.programs.message_checks import message_faults
 from scheduler.programs.program import Program
-from scheduler.progress import progress
 from scheduler.schedule import Schedule
+from scheduler.simulation import progress
 from scheduler.timeline import in_flight
 
 

@@ -21,7 +21,7 @@ from partition.profiles import profiling
 from scheduler.command_line.options import OUTPUT, number, numbers, with_all
 from scheduler.command_line.running import CommandError
 from scheduler.command_line.targets import value_at
-from scheduler.links import Link
+from scheduler.costs import Link
 
 _TARGET = "TARGET"
 _OPTIMIZERS: dict[str, Any] = {"sgd": 0, "momentum": 1, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

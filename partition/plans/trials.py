@@ -23,8 +23,8 @@ from partition.plans.plan import RecomputedStages
 from partition.profiles.profile import Profile, StageProfile
 from scheduler import Costs, Link, Schedule, Timeline, simulate
 from scheduler.collecting import no_collecting
+from scheduler.costs import between
 from scheduler.interruptions import interrupted
-from scheduler.links import between
 
 Checkpoint = str | RecomputedStages
 StageChunks = frozenset[tuple[int, int]]

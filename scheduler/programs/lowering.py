@@ -32,8 +32,8 @@ from scheduler.errors import refuse_unless_a, whole_number
 from scheduler.faults import refusal
 from scheduler.programs.messages import messages
 from scheduler.programs.program import Program
-from scheduler.progress import progress
 from scheduler.schedule import Schedule
+from scheduler.simulation import progress
 
 
 @no_collecting()

@@ -21,7 +21,7 @@ from pipeline.entry import entry_points
 from pipeline.execution import execution
 from pipeline.transports import link
 from scheduler import Costs, Schedule
-from scheduler.exchanges import exchanges
+from scheduler.clocks import exchanges
 
 
 def logs(stages: int, cases: list[tuple[str, int, str, str]]) -> list[list[str]]:

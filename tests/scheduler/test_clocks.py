@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from scheduler_strategies import NAMED_RUNS, TIMES
 
 from scheduler import Costs, Event, Kind, Placement, by_name, simulate
-from scheduler.clocks import on_one_clock
-from scheduler.exchanges import exchanges
+from scheduler.clocks import exchanges, on_one_clock
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=examples(60))
 OFFSETS = st.lists(st.fractions(-1000, 1000), min_size=4, max_size=4)
