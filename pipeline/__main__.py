@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from partition.hardware.command import devices
         from partition.plans.command import plan, profile
-        from pipeline.curvature.command_line.command import curvature
+        from pipeline.curvature.command import curvature
         from scheduler.command_line.commands import schedules
         from scheduler.command_line.report import report
         from scheduler.command_line.running import run

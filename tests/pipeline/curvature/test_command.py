@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline.__main__ import main
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
-from pipeline.curvature.command_line.command import curvature
+from pipeline.curvature.command import curvature
 from pipeline.curvature.results.result import Result
 
 SCRIPT = '''

@@ -13,9 +13,9 @@ from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from pipeline.curvature.by_layers import LayerSpectra
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.estimates.trace import trace
-from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.plots import symlog
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.resultfile import ResultError, write
