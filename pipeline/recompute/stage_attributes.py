@@ -110,7 +110,7 @@ class StageAttributes:
         `goes_backward`: what is left within will be asked for in the backward.
         """
         present = self._present()
-        held = present.held_weakly  # meanwhile, perhaps, by nothing else
+        held = present.held_weakly if before is not present else []  # meanwhile, perhaps, by nothing else
         if before is not present or self._written:
             before.put_back(self._written, long=False)
         try:
