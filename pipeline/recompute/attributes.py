@@ -145,19 +145,25 @@ class Attributes:
         tensor, version, copy = self._tensors.get(id(value), _NO_TENSOR)
         return value if copy is None or tensor._version == version else copy.clone()
 
-    def put_back(self, copies: set[int], long: bool = True) -> None:
+    def put_back(self, copies: set[int], recomputes: bool = False) -> None:
         """Restore the contents.
 
         Args:
             copies: the ids of tensors that are replaced by copies with the earlier values.
-            long: whether to shorten containers with many entries, which drops the entries added since.
+            recomputes: as a recomputation is to find them: what is freed has a stand-in, and containers with many
+                entries stay as they are. Else what stands there now stays in the place of what is freed, and such
+                containers are shortened, which drops the entries added since.
         """
         stand_ins = {
             key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
         }
         for kind, holder, content in self.containers:
-            if long or kind is not _COUNTED:
-                kind.write(holder, [stand_ins.get(id(value), value) for value in content])
+            if recomputes and kind is _COUNTED:
+                continue
+            values = values_alive(content)
+            if not recomputes and any([value is FREED for value in values]):
+                values = _with_present(kind, holder, values)
+            kind.write(holder, [stand_ins.get(id(value), value) for value in values])
 
     def roll_back(self) -> None:
         """Restore all contents, the values of tensors too."""
@@ -276,10 +282,21 @@ def values_alive(values: Sequence[Any]) -> list[Any]:
             for value in values]  # fmt: skip
 
 
-def _write_module(table: dict[str, Any], content: list[Any]) -> None:
+def _with_present(kind: ContainerKind, holder: Any, values: list[Any]) -> list[Any]:
+    """The values that a container held, but for freed ones: entries of dicts and objects are as they are now."""
+    if isinstance(holder, dict):
+        pairs = zip(values, values[len(values) // 2 :])  # noqa: B905  # names and values, one behind the other
+        wanted = {name: dict.get(holder, name, FREED) if value is FREED else value for name, value in pairs}
+        alive = {name: value for name, value in wanted.items() if value is not FREED}
+        return [*alive, *alive.values()]
+    if kind.write is _write_slots:
+        return [now if value is FREED else value for value, now in zip(values, kind.read(holder), strict=True)]
+    return [value for value in values if value is not FREED]
+
+
+def _write_module(table: dict[str, Any], entries: list[Any]) -> None:
     """Give a module's dict these entries and no more, but for those that are kept elsewhere."""
-    entries = values_alive(content)
-    wanted = dict(zip(entries, entries[len(entries) // 2 :]))  # names and values, one behind the other
+    wanted = dict(zip(entries, entries[len(entries) // 2 :]))  # noqa: B905  # names and values, as above
     for name in [name for name in table if name not in _ELSEWHERE and name not in wanted]:
         del table[name]
     changed = {name: value for name, value in wanted.items() if value is not table.get(name, _NONE)}
@@ -287,13 +304,8 @@ def _write_module(table: dict[str, Any], content: list[Any]) -> None:
         table.update(changed)
 
 
-def _write(holder: Any, content: list[Any]) -> None:
-    """Give a container what it held."""
-    write(holder, values_alive(content))
-
-
 def _write_slots(holder: Any, content: list[Any]) -> None:
-    for name, value in zip(_slots(type(holder)), values_alive(content), strict=True):
+    for name, value in zip(_slots(type(holder)), content, strict=True):
         if value is _NONE:
             if hasattr(holder, name):
                 object.__delattr__(holder, name)
@@ -335,7 +347,7 @@ _NONE = object()
 _COUNTED = ContainerKind(
     lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), opens=False, same=eq
 )
-_MAPPING = ContainerKind(reader_of(dict), _write, _COUNTED)
+_MAPPING = ContainerKind(reader_of(dict), write, _COUNTED)
 _MODULE = ContainerKind(list, _write_module)
 _OBJECT = ContainerKind(lambda holder: [], _write_nothing, opens=False, has_dict=True)
 _SLOTTED = ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
@@ -353,7 +365,7 @@ def kind_of(kind: type) -> ContainerKind | None:
         if kind is dict:
             return _MAPPING
         return ContainerKind(
-            reader_of(kind), _write, _COUNTED, has_dict=kind not in CONTAINERS and bool(kind.__dictoffset__)
+            reader_of(kind), write, _COUNTED, has_dict=kind not in CONTAINERS and bool(kind.__dictoffset__)
         )
     if issubclass(kind, FIXED):
         return ContainerKind(reader_of(kind), _write_nothing)

@@ -112,7 +112,7 @@ class StageAttributes:
         present = self._present()
         held = present.held_weakly if before is not present else []  # meanwhile, perhaps, by nothing else
         if before is not present or self._written:
-            before.put_back(self._written, long=False)
+            before.put_back(self._written, recomputes=True)
         try:
             yield
         finally:
