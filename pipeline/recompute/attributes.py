@@ -6,7 +6,9 @@
 
 Entries are put back into the same containers, so other references to them see it too. Parameters and buffers are
 handled in parameters.py and buffers.py. Not covered are classes, functions and their closures, iterators, other modules
-on an attribute, and anything deeper than four levels; of long containers only the length counts.
+on an attribute, and anything deeper than four levels or behind a thousand containers of a module; of long containers
+only the length counts. A tensor in autograd's graph is held weakly: a recomputation that reads one that is freed by
+then finds a stand-in that refuses it (FreedTensor).
 
 Attributes are compared by identity before each forward that may be recomputed, at 0.5 us a module (torch's own layers
 are left out). A snapshot is made only where something changed; the chunks between share it. No call relies on what an
