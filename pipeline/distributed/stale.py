@@ -3,6 +3,7 @@
     pipe = Pipe(model, ...)               over ranks: rank 1 has model[3]; this rank's copy stays as it is
     pipe.step(...), loss.backward()       from now on model[3] of this rank is marked
     model(x), model.state_dict()          RuntimeError; torch.save(model): TypeError
+    model[3].weight gets a gradient       RuntimeError: the script has computed with it
     Pipe(model, ...) with model[3] here   RuntimeError
     model.load_state_dict(state)          ends it, until the next step
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -47,11 +49,11 @@ class StaleModules:
     """The modules of the caller's model that this rank does not train, and that their Pipe marks as soon as it trains.
 
     Args:
-        modules: they are not kept alive.
+        modules: each with the parameters of its own that another rank trains. They are not kept alive.
     """
 
-    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
-        self._modules = [weakref.ref(module) for module in modules]
+    def __init__(self, modules: Iterable[tuple[nn.Module, list[nn.Parameter]]] = ()) -> None:
+        self._modules = [(weakref.ref(module), [*map(weakref.ref, parameters)]) for module, parameters in modules]
 
     def __reduce__(self) -> tuple[type[StaleModules], tuple[()]]:
         """A copy of a Pipe has no model."""
@@ -59,7 +61,7 @@ class StaleModules:
 
     def mark(self) -> None:
         """Mark those that are not, but for what is on the meta device."""
-        for reference in self._modules:
+        for reference, parameters in self._modules:
             module = reference()
             if module is None or _is_stale(module) or all(tensor.is_meta for tensor in _tensors_of(module)):
                 continue
@@ -68,11 +70,24 @@ class StaleModules:
                 module.register_forward_pre_hook(_refuse_forward, prepend=True)
                 module.register_state_dict_pre_hook(_refuse_state_dict)
                 module.register_load_state_dict_pre_hook(_lift)
+                for parameter in (held() for held in parameters):
+                    if parameter is not None and parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(partial(_refuse_gradient, reference))
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
     if _is_stale(module):
         raise RuntimeError(f"a module of the model ({type(module).__name__}) was called, {_REMEDY}")
+
+
+def _refuse_gradient(holder: weakref.ref[nn.Module], parameter: Tensor) -> None:
+    module = holder()
+    if module is not None and _is_stale(module):
+        names = [name for name, held in module.named_parameters(recurse=False) if held is parameter]
+        raise RuntimeError(
+            f"the script itself computed with a parameter of the model ({type(module).__name__}.{'/'.join(names)}), "
+            f"{_REMEDY}"
+        )
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -106,7 +121,9 @@ def trained_elsewhere(
     remote_ids = {id(tensor) for module in remote_modules for tensor in _tensors_of(module)} - own_ids
     modules = {id(module): module for module in [*remote_modules, *([] if model is None else model.modules())]}
     return StaleModules(
-        [module for module in modules.values() if any(id(tensor) in remote_ids for tensor in _tensors_of(module))]
+        (module, [parameter for parameter in module.parameters(recurse=False) if id(parameter) in remote_ids])
+        for module in modules.values()
+        if any(id(tensor) in remote_ids for tensor in _tensors_of(module))
     )
 
 

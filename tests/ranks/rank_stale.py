@@ -45,11 +45,17 @@ def said(call: Any) -> str:
     return ""
 
 
+def penalty(model: nn.Module) -> None:
+    """A gradient for each parameter, from outside a Pipe."""
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    model.zero_grad()
+
+
 def refusals(how: str) -> dict[str, str]:
     """What is said before training, after it, of copies, and once the trained values are loaded."""
     model, x, y = built()
     pipe = Pipe(model, [2, 3], 2)
-    before = said(lambda: [model(x), pipe(x), model(x), model.state_dict()])
+    before = said(lambda: [model(x), pipe(x), model(x), model.state_dict(), penalty(model)])
     trained(pipe, x, y, how)
     recut = [1, 4] if dist.get_rank() else [4, 1]
     found = {
@@ -59,6 +65,8 @@ def refusals(how: str) -> dict[str, str]:
         "recut": said(lambda: Pipe(model, recut, 2, devices=["cpu"] * 2)),
         "copy": said(lambda: copy.deepcopy(model)(x)),
         "file": said(lambda: torch.save(model, io.BytesIO())),
+        "penalty": said(lambda: penalty(model)),
+        "own_penalty": said(lambda: penalty(pipe)),
         "own": said(lambda: [model[i].state_dict() for i in ((0, 1), (2, 3, 4))[dist.get_rank()]]),
         "pipe": said(lambda: [pipe(x), pipe.state_dict()]),
     }
@@ -66,6 +74,7 @@ def refusals(how: str) -> dict[str, str]:
     dist.broadcast_object_list(state)
     assert state[0] is not None
     model.load_state_dict(state[0])
+    penalty(model)
     found["loaded"] = said(lambda: [model.state_dict(), torch.save(model, io.BytesIO()), Pipe(model, [4, 1], 2)])
     assert torch.allclose(model.eval()(x), pipe.eval()(x), rtol=0, atol=1e-12)
     trained(pipe.train(), x, y, how)
@@ -95,5 +104,6 @@ def cut(name: str) -> dict[str, str]:
     state = pipe.full_state_dict()
     if state is not None:
         model.load_state_dict(state)
-        found["loaded"] = said(lambda: [model.state_dict(), model(*args, **named)])
+        penalty(model)
+    found["loaded"] = said(lambda: [model.state_dict(), model(*args, **named)])
     return found

@@ -22,10 +22,11 @@ def test_a_model_is_refused_where_another_rank_trains_it_until_it_is_loaded(how:
             "forward": called, "later": called, "copy": called,
             "file": "a module of the model cannot be pickled or saved",
             "state": rf"state_dict\(\) of a module of the model \('[0-4]', ({kind})\)",
+            "penalty": rf"the script itself computed with a parameter of the model \(({kind})\.(weight|bias)\)",
             "recut": r"a Pipe is built with '[0-4]' \(\w+\)",
         }.items():
             assert re.match(words + REMEDY, found[name]), (rank, name, found[name])
-        for name in ("before", "own", "pipe", "loaded"):
+        for name in ("before", "own", "own_penalty", "pipe", "loaded"):
             assert found[name] == "", (rank, name)
 
 
