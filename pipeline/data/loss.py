@@ -266,12 +266,12 @@ class Loss:
         dtypes = {dtype for chunk in self._by_chunk for dtype in (chunk.amount.dtype, *chunk.dtypes)}
         if is_same_loss(self.value, whole, size, dtypes):
             return None
-        return f"{self.in_words} {self.value.item():.8g}, but on both outputs joined it is {whole.item():.8g}"
+        return f"{self.in_words} {self.value.item():.8g}, but on their outputs joined it is {whole.item():.8g}"
 
     @property
     def in_words(self) -> str:
-        """The subject of a sentence about how the losses of two chunks combine."""
-        return f"the losses of two chunks ({list(self._rows)} rows) combine to"
+        """The subject of a sentence about how the losses of chunks combine."""
+        return f"the losses of {len(self._rows)} chunks ({list(self._rows)} rows) combine to"
 
     def check_counts(self) -> None:
         """Raise ValueError if a count that loss_fn returned is no whole number. All chunks have been seen."""

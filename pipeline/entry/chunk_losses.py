@@ -1,11 +1,12 @@
 """The losses of the chunks behind the last stage, and the check that they combine to the loss of the mini-batch.
 
     output of a chunk --loss_fn, with its rows of the target--> its part of the loss
-    outputs of two chunks, one after the other --join--> loss_fn --> the same value, and the same gradient there?
+    outputs of all chunks --join--> loss_fn --> the same value, and the same gradient there?
 
-The gradient too: the values of a surrogate (a policy gradient, loss / loss.detach()) may agree by construction. Each
-chunk is compared with the one before, so that no more than two outputs are held: those of a language model are its
-largest tensors. If the chunks' weights are right in each pair, they are right in all.
+The gradient too: the values of a surrogate (a policy gradient, loss / loss.detach()) may agree by construction. Where
+all outputs are more than 16 MiB, as those of a language model are, its largest tensors, as many as these hold are
+compared together, or two, and the last of them with the next ones. If the chunks' weights are right in each of these,
+they are right in all.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class ChunkLosses:
         self.is_flat = True
         self._execution = execution
         self._target = target
-        self._previous: _ChunkEnd | None = None
+        self._held: list[_ChunkEnd] = []  # to be compared together
+        self._left = target.chunks  # so many are to come
         self._differences: list[str] = []
         self._has_gaps = False  # two chunks, one after the other, could not be joined
 
@@ -84,7 +86,7 @@ class ChunkLosses:
         return tree_map_only(Tensor, partial(self._execution.carried, device=device), target)
 
     def compare(self, chunk: int, tree: Tree, grads: Grads, scale: float | None = None) -> None:
-        """Compare a chunk with the one before: with loss_fn on both. `check_all` has the result.
+        """Compare a chunk with those before: with loss_fn on all. `check_all` has the result.
 
         Args:
             chunk: which. Its loss has been computed.
@@ -96,19 +98,26 @@ class ChunkLosses:
         output = Activations(Tree(detached(tree.tensors), tree.skeleton), needs_grad)
         live = [tensor for tensor in tree.tensors if tensor.requires_grad]
         filled = [_or_zeros(*pair, scale) for pair in zip(grads or (None,) * len(live), live, strict=True)]
-        chunk_end, previous = _ChunkEnd(chunk, output, filled, self.loss.is_empty(chunk)), self._previous
-        if previous is not None and not (previous.is_empty and chunk_end.is_empty):
-            ends = sorted((previous, chunk_end), key=lambda end: end.chunk)
-            if self._can_compare(ends):
-                difference = self._difference(ends, scale is not None)
-                self._differences += [] if difference is None else [difference]
-            else:
-                self._has_gaps = True
-        if previous is None or previous.is_empty or not chunk_end.is_empty:  # what counts nothing shows nothing
-            self._previous = chunk_end
+        chunk_end = _ChunkEnd(chunk, output, filled, self.loss.is_empty(chunk))
+        if not self._can_compare([*self._held, chunk_end]):
+            self._compare_held(scale is not None)
+            self._held.clear()
+            self._has_gaps = True
+        self._held.append(chunk_end)
+        self._left -= 1
+        sizes = [tensor.nbytes for end in (*self._held, chunk_end) for tensor in end.output.tree.tensors]
+        if not self._left or len(self._held) > 1 and sum(sizes) > _HELD:
+            self._compare_held(scale is not None)
+            # The next ones are compared with the last that counts something.
+            self._held = [max(self._held, key=lambda end: not end.is_empty)] if self._left else []
+
+    def _compare_held(self, is_scaled: bool) -> None:
+        if len(self._held) > 1 and not all([end.is_empty for end in self._held]):  # what counts nothing shows nothing
+            difference = self._difference(sorted(self._held, key=lambda end: end.chunk), is_scaled)
+            self._differences += [] if difference is None else [difference]
 
     def _can_compare(self, ends: Sequence[_ChunkEnd]) -> bool:
-        """Whether two chunks can be joined. Those of two mini-batches may differ in more than their rows."""
+        """Whether chunks can be joined. Those of two mini-batches may differ in more than their rows."""
         if not self._target.parts:
             return True
         columns = zip(*[end.output.tree.tensors for end in ends], strict=False)
@@ -116,7 +125,7 @@ class ChunkLosses:
         return joinable and self._target.is_joinable([end.chunk for end in ends])
 
     def _difference(self, ends: Sequence[_ChunkEnd], is_scaled: bool) -> str | None:
-        """The difference between the losses of two chunks, combined, and that of both, in words. The host waits."""
+        """The difference between the losses of chunks, combined, and that of all, in words. The host waits."""
         loss, weight = self.loss.of([end.chunk for end in ends])
         whole, expected = self._whole(loss, weight, ends)
         with without_function_modes():
@@ -130,7 +139,7 @@ class ChunkLosses:
         moved = [self._whole(loss, weight, ends, move)[1] or expected for move in _MOVES]
         if are_rounding(pairs, moved):
             return None
-        return f"{loss.in_words} the loss of both outputs joined, but their gradients do not combine to its gradient"
+        return f"{loss.in_words} the loss of their outputs joined, but their gradients do not combine to its gradient"
 
     def _whole(
         self, loss: Loss, weight: Tensor | float, ends: Sequence[_ChunkEnd], move: float = 0.0
@@ -164,7 +173,8 @@ class ChunkLosses:
 
     def forget(self) -> None:
         """Forget what was compared: the chunks are computed anew."""
-        self._previous = None
+        self._held.clear()
+        self._left = self._target.chunks
         self._has_gaps = False
         self._differences.clear()
 
@@ -176,7 +186,6 @@ class ChunkLosses:
         self.loss.check_counts()
         if (self._has_gaps or not self.compares) and not self.loss.is_proven:
             raise self.loss.unproven()
-        self._previous = None
         for difference in self._differences:
             raise self.loss.neither(difference)
 
@@ -190,6 +199,7 @@ class _ChunkEnd(NamedTuple):
     is_empty: bool  # it counts nothing
 
 
+_HELD = 2**24  # bytes of outputs that are compared together
 _MOVES = (1.0, -2.0)
 
 

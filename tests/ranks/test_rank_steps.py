@@ -47,7 +47,7 @@ def test_where_torch_scales_gradients_again_two_steps_accumulate(crew2: Crew, cr
 
 
 def test_a_failure_of_the_next_call_leaves_the_step_that_a_rank_has_still_to_end(crew2: Crew, crew3: Crew) -> None:
-    """In 0.1.0 the rank that was slow to hear of the vote took the failure for its step's, which others had made."""
+    """The rank that is slow to hear of the vote does not take the failure for its step's, which others have made."""
     agree(crew2, "rank_steps:ends_late", 2)
     agree(crew3, "rank_steps:ends_late", 3)
 

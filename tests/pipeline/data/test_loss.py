@@ -303,7 +303,7 @@ def test_counts_of_any_type_are_added_exactly(kind):
 
     def loss_fn(output, target):
         total = (output * target).sum()
-        if len(output) > 3:  # the comparison of two chunks; the plain module
+        if len(output) > 3:  # the comparison of chunks; the plain module
             return total, {5: 401, 4: 400, 7: 601}[len(output)]
         return total, COUNTS[kind](torch.tensor({3: 201, 2: 200}[len(output)]))
 
@@ -615,9 +615,9 @@ def test_what_is_no_loss_is_refused_by_name(name, entry):
 
 
 def test_a_loss_per_row_is_refused_where_each_chunk_has_one_row():
-    # A chunk of one row gives one number, which only two of them show to be one of many.
+    # A chunk of one row gives one number, which only several of them show to be one of many.
     x, y = data(3)
-    with pytest.raises(ValueError, match=r"returned a loss of shape \[2\]. Return one number"):
+    with pytest.raises(ValueError, match=r"returned a loss of shape \[3\]. Return one number"):
         stepped(model(), x, y, lambda o, t: ((o - t) ** 2).mean(1))
 
 
@@ -872,7 +872,7 @@ def test_integer_targets_reach_the_loss_as_they_are():
         return F.cross_entropy(output, target)
 
     pipe_of(model()).step(x, torch.arange(6) % CLASSES, loss_fn=loss_fn)
-    chunks = [target for target in seen if len(target[1]) == 2]  # others are those of two chunks, compared
+    chunks = [target for target in seen if len(target[1]) == 2]  # the other are those of all chunks, compared
     assert chunks == [(torch.int64, [0, 1]), (torch.int64, [2, 3]), (torch.int64, [4, 0])]
 
 

@@ -540,7 +540,7 @@ def test_a_function_that_holds_itself_has_a_key():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_rounding_is_no_disagreement(dtype):
-    """In 0.1.0 a divergence from what the output is, as a penalty has at its beginning, was refused by chance."""
+    """A divergence from what the output is, as a penalty has at its beginning, has no other gradient."""
     for seed in range(20):
         torch.manual_seed(seed)
         module, x = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 50)).to(dtype), torch.randn(9, 6).to(dtype)

@@ -1,4 +1,4 @@
-"""Laws: a loss is refused iff the chunks' losses do not combine to it, and no more than two outputs are held for that.
+"""Laws: a loss is refused iff the chunks' losses do not combine to it; of large outputs two are held for that.
 
 The reference computes the loss of each chunk and that of all rows at once, by autograd, without a Pipe.
 """
@@ -9,13 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 from cover import examples
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import Pipe
+from pipeline.entry import chunk_losses
 
 WIDE = 3
 
@@ -83,10 +84,14 @@ def difference(loss_fn, output, target, chunks):
     return torch.stack([of_value, of_grads]).nan_to_num(1.0).max()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=examples(12))
-@given(masks(), st.integers(0, 9), st.sampled_from(["1f1b", "gpipe"]))
-def test_a_loss_is_refused_iff_its_chunks_do_not_combine(name, case, seed, schedule):
+@pytest.fixture
+def pairs_alone(monkeypatch):
+    """Outputs count as large: no more than two are compared together."""
+    monkeypatch.setattr(chunk_losses, "_HELD", 1)
+
+
+def refused_iff_wrong(name, case, seed, schedule, compared):
+    """`compared`: the runs of chunks that are, of all of them."""
     chunks, target = case
     assume(target.sum() > 0)
     torch.manual_seed(seed)
@@ -94,17 +99,60 @@ def test_a_loss_is_refused_iff_its_chunks_do_not_combine(name, case, seed, sched
     x = torch.randn(len(target), WIDE, dtype=torch.float64)
     wrong = difference(LOSSES[name], model(x).detach(), target, min(chunks, len(x)))
     assume(wrong < 1e-9 or wrong > 1e-2)
-    if wrong > 1e-2:  # what is compared are pairs; medians of three rows may combine in each pair, and not in all
+    if wrong > 1e-2:
         pieces = zip(model(x).detach().tensor_split(chunks), target.tensor_split(chunks), strict=True)
-        both = pairwise([piece for piece in pieces if len(piece[0])])
-        pairs = [tuple(map(torch.cat, zip(*pair, strict=True))) for pair in both]
-        assume(max(difference(LOSSES[name], *pair, 2) for pair in pairs) > 1e-2)
+        runs = compared([piece for piece in pieces if len(piece[0])])
+        joined = [(*map(torch.cat, zip(*run, strict=True)), len(run)) for run in runs]
+        assume(max(difference(LOSSES[name], *run) for run in joined) > 1e-2)
     pipe = Pipe(model, [1, 1], chunks, schedule=schedule)
     if wrong < 1e-9:
         pipe.step(x, target, loss_fn=LOSSES[name])
     else:
         with pytest.raises(ValueError, match="is not a mean over rows"):
             pipe.step(x, target, loss_fn=LOSSES[name])
+
+
+CASES = (masks(), st.integers(0, 9), st.sampled_from(["1f1b", "gpipe"]))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=examples(12))
+@given(*CASES)
+def test_a_loss_is_refused_iff_its_chunks_do_not_combine(name, case, seed, schedule):
+    refused_iff_wrong(name, case, seed, schedule, lambda pieces: [pieces])
+
+
+@pytest.mark.usefixtures("pairs_alone")
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(*CASES)
+def test_of_large_outputs_pairs_are_compared(name, case, seed, schedule):
+    """Medians of three rows may combine in each pair, and not in all."""
+    refused_iff_wrong(name, case, seed, schedule, pairwise)
+
+
+@pytest.mark.parametrize("outputs, held", [(1, [2, 2, 2]), (3, [3, 2]), (3.5, [3, 2]), (4, [4]), (9, [4])])
+def test_as_many_outputs_are_compared_together_as_the_limit_holds(outputs, held, monkeypatch):
+    """And the last of them with the next ones."""
+    joined, gather = [], chunk_losses.gather
+    monkeypatch.setattr(chunk_losses, "_HELD", int(outputs * 2 * WIDE * 8))
+    monkeypatch.setattr(chunk_losses, "gather", lambda trees, *args: joined.append(len(trees)) or gather(trees, *args))
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDE, WIDE)).double(), [1], 4)
+    pipe.step(torch.randn(8, WIDE).double(), torch.randn(8, WIDE).double(), loss_fn=F.mse_loss)
+    assert joined == held
+
+
+def test_a_mean_over_few_tokens_that_is_cut_off_at_one_is_refused():
+    """Each two chunks count one token or none, and all of them two."""
+    torch.manual_seed(0)
+    model, mask = nn.Sequential(nn.Linear(WIDE, 1)).double(), torch.tensor([1, 0, 0, 0, 0, 0, 1, 0]).double()[:, None]
+    loss_fns = {
+        "a mean": lambda output, target: (output * target).sum() / target.sum().clamp(min=1),
+        "a mean over rows": lambda output, target: (output * target).sum() / len(target) / target.sum().clamp(min=1),
+    }
+    for loss_fn in loss_fns.values():
+        with pytest.raises(ValueError, match=r"the losses of 4 chunks \(\[2, 2, 2, 2\] rows\) combine to"):
+            Pipe(model, [1], 4).step(torch.randn(8, WIDE).double(), mask, loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -164,6 +212,7 @@ def peak(schedule, chunks, loss_fn, number):
     return alive.peak / LOGITS
 
 
+@pytest.mark.usefixtures("pairs_alone")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_what_a_validating_call_holds_does_not_grow_with_the_chunks(schedule):
     other = peak(schedule, 4, nn.CrossEntropyLoss(), 3)
