@@ -104,6 +104,7 @@ class Loss:
         self._kind = ""  # of the losses of the chunks
         self._is_single = len(rows) == 1 and not is_part
         self._has_fractions = False  # loss_fn returned counts that may not be whole
+        self._of_count: Callable[[Tensor], Tensor] | None = None  # what loss_fn makes of a count: n.clamp(min=1)
         self.metrics = Metrics(self._name)
 
     @property
@@ -145,7 +146,7 @@ class Loss:
             The tensor to differentiate, and the factor that makes it the chunk's part of the whole.
         """
         value, trace = self._computed(output, target, self._rows[chunk], self._is_single, batch_dim)
-        value = self.metrics.record(chunk, value)
+        value = self.metrics.record(chunk, value, trace)
         read = self._pair if isinstance(value, tuple) else self._single
         kind, amount, count, divisors = read(value, trace)
         if self._kind not in ("", kind):
@@ -158,9 +159,12 @@ class Loss:
 
     def _pair(self, value: tuple[Any, ...], trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
         """The kind of a chunk's loss, its amount, how much that counts, and its divisors, see `ChunkLoss`."""
-        origins = [trace.origin(part) for part in value]
-        is_bent = any([origin is not None and BENT in origin.marks for origin in origins])
-        return _PAIR, *self._checked_pair(value), None if trace.branches or is_bent else ()
+        if len(value) == 2:
+            origin, count = trace.origin(value[0]), trace.count(value[1])
+            is_hidden = trace.branches or not count.is_seen or origin is not None and BENT in origin.marks
+            self._of_count = count.function or self._of_count
+            return _PAIR, *self._checked_pair((value[0], count.number)), None if is_hidden else ()
+        return _PAIR, *self._checked_pair(value), ()
 
     def _single(self, value: Any, trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
         """The same where loss_fn returned one number: a mean over tokens, or something else."""
@@ -168,8 +172,9 @@ class Loss:
         if origin is None:
             return _SINGLE, loss, None, None
         total = None if self._is_single else origin.total_of(loss)
-        is_hidden = BENT in origin.marks or trace.branches or total is None and trace.is_blind
-        divisors = None if is_hidden else origin.divisors
+        is_hidden = BENT in origin.marks or trace.branches or total is None and (trace.is_blind or trace.numbers)
+        flags = [Divisor(number) for number in trace.read if isinstance(number, bool)]  # it may go on otherwise by them
+        divisors = None if is_hidden else (*origin.divisors, *flags)
         if total is None:
             return _SINGLE, loss, None, divisors
         count = next(divisor.amount for divisor in origin.divisors if divisor.is_count)
@@ -192,8 +197,13 @@ class Loss:
         return [self._chunks[chunk] for chunk in sorted(self._chunks)]
 
     @property
-    def _count(self) -> Tensor:
+    def _counted(self) -> Tensor:
         return added([chunk.counted for chunk in self._by_chunk if chunk.counted is not None])
+
+    @property
+    def _count(self) -> Tensor:
+        counted = self._counted
+        return counted if self._of_count is None else self._of_count(counted).double()
 
     @property
     def _parts(self) -> list[Tensor]:
@@ -218,7 +228,9 @@ class Loss:
     def weight(self) -> Tensor:
         """The weight of this mini-batch among several of its rule: its rows, its count, or 1."""
         if self.rule == "count":
-            return self._count
+            if self._of_count is not None and self._counted and self._count != self._counted:
+                raise self.neither("beside other mini-batches a count must stay what torch has summed")
+            return self._counted
         return torch.tensor(1.0 if self.rule == "sum" else self.all_rows, dtype=torch.float64, device="cpu")
 
     @property
@@ -243,7 +255,7 @@ class Loss:
         """
         part = self.anew([self._rows[chunk] for chunk in chunks])
         part._chunks = {index: self._chunks[chunk] for index, chunk in enumerate(chunks)}
-        part._kind = self._kind
+        part._kind, part._of_count = self._kind, self._of_count
         divisor = part.divisor
         if divisor is None:
             return part, self.factor(part.all_rows)
@@ -333,6 +345,8 @@ class Loss:
 
     def unproven(self) -> ValueError:
         """The error for a loss whose weights are not proven."""
+        if self._kind == _PAIR:
+            return self.neither("what Python or a function that is not linear has made of a number cannot be seen")
         return self.neither(
             f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
             "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen: something else "
@@ -342,11 +356,18 @@ class Loss:
     def neither(self, reason: str) -> ValueError:
         """The error for a loss that is neither a mean nor a sum over rows."""
         other = "'mean' if it is a mean" if self._reduction == "sum" else "'sum' if it adds"
+        said, remedy = (
+            "returned (sum, count) that do not add up over the chunks",
+            "Return as count how much the sum has of each chunk, 0 where that is nothing: mask.sum(), or that with "
+            ".clamp(min=1), which is done to the count of all chunks, but not max(count, 1)",
+        ) if self._kind == _PAIR else (
+            f"is not a {self._reduction} over rows",
+            "Return (sum, count) from loss_fn (the sum over what counts, and how much that is), or give "
+            f"loss_reduction={other}",
+        )  # fmt: skip
         return ValueError(
-            f"{self._name} is not a {self._reduction} over rows: {reason}. Return (sum, count) from loss_fn (the sum "
-            f"over what counts, and how much that is), or give loss_reduction={other}. A loss that draws random "
-            "numbers or compares rows with each other cannot be cut into chunks: use pipe(x), "
-            "loss_fn(pipe(x), target).backward()."
+            f"{self._name} {said}: {reason}. {remedy}. A loss that draws random numbers or compares rows with each "
+            "other cannot be cut into chunks: use pipe(x), loss_fn(pipe(x), target).backward()."
         )
 
     def _checked_pair(self, value: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

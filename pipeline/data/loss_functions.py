@@ -34,6 +34,7 @@ _LINEAR = frozenset((
     "narrow", "unbind", "split", "chunk", "unsqueeze", "expand", "expand_as", "broadcast_to", "view_as",
     "reshape_as", "ravel", "unflatten", "permute", "transpose", "t", "movedim", "detach", "cpu", "half",
     "bfloat16", "type_as", "requires_grad_", "dot", "inner", "matmul", "mv", "mm", "bmm", "einsum", "tensordot",
+    "index_add", "scatter_add",
 ))  # fmt: skip
 _OPAQUE = frozenset((
     "addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy",
@@ -61,7 +62,7 @@ class LossFunction(NamedTuple):
         is_reducing: it has a reduction.
         is_linear: in each of its arguments.
         is_opaque: it may divide by something that is not seen, or give the host what does.
-        looks: it may sum or compare numbers of several rows: `dims_along` says where.
+        looks: it may sum or compare numbers of several rows, or choose rows by their place: `dims_along` says where.
         reads: it gives the host numbers.
         role: "scales" (multiplies or divides one by one), "adds" (or subtracts), "keeps" (one number), or "".
         sums_rows: it may sum rows.
@@ -99,7 +100,7 @@ def known(func: Callable[..., Any]) -> LossFunction:
         is_reducing=is_reducing,
         is_linear=plain in _LINEAR,
         is_opaque=isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or name in _OPAQUE,
-        looks=plain in _ALONG or plain in _SUMMING_ROWS,
+        looks=plain in _ALONG or plain in _SUMMING_ROWS or name == "__getitem__",
         reads=name in _TO_HOST,
         role=_ROLES.get(plain, ""),
         sums_rows=plain in _SUMMING_ROWS,
@@ -110,10 +111,13 @@ def known(func: Callable[..., Any]) -> LossFunction:
 def dims_along(
     function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """The arguments along which a function sums or looks, and the dimensions."""
+    """The arguments along which a function sums, looks or chooses, and the dimensions."""
     name, given = function.plain, [*args, *kwargs.values()]
     values = args[0] if args else kwargs.get("input")
-    if name in ("bincount", "histc"):
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else args[1:]
+        yield values, [dim for dim, part in enumerate(index) if isinstance(part, slice) and part != slice(None)]
+    elif name in ("bincount", "histc"):
         yield values, [0]
     elif name in _ALONG:
         place, default = _ALONG[name]

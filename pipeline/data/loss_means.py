@@ -47,6 +47,35 @@ class Divisor:
 LossForm: TypeAlias = frozenset[str | int]  # the names of the torch functions that it calls, the numbers of its factors
 
 
+class Bend(NamedTuple):
+    """A number that loss_fn has put through functions that are not linear, as in `mask.sum().clamp(min=1)`.
+
+    Attributes:
+        number: as it was before.
+        function: these, one after the other.
+        divisor: 1 where they have left the number as it was, as they do then with all that are larger; else infinite,
+            which proves nothing. None: they may do something else.
+    """
+
+    number: Tensor
+    function: Callable[[Tensor], Tensor]
+    divisor: Divisor | None
+
+
+class Count(NamedTuple):
+    """A count that loss_fn returned for a chunk.
+
+    Attributes:
+        number: what adds up over the chunks.
+        function: what makes of the sum of these the count of the whole. None: it is that.
+        is_seen: whether it is known to add up.
+    """
+
+    number: Any
+    function: Callable[[Tensor], Tensor] | None
+    is_seen: bool
+
+
 class LossOrigin(NamedTuple):
     """The origin of a tensor within a loss.
 
@@ -55,18 +84,25 @@ class LossOrigin(NamedTuple):
             OUTPUT: it was computed with the output.
             REDUCED: a part of it was summed over rows.
             SEVERAL: such sums are several numbers (one for each column), which are no divisors that are noted.
-            BENT: such a part of the output, or several numbers of the target with such a part in them, went through a
-                function that is not linear: its kink, if it has one (`(mean - 1).abs()`, `target > median`), shows in
-                no comparison as long as all chunks are on one side.
+            BENT: such a part went through a function that is not linear: its kink, if it has one (`(mean - 1).abs()`,
+                `target > median`), shows in no comparison as long as all chunks are on one side. Or it is the largest
+                of some rows, or a product of two such parts of the output.
         divisors: its divisors and factors, in order.
         total: of a mean over tokens, or a combination of such: the same of their sums. None: it is neither.
         pending: the count of a mean over tokens whose total is still to be computed.
+        bend: of one number of the target that has gone through functions that are not linear, and nothing else.
     """
 
     marks: frozenset[str]
     divisors: tuple[Divisor, ...] = ()
     total: Tensor | None = None
     pending: Tensor | None = None
+    bend: Bend | None = None
+
+    @property
+    def all_divisors(self) -> tuple[Divisor, ...]:
+        """The divisors, with that of the bend."""
+        return self.divisors if self.bend is None or self.bend.divisor is None else (*self.divisors, self.bend.divisor)
 
     def total_of(self, mean: Tensor) -> Tensor | None:
         """The total that belongs to `mean`, the tensor itself."""
@@ -77,6 +113,7 @@ class LossOrigin(NamedTuple):
 
 
 OUTPUT, REDUCED, SEVERAL, BENT = "output", "reduced", "several", "bent"
+_FLOORS = ("clamp", "clip", "clamp_min", "maximum", "max")  # where they have no upper end
 
 
 class DivisorTrace(TorchFunctionMode):
@@ -93,6 +130,7 @@ class DivisorTrace(TorchFunctionMode):
         is_blind: whether a function was called that may divide unseen.
         dtypes: in which rows of the output were summed.
         branches: whether the host has read what was reduced from the output: it may go on otherwise by it.
+        read: the numbers that it has read of what was reduced from the target alone.
     """
 
     def __init__(
@@ -107,6 +145,7 @@ class DivisorTrace(TorchFunctionMode):
         self.is_blind = False
         self.dtypes: set[torch.dtype] = set()
         self.branches = False
+        self.read: list[float] = []
         self._names: set[str] = set()
         self._factors = 0  # and divisors, that are not zero
         self._origins: dict[int, tuple[Callable[[], Tensor | None], LossOrigin]] = {}
@@ -132,6 +171,11 @@ class DivisorTrace(TorchFunctionMode):
     def form(self) -> LossForm:
         """The form of the loss, as far as it shows: another one may weigh rows in another way."""
         return frozenset({*self._names, *range(self._factors)})
+
+    @property
+    def numbers(self) -> list[float]:
+        """Those that the host has read of the target, but for truth values."""
+        return [number for number in self.read if not isinstance(number, bool)]
 
     def origin(self, tensor: Tensor) -> LossOrigin | None:
         """The origin of a tensor. None: it was not computed from output or target."""
@@ -159,7 +203,9 @@ class DivisorTrace(TorchFunctionMode):
             self.is_blind = True
         if function.reads:
             origin = self._joined(args, kwargs)
-            self.branches = self.branches or origin is not None and origin.marks >= {OUTPUT, REDUCED}
+            if origin is not None and REDUCED in origin.marks:
+                self.branches |= OUTPUT in origin.marks or not isinstance(result, (int, float))
+                self.read += [result] if isinstance(result, (int, float)) else []
         value = args[0] if function.name == "__setitem__" else result
         if isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor)):
             self._follow(function, args, kwargs, value, along_rows and function.sums_rows)
@@ -169,7 +215,7 @@ class DivisorTrace(TorchFunctionMode):
         self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any, sums_rows: bool
     ) -> None:
         """Note the origin of a function's result."""
-        origin = self._joined(args, kwargs)
+        origin = self._joined(args, kwargs, function.weighs)
         if origin is None:
             return
         amounts = self._amounts(function, args, kwargs, result)
@@ -180,28 +226,68 @@ class DivisorTrace(TorchFunctionMode):
             origin = origin._replace(divisors=(*origin.divisors, *new_divisors), total=total, pending=None)
         several = not (isinstance(result, Tensor) and result.numel() == 1)
         marks = origin.marks
-        if REDUCED in marks and (OUTPUT in marks or several) and not function.is_linear:
-            marks |= {BENT}
+        if origin.bend is not None or REDUCED in marks and not function.is_linear:
+            bend = None if several or OUTPUT in marks else self._bend(function, args, kwargs, result, origin.bend)
+            marks, origin = marks if bend is not None else marks | {BENT}, origin._replace(bend=bend)
         if sums_rows or isinstance(result, Tensor) and not result.dim():  # one number is of all rows
             marks |= {REDUCED, SEVERAL} if several else {REDUCED}
+            if OUTPUT in marks and function.sums_rows and not function.is_linear:  # their largest, their norm
+                marks |= {BENT}
         if marks >= {OUTPUT, REDUCED} and isinstance(result, Tensor):
             self.dtypes.add(result.dtype)
         origin = origin if marks is origin.marks else origin._replace(marks=marks)
         for tensor in tensors_in(result):
             self._note(tensor, origin)
 
-    def _joined(self, args: Sequence[Any], kwargs: dict[str, Any]) -> LossOrigin | None:
-        """The joined origin of a function's arguments; `total` is one of theirs."""
+    def _joined(self, args: Sequence[Any], kwargs: dict[str, Any], weighs: bool = False) -> LossOrigin | None:
+        """The joined origin of a function's arguments; `total` is one of theirs. `weighs`: it multiplies them."""
         origins: list[LossOrigin] = []
         for value in [*args, *kwargs.values()]:
             if isinstance(value, (Tensor, tuple, list)):
                 origins += [origin for tensor in tensors_in(value) if (origin := self.origin(tensor)) is not None]
         if len(origins) < 2:
             return origins[0] if origins else None
-        divisors = tuple(dict.fromkeys([divisor for origin in origins for divisor in origin.divisors]))
+        divisors = tuple(dict.fromkeys([divisor for origin in origins for divisor in origin.all_divisors]))
         totals = [origin.total for origin in origins if origin.total is not None]
         marks = frozenset().union(*[origin.marks for origin in origins])
+        is_product = weighs and sum([origin.marks >= {OUTPUT, REDUCED} for origin in origins]) > 1  # of two means
+        if is_product or any([origin.bend is not None and origin.bend.divisor is None for origin in origins]):
+            marks |= {BENT}
         return LossOrigin(marks, divisors, totals[0] if totals else None)
+
+    def _bend(
+        self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor, earlier: Bend | None
+    ) -> Bend | None:
+        """The bend of one number of the target after one more function. None: it is not of that number alone."""
+        places = [place for place, value in enumerate(args) if isinstance(value, Tensor) and self.origin(value)]
+        if len(places) != 1 or function.name != function.plain or function.name.startswith("__i") or tensors_in(kwargs):
+            return None
+        place, number = places[0], args[places[0]]
+        if number.numel() != 1:
+            return None
+
+        def bent(number: Tensor) -> Tensor:
+            number = number if earlier is None else earlier.function(number)
+            with without_function_modes():
+                result: Tensor = function.func(*args[:place], number, *args[place + 1 :], **kwargs)
+            return result
+
+        with without_function_modes():
+            number = number.detach().clone() if earlier is None else earlier.number
+            is_floor = function.name in _FLOORS and len(args) < 3 and "max" not in kwargs
+            keeps = is_floor and (earlier is None or earlier.divisor is not None)
+            divisor = Divisor(torch.where(result.detach() == number, 1.0, torch.inf).reshape(())) if keeps else None
+        return Bend(number, bent, divisor)
+
+    def count(self, value: Any) -> Count:
+        """The count of the chunk: a tensor, or a number, in which what the host has made of others is not seen."""
+        origin = self.origin(value) if isinstance(value, Tensor) else None
+        if origin is None:
+            number = value.item() if isinstance(value, Tensor) and self.read and value.numel() == 1 else value
+            return Count(value, None, not self.read or number in (0, *self.numbers))
+        if origin.bend is not None and BENT not in origin.marks:
+            return Count(origin.bend.number, origin.bend.function, True)
+        return Count(value, None, BENT not in origin.marks)
 
     def _has_sums(self, args: Sequence[Any]) -> bool:
         """Whether several sums over the target's rows (the rows that count of each column) are among arguments."""
@@ -212,11 +298,11 @@ class DivisorTrace(TorchFunctionMode):
         return origin is not None and SEVERAL in origin.marks and OUTPUT not in origin.marks
 
     def _looks_along_rows(self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a function sums or compares numbers of several rows."""
+        """Whether a function sums or compares numbers of several rows, or chooses some by their place."""
         return any([
             dim in (place, place - value.dim())
             for value, dims in dims_along(function, args, kwargs)
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor) and (function.name != "__getitem__" or self.origin(value) is not None)
             for place in [self._place(value)]
             for dim in dims
         ])

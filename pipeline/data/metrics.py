@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.torch_modes import without_function_modes
+from pipeline.data.loss_means import DivisorTrace
 
 
 class Metrics:
@@ -24,10 +25,11 @@ class Metrics:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._by_chunk: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}  # by chunk
+        self._by_chunk: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+        self._of_count: dict[str, Callable[[Tensor], Tensor]] = {}  # what loss_fn makes of a count: n.clamp(min=1)
 
-    def record(self, chunk: int, value: Any) -> Any:
-        """Keep the metrics in a result of loss_fn; return the rest."""
+    def record(self, chunk: int, value: Any, trace: DivisorTrace) -> Any:
+        """Keep the metrics in a result of loss_fn, which was traced; return the rest."""
         metrics: dict[Any, Any] = value[-1] if _has_metrics(value) else {}
         first = next(iter(self._by_chunk.values()), metrics)
         if metrics.keys() != first.keys():
@@ -35,13 +37,13 @@ class Metrics:
                 f"{self._name} returned metrics {list(first)} for one chunk and {list(metrics)} for another. "
                 "Return the same for every chunk; a metric without entries in a chunk is (0, 0)."
             )
-        self._by_chunk[chunk] = {name: self._pair(name, metric) for name, metric in metrics.items()}
+        self._by_chunk[chunk] = {name: self._pair(name, metric, trace) for name, metric in metrics.items()}
         return without_metrics(value)
 
     @property
     def values(self) -> dict[str, Tensor]:
         """The metrics of the mini-batch, in the default dtype; nan for a count of 0."""
-        return {name: divided_sum(total, count) for name, (total, count) in self.sums.items()}
+        return {name: divided_sum(total, self._whole(name, count)) for name, (total, count) in self.sums.items()}
 
     @property
     def sums(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -52,7 +54,10 @@ class Metrics:
             for name in (chunks[0] if chunks else ())
         }
 
-    def _pair(self, name: Any, metric: Any) -> tuple[Tensor, Tensor]:
+    def _whole(self, name: str, count: Tensor) -> Tensor:
+        return self._of_count[name](count) if name in self._of_count else count
+
+    def _pair(self, name: Any, metric: Any, trace: DivisorTrace) -> tuple[Tensor, Tensor]:
         if not isinstance(name, str):
             raise TypeError(f"{self._name} returned a metric named {name!r}. Use a string.")
         if not isinstance(metric, (tuple, list)) or len(metric) != 2:
@@ -60,8 +65,10 @@ class Metrics:
                 f"{self._name} returned {metric!r} as the metric {name!r}. Return (sum, count), such as "
                 "(correct.sum(), correct.numel()): a mean alone does not say how much each chunk counts."
             )
-        total, count = (self._number(name, part) for part in metric)
-        return total, count
+        count = trace.count(metric[1])
+        if count.function is not None:
+            self._of_count[name] = count.function
+        return self._number(name, metric[0]), self._number(name, count.number)
 
     def _number(self, name: str, part: Any) -> Tensor:
         if isinstance(part, Tensor) and part.numel() == 1 and not part.is_complex():

@@ -1,0 +1,176 @@
+"""Laws: a count that loss_fn returns is that of the whole, whatever is done to it; or it is refused, in whichever step.
+
+The reference is the plain module on all rows at once.
+"""
+
+import pytest
+import torch
+from cover import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from pipeline import Pipe
+
+WIDE = 3
+ALL = torch.ones(9, dtype=torch.int64)
+
+
+def summed(output, mask):
+    return (output.square().mean(1) * mask).sum()
+
+
+SEEN = {
+    "the sum": lambda o, m: (summed(o, m), m.sum()),
+    "not none": lambda o, m: (summed(o, m), m.sum().clamp(min=1)),
+    "not none, of floats": lambda o, m: (summed(o, m), m.double().sum().clamp(min=1.0).float()),
+    "the larger": lambda o, m: (summed(o, m), torch.maximum(m.sum(), torch.ones((), dtype=m.dtype))),
+    "the larger, the other way round": lambda o, m: (summed(o, m), torch.max(torch.tensor(1), m.sum())),
+    "at least five": lambda o, m: (summed(o, m), torch.clamp(m.sum(), 5)),
+    "at most four": lambda o, m: (summed(o, m), m.count_nonzero().clamp(1, 4)),
+    "twice cut off": lambda o, m: (summed(o, m), m.sum().clamp(min=1).clamp(max=4) * 2),
+    "read": lambda o, m: (summed(o, m), int(m.sum())),
+    "by an item": lambda o, m: (summed(o, m), torch.tensor(m.sum().item())),
+    "rows": lambda o, m: (summed(o, m), len(o)),
+}  # fmt: skip
+
+
+def guarded(output, mask):
+    return (summed(output, mask), mask.sum()) if mask.any() else (output.sum() * 0, 1)
+
+
+def guarded_by_a_count(output, mask):
+    return summed(output, mask), mask.sum() if mask.sum() > 0 else 1
+
+
+def written(output, mask):
+    return summed(output, mask), mask.sum().clamp_(min=1)
+
+
+UNSEEN = {
+    "the larger in Python": lambda o, m: (summed(o, m), max(1, int(m.sum()))),
+    "or one": lambda o, m: (summed(o, m), int(m.sum()) or 1),
+    "as a tensor": lambda o, m: (summed(o, m), torch.tensor(max(1, m.sum().item()))),
+    "where": lambda o, m: (summed(o, m), torch.where(m.sum() > 0, m.sum(), 1)),
+    "an if": guarded, "another if": guarded_by_a_count, "in place": written,
+    "of a mean": lambda o, m: summed(o, m) / m.sum().clamp(min=1),
+    "of a mean in Python": lambda o, m: summed(o, m) / max(1, int(m.sum())),
+    "of a mean with an if": lambda o, m: summed(o, m) / (m.sum() if m.sum() > 0 else 1),
+}  # fmt: skip
+
+
+def made(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDE, 4), nn.Tanh(), nn.Linear(4, WIDE)).double()
+    return model, torch.randn(len(ALL), WIDE, dtype=torch.float64)
+
+
+def plain(model, x, mask, loss_fn):
+    loss = loss_fn(model(x), mask)
+    loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    return loss, torch.autograd.grad(loss, list(model.parameters()))
+
+
+masks = st.lists(st.integers(0, 1), min_size=9, max_size=9).map(torch.tensor)
+
+
+def after(calls, chunks, loss_fn):
+    """A Pipe after some steps in which everything counts, and its input."""
+    model, x = made(calls)
+    pipe = Pipe(model, [2, 1], chunks)
+    for _ in range(calls):
+        pipe.step(x, ALL, loss_fn=loss_fn)
+    pipe.zero_grad()
+    return pipe, model, x
+
+
+@pytest.mark.parametrize("name", SEEN)
+@settings(max_examples=examples(8))
+@given(masks, st.integers(0, 3), st.integers(2, 5))
+def test_a_count_that_is_cut_off_is_that_of_all_chunks(name, mask, calls, chunks):
+    pipe, model, x = after(calls, chunks, SEEN[name])
+    loss, grads = plain(model, x, mask, SEEN[name])
+    if loss.isnan():
+        return
+    step = pipe.step(x, mask, loss_fn=SEEN[name])
+    torch.testing.assert_close(step.loss, loss.detach(), rtol=1e-10, atol=0)
+    torch.testing.assert_close([p.grad for p in model.parameters()], [*grads], rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(pipe.evaluate(x, mask, loss_fn=SEEN[name]).loss, loss.detach(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+@settings(max_examples=examples(8))
+@given(masks, st.integers(0, 3), st.integers(2, 5))
+def test_a_count_of_python_is_refused_where_it_does_not_add_up(name, mask, calls, chunks):
+    pipe, model, x = after(calls, chunks, UNSEEN[name])
+    loss, grads = plain(model, x, mask, UNSEEN[name])
+    is_mean = not isinstance(UNSEEN[name](model(x), mask), tuple)
+    try:
+        step = pipe.step(x, mask, loss_fn=UNSEEN[name])
+    except ValueError as error:
+        words = "is not a mean over rows" if is_mean else "Return as count how much the sum has of each chunk, 0 where"
+        assert words in str(error) and (is_mean or not all(part.any() for part in mask.tensor_split(chunks)))
+    else:
+        torch.testing.assert_close(step.loss, loss.detach(), rtol=1e-7, atol=0)
+        torch.testing.assert_close([p.grad for p in model.parameters()], [*grads], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 1, 0, 0, 0, 0, 1, 0], [0] * 9])
+def test_so_is_the_count_of_a_metric(mask):
+    def loss_fn(output, mask):
+        return output.square().mean(), {"first": (output[:, 0].sum(), mask.sum().clamp(min=1))}
+
+    pipe, model, x = after(2, 3, loss_fn)
+    step = pipe.step(x, torch.tensor(mask), loss_fn=loss_fn)
+    assert step.metrics["first"].item() == pytest.approx(model(x)[:, 0].sum().item() / max(1, sum(mask)))
+
+
+def test_beside_other_mini_batches_a_count_stays_what_was_summed():
+    model, x = made(0)
+    parts = [(x[:4], torch.tensor([1, 0, 1, 0])), (x[4:], torch.zeros(5, dtype=torch.int64))]
+    pipe, mask = Pipe(model, [2, 1], 2), torch.cat([target for _, target in parts])
+    for loss_fn in SEEN["not none"], SEEN["at least five"]:
+        wanted = plain(model, x, mask, loss_fn)[0].item()
+        assert pipe.step(iter(parts), loss_fn=loss_fn).loss.item() == pytest.approx(wanted)
+    wanted = plain(model, x, mask, SEEN["not none"])[0].item()
+    assert pipe.evaluate(iter(parts), loss_fn=SEEN["not none"]).loss.item() == pytest.approx(wanted)
+    with pytest.raises(ValueError, match="beside other mini-batches a count must stay what torch has summed"):
+        pipe.evaluate(iter(parts), loss_fn=SEEN["at least five"])
+
+
+PRODUCTS = {
+    "of two means": lambda o, t: F.mse_loss(o, t) * o.abs().mean(),
+    "of sums": lambda o, t: (o - t).square().sum() / len(o) * o.square().sum() / len(o),
+    "in columns": lambda o, t: (o.mean(0) * t.mean(0) * o.mean(0)).sum(),
+    "of vectors": lambda o, t: torch.dot(o.mean(0), o.mean(0)),
+    "quotient": lambda o, t: (o - t).square().sum() / o.square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_of_means_is_no_mean_beside_other_mini_batches(name):
+    model, x = made(0)
+    parts = [(x[:6], x[:6] + 1), (x[6:], x[6:] - 1)]
+    with pytest.raises(ValueError, match="is not a mean over rows"):
+        Pipe(model, [2, 1], 1).evaluate(iter(parts), loss_fn=PRODUCTS[name])
+
+
+@pytest.mark.parametrize("chosen", [slice(None, None, 2), slice(2), slice(-2, None)])
+def test_rows_that_are_chosen_by_their_place_are_compared_in_every_step(chosen):
+    """Of chunks of two rows every second one is half of all; of chunks of three it is not."""
+    model, _ = made(0)
+    pipe = Pipe(model, [2, 1], 3)
+
+    def loss_fn(output, target):
+        return (output - target)[chosen].square().sum() / len(output)
+
+    found = []
+    for rows in (6, 6, 9, 6, 9):
+        x = torch.randn(rows, WIDE).double()
+        wanted = plain(model, x, x + 1, loss_fn)[0].item()
+        try:
+            found.append(pipe.step(x, x + 1, loss_fn=loss_fn).loss.item() == pytest.approx(wanted))
+        except ValueError as error:
+            assert "is not a mean over rows" in str(error)
+    assert all(found) and len(found) < 5
