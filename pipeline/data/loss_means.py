@@ -374,8 +374,16 @@ class DivisorTrace(TorchFunctionMode):
                 return totals[0] if role == "keeps" and len(totals) and totals[0] is not None else None
             combine = function.func if function.plain == function.name else getattr(torch, function.plain)
             factors = [value if total is None else total for value, total in zip(args, totals, strict=True)]
+            if len(terms) == 0 < len(args) - 1:  # by the first one's count their sum will be divided
+                one, other = [self._count_of(value).to(factors[1]) for value in args]
+                factors[1] = factors[1] * torch.where(one == other, 1.0, one / other)
             combination = combine(*factors, **kwargs)
         return combination if isinstance(combination, Tensor) else None
+
+    def _count_of(self, mean: Tensor) -> Tensor:
+        """The count of a mean over tokens, or of a combination of such: that of the first."""
+        _, origin = self._origins[id(mean)]
+        return torch.as_tensor(next(divisor.amount for divisor in origin.divisors if divisor.is_count))
 
     def _total_of(self, value: Any) -> Tensor | None:
         origin = self.origin(value) if isinstance(value, Tensor) else None

@@ -174,3 +174,32 @@ def test_rows_that_are_chosen_by_their_place_are_compared_in_every_step(chosen):
         except ValueError as error:
             assert "is not a mean over rows" in str(error)
     assert all(found) and len(found) < 5
+
+
+HALF, UNEVEN = torch.full((WIDE,), 0.5).double(), torch.tensor([0.2, 0.5, 1.0]).double()
+SUMS = {  # of two means over tokens that count differently
+    "a constant weight first": lambda o, y: F.cross_entropy(o, y, weight=HALF) + F.cross_entropy(o, y),
+    "a constant weight last": lambda o, y: F.cross_entropy(o, y) - 2 * F.cross_entropy(o, y, weight=HALF),
+    "weights": lambda o, y: torch.add(F.cross_entropy(o, y), F.cross_entropy(o, y, weight=UNEVEN), alpha=0.2),
+    "three": lambda o, y: sum([F.cross_entropy(o, y, ignore_index=label) for label in range(WIDE)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_means_over_tokens_that_count_differently_add_up_or_are_refused(name, chunks):
+    model, x = made(0)
+    x, labels = x[:8], torch.tensor([0, 1, 2, 2, 1, 1, 0, 2])
+    pipe, wanted = Pipe(model, [2, 1], chunks), SUMS[name](model(x), labels)
+    calls = {
+        "step": lambda: pipe.step(x, labels, loss_fn=SUMS[name]),
+        "steps": lambda: pipe.step(iter([(x, labels)]), loss_fn=SUMS[name]),
+        "evaluate": lambda: pipe.evaluate(x, labels, loss_fn=SUMS[name]),
+        "loader": lambda: pipe.evaluate(iter([(x, labels)]), loss_fn=SUMS[name]),
+    }
+    for call in calls.values():
+        if chunks == 1 or "constant" in name:
+            torch.testing.assert_close(call().loss, wanted.detach(), rtol=1e-12, atol=0)
+        else:
+            with pytest.raises(ValueError, match="is not a mean over rows"):
+                call()
