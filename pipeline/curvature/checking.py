@@ -129,7 +129,7 @@ def _distance(space: Space, vec: Vec, reference: Vec) -> float:
 def _stages(op: Operator, v: Vec) -> list[tuple[str, float, Precision]]:
     """The rule of each stage, of all ranks, against finite differences of that stage; behind them the loss's."""
     # By stage, the last for the loss: is it there, error, precision.
-    table = torch.zeros(op.stages + 1, 2 + len(Precision._fields), **HOST)
+    table = [torch.zeros(2 + len(Precision._fields), **HOST)] * (op.stages + 1)
 
     def note(index: int, error: float, precision: Precision) -> None:
         table[index] = torch.maximum(table[index], torch.tensor([1.0, error, *precision], **HOST))  # nan, where one is
@@ -137,7 +137,7 @@ def _stages(op: Operator, v: Vec) -> list[tuple[str, float, Precision]]:
     op.compare_stages([v], note)
     return [
         (op.stage_name(index) if index < op.stages else "loss_fn", error, Precision(*precision))
-        for index, (is_there, error, *precision) in enumerate(op.space.sum_over(table).tolist())
+        for index, (is_there, error, *precision) in enumerate(op.space.sum_over(torch.stack(table)).tolist())
         if is_there
     ]
 

@@ -71,6 +71,12 @@ def test_all_is_well_where_autograd_is_right(matrix, dtype) -> None:
     assert "all is well" in str(report)
 
 
+def test_a_check_does_not_care_about_inference_mode_around_it() -> None:
+    checked = operator()
+    with torch.inference_mode():
+        assert checked.check().ok
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_dropout_and_kinks_are_no_fault(training: bool) -> None:
     model = network(at=1, layer=nn.ReLU())
