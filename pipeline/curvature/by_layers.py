@@ -139,7 +139,7 @@ class LayerDensities(Result):
         for name in self.names:
             density = self[name]
             low, high = float(density.nodes.min()), float(density.nodes.max())
-            below, _ = density.count(-math.inf, -1e-6 * max(-low, high))
+            below, _ = density.count(-math.inf, -1e-6 * (max(-low, high) or 1.0))
             numbers = low, density.integrated().quantile(0.5)[0], high
             cells.append([name, f"{density.size:,}", *(f"{number:.4g}" for number in numbers),
                           f"{100 * below / density.size:.3g} %", f"{density.trace()[0]:.4g}"])  # fmt: skip

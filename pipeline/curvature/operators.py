@@ -62,10 +62,12 @@ class Operator(LinearMap):
         data, loss_fn, loss_reduction, training: as they were given.
         checks: of the stages, with what the passes over the data have found out so far.
         compares_losses: the first pass does, and those behind one that did not see them to be right.
+        is_block: of a larger matrix; it may be of parameters on which the loss does not depend.
     """
 
     product: type[ProductCall]
     space: ParameterSpace
+    is_block = False
 
     def __init__(
         self,
@@ -193,7 +195,7 @@ class Operator(LinearMap):
         Args:
             names: of parameters of this one's; those of tied parameters as the first layer has them, on all ranks.
         """
-        return self._twin(space=self.space.restricted(names))
+        return self._twin(space=self.space.restricted(names), is_block=True)
 
     def _twin(self, **attributes: Any) -> Self:
         """One like this, but for some attributes; its stages are not checked yet."""

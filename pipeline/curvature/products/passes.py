@@ -61,7 +61,7 @@ def run_pass(
         The gradient, where it is wanted, and then the products; and the loss of all data, float64 on the CPU.
 
     Raises:
-        RuntimeError: the loss depends on none of the parameters.
+        RuntimeError: the loss depends on none of the parameters, and the matrix is no block of a larger one.
     """
     with turn(), torch.inference_mode(False):  # one pass at a time: each finds the parameters in their places
         named = op.space.parameters()  # held: no other gets the id of one
@@ -72,7 +72,7 @@ def run_pass(
         mixes_rows = op.pipe.mixes_rows
         task = ProductTask(vectors, slots, gradient, sums, shared, mixes_rows, op.checks, on_result, shift)
         total, loss, reached = _sum_minibatches(op, task, first)
-        if not reached:
+        if not reached and not op.is_block:
             raise RuntimeError(
                 "the loss does not depend on any of the parameters: the output is detached, or params= leaves out "
                 "all that are used."

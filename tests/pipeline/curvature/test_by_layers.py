@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from law_models import normal
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline import Pipe
-from pipeline.curvature import GaussNewton, Hessian
+from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
 from pipeline.curvature.estimates.resume import ResumeError
+from pipeline.curvature.operators import Operator
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
@@ -57,6 +58,31 @@ def test_densities_of_layers_are_those_of_the_dense_blocks() -> None:
 def test_a_layer_with_fewer_entries_than_eigenvalues_are_asked_for_gives_all_of_its_own() -> None:
     found = hessian().per_layer(3, groups={"bias": ["4.bias"], "weight": ["4.weight"]})
     assert dict(zip(found.names, (~found.values.isnan()).sum(1).tolist(), strict=True)) == {"bias": 2, "weight": 3}
+
+
+class Idle(nn.Module):
+    """A layer of which a part computes nothing, as an expert does to which no row goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(3, 2), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x).tanh()
+
+
+@pytest.mark.parametrize("kind", [Hessian, GaussNewton, EmpiricalFisher])
+def test_a_layer_on_which_the_loss_does_not_depend_has_a_block_of_zeros(kind: type[Operator]) -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(Idle(), nn.Linear(2, 2)).double()
+    A = kind(Pipe(model, [1, 1], chunks=2), (normal(5, 3), normal(5, 2, seed=2)), functional.mse_loss)
+    found = A.per_layer(2, samples=3)
+    assert found.names == ["0.used", "0.idle", "1"] and found.traces is not None
+    assert found.values.any(1).tolist() == found.traces.bool().tolist() == [True, False, True]
+    densities = A.layer_densities(steps=5, runs=2)
+    assert not densities["0.idle"].nodes.any() and densities["0.used"].nodes.any()
+    (row,) = [line for line in str(densities).splitlines() if "0.idle" in line]
+    assert "100 %" not in row  # below 0
 
 
 def test_groups_are_blocks_of_their_own() -> None:
