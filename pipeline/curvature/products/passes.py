@@ -154,7 +154,7 @@ def _prepared(op: Operator, seed: int) -> Iterator[None]:
         for module in modules if op.training is not None else ():
             module.training = bool(op.training)
         # Within: what `train` does to them is undone by `train`.
-        stack.callback(_put_back, Attributes(modules, weak=True))
+        stack.callback(_put_back, Attributes(modules))
         stack.callback(Buffers(loss_modules).roll_back)
         stack.enter_context(twice_differentiable(modules))
         stack.enter_context(generators_at([(generator, generator.get_state()) for generator in generators]))

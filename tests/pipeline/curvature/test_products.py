@@ -1481,6 +1481,27 @@ def test_all_chunks_find_the_state_of_layers_as_the_minibatch_found_it(matrix, k
         torch.testing.assert_close(*[op @ vectors for op in matrices], rtol=1e-12, atol=1e-14)
 
 
+class KeepsSeen(nn.Linear):
+    """It leaves what it computes, with its graph, in an attribute."""
+
+    def forward(self, x):
+        self.seen = super().forward(x)
+        return self.seen.tanh()
+
+
+@every_matrix
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_product_leaves_what_an_earlier_forward_has_left_with_its_graph(matrix, batches):
+    model = nn.Sequential(KeepsSeen(3, 4), nn.Linear(4, 2)).double()
+    data = [(normal(4, 3, seed=seed), normal(4, 2, seed=seed)) for seed in range(batches)]
+    op = MATRICES[matrix](Pipe(model, [1, 1]), data, functional.mse_loss)
+    model(data[0][0])
+    before = id(model[0].seen), model[0].seen.tolist()
+    for _ in range(2):
+        op @ columns(op.shape[0])
+    assert (id(model[0].seen), model[0].seen.tolist()) == before
+
+
 @pytest.mark.inline
 @pytest.mark.parametrize("matrix, stages, chunks", [("Hessian", 1, 8), ("Hessian", 4, 4), ("GaussNewton", 4, 4)])
 def test_what_autograd_holds_is_one_stages_graph_of_one_chunk(matrix, stages, chunks):
