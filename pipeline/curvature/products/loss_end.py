@@ -125,8 +125,8 @@ class LossProduct(ChunkLosses):
         for half, tensors in enumerate(zip(*split, strict=True)):
             pairs = zip(tensors, tree.tensors, strict=True)
             leaves = [tensor.detach().requires_grad_(whole.requires_grad) for tensor, whole in pairs]
-            loss, weight, _ = halves.computed(halves.loss, half, tree, leaves, leaves)
             wanted = [tensor for tensor in leaves if tensor.requires_grad]
+            loss, weight, _ = halves.computed(halves.loss, half, tree, leaves, wanted)
             grads = gradients_of([loss], wanted, [torch.full_like(loss, weight)])
             halves.compare(half, Tree(tuple(leaves), tree.skeleton), grads)
         halves.check_all()

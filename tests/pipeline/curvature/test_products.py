@@ -776,6 +776,18 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused_over_mini_batches_of_one_ch
         matrix(pipe, data, loss).gradient()
 
 
+@every_matrix
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_an_output_beside_the_one_that_counts_may_have_no_gradient_over_mini_batches(matrix, chunks):
+    def build():
+        return small(Apply(lambda out: {"out": out, "best": out.argmax(1), "seen": out.detach()}))
+
+    data, vectors = data_for("count", [4, 3]), columns(entries(small()))
+    loss = Loss(lambda out, y: functional.cross_entropy(out["out"], y), lambda out, y: CE.each(out["out"], y))
+    op = MATRICES[matrix](piped(build(), chunks), data, loss.whole)
+    close(op @ vectors, truth(build().eval(), data, loss, vectors).products[matrix])
+
+
 def test_over_mini_batches_a_loss_that_the_model_computes_is_refused_unless_it_is_a_sum():
     class Losses(nn.Linear):
         def forward(self, pair):
