@@ -193,6 +193,24 @@ def whole(kind: str, apart: bool, start: tuple[Any, Any] | None, steps: tuple[in
     return found
 
 
+def in_turn(frozen: bool) -> list[Any]:
+    """A whole optimizer state, and what an optimizer with other options that has loaded it saves: on rank 0.
+
+    Rank 0 has no parameters of a group, or none that is trained.
+    """
+    model = nn.Sequential(nn.Linear(4, 4, bias=frozen), nn.Linear(4, 4)).double()
+    model[0].requires_grad_(not frozen)
+    pipe = Pipe(model, [1, 1], chunks=3)
+    matrices = [parameter for parameter in pipe.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in pipe.parameters() if parameter.ndim != 2]
+    optimizer, other = (torch.optim.Adam([{"params": others}, {"params": matrices}], lr=lr) for lr in (0.05, 0.7))
+    pipe.step(*data(0), loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+    states = [pipe.full_optimizer_state_dict(optimizer)]
+    dist.broadcast_object_list(states)
+    pipe.load_optimizer_state_dict(other, states[0])
+    return [states[0], pipe.full_optimizer_state_dict(other)]
+
+
 def from_file(path: str) -> dict[str, Any]:
     """This rank's state from a file that has the tied weight under one of its names, another in each half."""
     return from_state(Saved(path), strict=True)

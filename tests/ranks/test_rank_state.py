@@ -144,6 +144,14 @@ def test_a_whole_optimizer_state_goes_on_in_the_plain_module_and_at_any_number_o
             assert alike(last, expected[3], 1e-12)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_loaded_a_whole_optimizer_state_saves_it_where_a_rank_has_or_trains_none_of_a_group(
+    frozen: bool, crew2: Crew
+) -> None:
+    (saved, again), _ = crew2.run("rank_state_jobs:in_turn", frozen)
+    assert alike(saved, again, 0) and [group["lr"] for group in again["param_groups"]] == [0.05, 0.05]
+
+
 @pytest.mark.parametrize("name", ["0.weight", "4.weight"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_file_may_have_a_tied_weight_under_one_of_its_names(

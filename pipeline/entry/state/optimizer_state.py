@@ -116,7 +116,8 @@ def load_optimizer_state(
         number: nested for number, _, param in numbered(optimizer, packed) if (nested := chosen[id(param)].nested())
     }
     for index, (group, param_group) in enumerate(zip(packed["param_groups"], optimizer.param_groups, strict=True)):
-        group.update(_options(index, [(names[id(param)][0], chosen[id(param)]) for param in param_group["params"]]))
+        named = [(names[id(param)][0], chosen[id(param)]) for param in param_group["params"]]
+        group.update(_options(index, [(name, entry) for name, entry in named if name]))
     optimizer.load_state_dict(packed)
 
 

@@ -79,23 +79,25 @@ def whole_state(groups_of_ranks: Mapping[str, Sequence[Any]], names: Iterable[st
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     options: dict[int, dict[str, Any]] = {}
     kept: dict[int, dict[str, Any]] = {}
-    for rank, groups in groups_of_ranks.items():
-        for index, (rank_options, rank_kept) in enumerate(groups):
-            first = options.setdefault(index, rank_options)
-            keys = {**first, **rank_options}
-            differing = [key for key in keys if not same(first.get(key), rank_options.get(key))]
-            if differing:
-                raise ValueError(
-                    f"group {index} of the optimizer has another {', '.join(differing)} on rank {rank}. Build the "
-                    "groups alike on all ranks, and change their options alike."
-                )
-            moved = [name for name in rank_kept if home.setdefault(name, index) != index]
-            if moved:
-                raise ValueError(
-                    f"the tied parameter '{moved[0]}' is in group {index} of the optimizer on rank {rank}, and in "
-                    f"group {home[moved[0]]} on another. Build the groups alike on all ranks."
-                )
-            kept.setdefault(index, {}).update(rank_kept)
+    rows = [(rank, *row) for rank, groups in groups_of_ranks.items() for row in enumerate(groups)]
+    for rank, index, (rank_options, rank_kept) in sorted(rows, key=lambda row: not row[2][1]):
+        if index in options and not rank_kept:
+            continue  # no options are loaded where a group has no parameters, so those there say nothing
+        first = options.setdefault(index, rank_options)
+        keys = {**first, **rank_options}
+        differing = [key for key in keys if not same(first.get(key), rank_options.get(key))]
+        if differing:
+            raise ValueError(
+                f"group {index} of the optimizer has another {', '.join(differing)} on rank {rank}. Build the "
+                "groups alike on all ranks, and change their options alike."
+            )
+        moved = [name for name in rank_kept if home.setdefault(name, index) != index]
+        if moved:
+            raise ValueError(
+                f"the tied parameter '{moved[0]}' is in group {index} of the optimizer on rank {rank}, and in "
+                f"group {home[moved[0]]} on another. Build the groups alike on all ranks."
+            )
+        kept.setdefault(index, {}).update(rank_kept)
     places = {name: place for place, name in enumerate(names)}
     numbers = count()
     for index, states in sorted(kept.items()):
