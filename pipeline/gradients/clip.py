@@ -12,6 +12,7 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
 def entries(grad: Tensor) -> Tensor:
@@ -29,7 +30,9 @@ def joined_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients as one vector, from the norm of each: on the device of the first."""
     if not norms:
         return torch.zeros((), device="cpu")
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    groups = _group_tensors_by_device_and_dtype([list(norms)])  # torch adds up device by device, type by type
+    ordered = [norm.to(norms[0].device) for (group,), _ in groups.values() for norm in group if norm is not None]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
     return total
 
 

@@ -27,6 +27,13 @@ def test_it_is_torchs_to_the_bit(shapes, norm_type, max_norm):
         assert torch.equal(param.grad, grad * clip_factor(max_norm, total))
 
 
+def test_norms_of_gradients_of_two_types_are_joined_in_torchs_order():
+    for seed in range(20):
+        torch.manual_seed(seed)
+        grads = [torch.randn(3, dtype=dtype) for _ in range(6) for dtype in (torch.float64, torch.float32)]
+        assert torch.equal(total_norm(grads), joined_norm([norm_of(grad) for grad in grads]))
+
+
 def measured(to, max_norm):
     """The norm that a step reports, the plain module's gradients, and those that are left, or what was stepped by."""
     torch.manual_seed(0)
