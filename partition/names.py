@@ -3,21 +3,27 @@
     nn.Sequential(nn.Linear(4, 2), ...)     layer 0 holds "weight"                    it is "0.weight"
     to_sequential(model, sample)            layer 3 holds "model.layers.2.weight"     it is "model.layers.2.weight"
 
-A part of a model brings the names of the model. Within `_modules` it has its number like any layer, so to torch's own
-methods this is "3.model.layers.2.weight". `LayeredModule` takes the number away where names are told, and puts it in
-front where a state_dict is loaded. Two parts may hold one module: it has one name, and two numbers.
+A part of a model brings the names of the model. It is a tree of holders, which stand for the modules of the model that
+contain its blocks. Within `_modules` it has its number like any layer, so to torch's own methods this is
+"3.model.layers.2.weight". `LayeredModule` lays the trees of its parts over one another, and torch's methods go through
+that.
+
+    Beginning  model ── embed                  model ─┬─ embed
+    Block      model ── layers ── 0    -->            ├─ layers ─┬─ 0
+    Block      model ── layers ── 1                   │          └─ 1
+    End        model ── norm                          └─ norm
+
+Several parts may hold a module, each a copy. The first is in that tree; what is loaded there the others get, too.
 """
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, suppress
-from functools import cached_property
-from itertools import islice
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
+from typing import Any, NamedTuple, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -25,6 +31,7 @@ from partition.errors import PartitionError
 from partition.modes import Modes
 
 T = TypeVar("T")
+_TABLES = ("_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes: tables, hooks, the mode
 
 
@@ -32,7 +39,7 @@ class ModelNames(NamedTuple):
     """The names of what a layer holds of a model.
 
     Attributes:
-        names: those of the modules and tensors in it, none of which lies within another.
+        names: those of the modules and tensors in it. What several parts call may lie within a module of one of them.
         places: of all modules and tensors of the model, by name, as from `places_of`.
         settings: of modules of the model that stay in it, by their names: as the layer runs them.
     """
@@ -56,84 +63,8 @@ class NamedLayer(nn.Module, ABC):
         return int  # nothing
 
 
-class Names:
-    """The names of what some layers hold.
-
-    Args:
-        layers: by number, as in `_modules`.
-    """
-
-    def __init__(self, layers: Mapping[str, nn.Module | None]) -> None:
-        self._layers = layers
-        self._in_model = {
-            number: layer.in_model
-            for number, layer in layers.items()
-            if isinstance(layer, NamedLayer) and layer.in_model is not None
-        }
-
-    def __bool__(self) -> bool:
-        """Whether a layer brings names."""
-        return bool(self._in_model)
-
-    @cached_property
-    def units(self) -> dict[str, list[str]]:
-        """The numbers of the layers that hold it, by each name that layers bring, and by the number of any other."""
-        units: dict[str, list[str]] = defaultdict(list)
-        for number in self._layers:
-            for name in self._in_model[number].names if number in self._in_model else (number,):
-                units[name].append(number)
-        return dict(units)
-
-    def of(self, numbered: str) -> str:
-        """The name of what torch names behind the layer's number. A layer that brings names has that of the root."""
-        number, _, name = numbered.partition(".")
-        return name if number in self._in_model else numbered
-
-    def holders(self, name: str) -> list[str]:
-        """The numbers of the layers that hold something."""
-        return next((self.units[start] for start in starts(name) if start in self.units), [])
-
-    def bringing(self, name: str) -> list[str]:
-        """The numbers of the layers that bring a name."""
-        return [number for number in self.holders(name) if number in self._in_model]
-
-    def numbered(self, table: Mapping[str, T]) -> dict[str, T]:
-        """The entries of a table that stand under names that layers bring, under the numbers of these."""
-        return {f"{number}.{name}": value for name, value in table.items() for number in self.bringing(name)}
-
-    def in_order(self, names: Iterable[str]) -> list[str]:
-        """In the order of the model; behind them what no model has, in the order of the layers."""
-        return sorted(names, key=self.place)
-
-    def without_numbers(self, texts: Iterable[str]) -> list[str]:
-        """Texts in which torch names things, without the numbers of layers that bring names; each once."""
-        patterns = [
-            rf"{re.escape(number)}\.(?=(?:{'|'.join(map(re.escape, in_model.names))})\b)"
-            for number, in_model in self._in_model.items()
-            if in_model.names
-        ]
-        numbers = re.compile(rf"(?<![\w.])(?:{'|'.join(patterns)})")
-        return list(dict.fromkeys(numbers.sub("", text) for text in texts))
-
-    def place(self, name: str) -> tuple[int, int]:
-        """The place of a name among others: see `in_order`. Within a module of a part all have that of the module."""
-        unit = next((start for start in starts(name) if start in self.units), name)
-        return (0, self._places[unit]) if unit in self._places else (1, self._index.get(unit, -1))
-
-    def place_of_module(self, named: tuple[str, nn.Module]) -> tuple[tuple[int, int], ...]:
-        """The place of a module, and of its first tensor: several parts may hold tensors of one module of the model."""
-        name, module = named
-        keys = (*module._parameters.keys(), *module._buffers.keys())
-        return self.place(name), min([self.place(_dotted(name) + key) for key in keys], default=(0, 0))
-
-    @cached_property
-    def _places(self) -> Mapping[str, int]:
-        """The places in the model, which all of its parts know."""
-        return next((in_model.places for in_model in self._in_model.values()), {})
-
-    @cached_property
-    def _index(self) -> dict[str, int]:
-        return {number: index for index, number in enumerate(self._layers)}
+class Holder(nn.Module):
+    """A module that gives the modules and tensors in it their names."""
 
 
 class LayeredModule(nn.Module):
@@ -146,19 +77,24 @@ class LayeredModule(nn.Module):
 
         The part itself has its number; but the name of the root, as this module, where it has tensors of the root.
         """
-        names, start = Names(self._modules), _dotted(prefix)
-        if not names:
+        parts = self._parts()
+        if not parts:
             yield from super().named_modules(memo, prefix, remove_duplicate)
             return
-        by_name = [("", cast(nn.Module, self))]
-        for name, module in islice(super().named_modules(set(), "", remove_duplicate=False), 1, None):
-            is_root = bool(module._parameters or module._buffers)
-            by_name.append((names.of(name) or ("" if is_root else name), module))
-        seen = set() if memo is None else memo
-        for name, module in sorted(by_name, key=names.place_of_module):
+        places, seen = places_of(self._tree()), set() if memo is None else memo
+        named: list[tuple[int, bool, str, nn.Module]] = []
+        for path, module in super().named_modules(set(), "", remove_duplicate=False):
+            number, _, name = path.partition(".")
+            keys = (*module._parameters.keys(), *module._buffers.keys())
+            if number not in parts or not name and not keys:
+                name = path
+            tensors = [places.get(_dotted(name) + key, len(places)) for key in keys]  # several parts may have some each
+            place = min(tensors, default=places.get(name, len(places)))
+            named.append((place, not isinstance(module, Holder), name, module))
+        for *_, name, module in sorted(named, key=lambda entry: entry[:2]):
             if module not in seen:
                 seen.update([module] if remove_duplicate else [])
-                yield start + name if name else prefix, module
+                yield _dotted(prefix) + name if name else prefix, module
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -168,13 +104,24 @@ class LayeredModule(nn.Module):
         Raises:
             PartitionError: two have one name: the layers are parts of two models, or share what they did no longer.
         """
-        return self._named(super().named_parameters, prefix, recurse, remove_duplicate)
+        if not self._parts():
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        tree = self._tree()
+        by_name = dict(tree.named_parameters(prefix, remove_duplicate=False))
+        for name, parameter in super().named_parameters(prefix, remove_duplicate=False):
+            if by_name.get(name) is not parameter:
+                raise PartitionError(
+                    f"two parameters are named {name!r}. Either the layers are parts of two models: cut one model that "
+                    "calls both. Or two parts of one model shared the parameter and no longer do, as after "
+                    "layers.to('meta'): cut the model anew."
+                )
+        return tree.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """As nn.Module's; those of a model by their names in it, and in its order."""
-        return self._named(super().named_buffers, prefix, recurse, remove_duplicate)
+        return self._tree().named_buffers(prefix, recurse, remove_duplicate)
 
     def get_submodule(self, target: str) -> nn.Module:
         """As nn.Module's; by the names of a model too, but for its modules that contain blocks."""
@@ -190,104 +137,136 @@ class LayeredModule(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As nn.Module's; that of a model by its names, and in its order."""
-        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        names = Names(self._modules)
-        if names:
-            for table in (state, getattr(state, "_metadata", {})):
-                _rename(table, names, args[1] if len(args) > 1 else prefix)
-        return state
+        with self._as_in_model(self._tree()) if self._parts() else nullcontext(self) as view:
+            return nn.Module.state_dict(view, *args, destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; that of a model by its names."""
-        names, versions = Names(self._modules), getattr(state_dict, "_metadata", None)
-        if not names:
+        if self._is_by_number(state_dict):
             return super().load_state_dict(state_dict, strict, assign)
-        if versions is not None:
-            state_dict = OrderedDict(state_dict)
-            setattr(state_dict, "_metadata", {**versions, **names.numbered(versions)})
-        faults: list[list[str]] = []  # missing keys, unexpected ones, all others in words
-
-        def shorten(*args: Any) -> None:
-            for texts in faults:
-                texts[:] = names.in_order(names.without_numbers(texts))
-
-        with ExitStack() as stack:
-            pre_hook = self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # of torch
-                lambda *args: faults.extend(args[-3:])
-            )
-            stack.callback(pre_hook.remove)
-            post_hook = self.register_load_state_dict_post_hook(shorten)  # type: ignore[no-untyped-call]  # of torch
-            stack.callback(post_hook.remove)
-            return super().load_state_dict(state_dict, strict, assign)
+        tree, own, versions = self._tree(), OrderedDict(state_dict), deepcopy(getattr(state_dict, "_metadata", {}))
+        setattr(own, "_metadata", versions)  # in which torch notes `assign`
+        try:
+            with self._as_in_model(tree) as view:
+                return nn.Module.load_state_dict(view, own, strict, assign)
+        finally:  # what is not in the tree: copies of what is, and holders
+            own.update([pair for pair in tree.named_parameters(remove_duplicate=False) if pair[0] in own])  # stay one
+            modules = dict(tree.named_modules(remove_duplicate=False))
+            for name, module in [pair for part in self._parts().values() for pair in part.named_modules()]:
+                if module is not modules.get(name):
+                    metadata = {**versions.get(name, {}), "assign_to_params_buffers": assign}
+                    module._load_from_state_dict(own, _dotted(name), metadata, False, [], [], [])
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
     ) -> None:
-        names = Names(self._modules)
-        if names:
-            state = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
-            entries = {name: value for name, value in state.items() if names.bringing(name)}
-            for name in entries:
-                del state_dict[prefix + name]
-            if local_metadata.get("assign_to_params_buffers", False):
-                entries = {name: self._to_be_shared(name, value, names) for name, value in entries.items()}
-            state_dict.update({prefix + key: value for key, value in names.numbered(entries).items()})
+        """As nn.Module's; a module around this one loads the layers next, which are given what they have then."""
+        keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+        if not self._is_by_number(keys):
+            own = {key: state_dict.pop(prefix + key) for key in keys}
+            assign = local_metadata.get("assign_to_params_buffers", False)
+            missing, unexpected = LayeredModule.load_state_dict(self, own, strict=False, assign=assign)
+            args[1].extend([prefix + key for key in missing])
+            args[2].extend([prefix + key for key in unexpected])
+            state_dict.update(super().state_dict(prefix=prefix, keep_vars=True))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    def _to_be_shared(self, name: str, value: Any, names: Names) -> Any:
-        """A value that is assigned to the layers that bring its name: a parameter that several have stays one."""
-        table: Mapping[str, Any] = self._modules
-        layers = [table[number] for number in names.bringing(name)]
-        if len(layers) == 1 or not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
-            return value
-        is_parameter = any(name in dict(layer.named_parameters(remove_duplicate=False)) for layer in layers)
-        return nn.Parameter(value, requires_grad=False) if is_parameter else value  # torch then sets requires_grad
+    def _is_by_number(self, keys: Iterable[str]) -> bool:
+        """Whether keys of a state have numbers of layers: no layer brings names, or an nn.Sequential has saved it."""
+        numbers, names = {key.partition(".")[0] for key in keys}, self._tree()._modules.keys()
+        return not self._parts() or numbers <= self._modules.keys() and not numbers <= names
 
-    def _named(
-        self, iterate: Callable[..., Iterator[tuple[str, T]]], prefix: str, recurse: bool, remove_duplicate: bool
-    ) -> Iterator[tuple[str, T]]:
-        names, start = Names(self._modules), _dotted(prefix)
-        if not names:
-            yield from iterate(prefix, recurse, remove_duplicate)
-            return
-        by_name: dict[str, T] = {}
-        for name, tensor in iterate(prefix, recurse, remove_duplicate=False):
-            if by_name.setdefault(name.removeprefix(start), tensor) is not tensor and isinstance(tensor, nn.Parameter):
-                raise PartitionError(
-                    f"two parameters are named {name!r}. Either the layers are parts of two models: cut one model that "
-                    "calls both. Or two parts of one model shared the parameter and no longer do, as after "
-                    "layers.to('meta'): cut the model anew."
-                )
-        seen: set[int] = set()
-        for name in names.in_order(by_name):
-            if not (remove_duplicate and id(by_name[name]) in seen):
-                seen.add(id(by_name[name]))
-                yield start + name, by_name[name]
+    def _parts(self) -> dict[str, Any]:
+        """The parts of a model, by number."""
+        holders = {number: layer for number, layer in self._modules.items() if isinstance(layer, Holder)}
+        return {number: layer for number, layer in holders.items() if isinstance(layer, NamedLayer)}
+
+    def _tree(self) -> nn.Module:
+        """All that is in the layers by its names, in the order of the model; behind it what is in no part."""
+        parts, others = self._parts(), Holder()
+        layers = {number: layer for number, layer in self._modules.items() if number not in parts}
+        vars(others).update(_parameters=self._parameters, _buffers=self._buffers, _modules=layers)
+        tree: nn.Module = merged([*parts.values(), others], _places(parts.values()))
+        return tree
+
+    @contextmanager
+    def _as_in_model(self, tree: nn.Module) -> Iterator[nn.Module]:
+        """This module with the tables of a tree, to torch's methods; what they set is set here."""
+        before = {**vars(self), **{table: vars(tree)[table] for table in _TABLES}}
+        view = object.__new__(type(self))
+        vars(view).update(before)
+        try:
+            yield view
+        finally:
+            set_here = {name: value for name, value in vars(view).items() if value is not before.get(name, before)}
+            vars(self).update(set_here)
 
     def _get(self, get: Callable[[nn.Module, str], T], target: str) -> T:
-        layers: Mapping[str, Any] = self._modules
-        names = Names(layers)
-        holders = [layers[number] for number in names.bringing(target)] if names else []
-        for layer in holders[:-1]:
-            with suppress(AttributeError):  # it is on another rank
-                return get(_by_tables(layer, target), target)
-        number, _, rest = target.partition(".")
-        if not holders and rest and isinstance(layers.get(number), NamedLayer):
-            holders, target = [layers[number]], rest
-        return get(_by_tables(holders[-1] if holders else self, target), target)
+        number, _, name = target.partition(".")
+        for root, path in ((self._tree(), target), (merged([self._parts().get(number, Holder())], {}), name)):
+            with suppress(AttributeError):
+                found = get(root, path)
+                if type(found) is not Holder:  # which is no module of the model
+                    return found
+        return get(self, target)
 
 
-def _by_tables(layer: nn.Module, target: str) -> nn.Module:
-    """A module that has what a layer or a Pipe holds and no attributes beside it, where what is looked for is there.
+def merged(entries: Sequence[Any], places: Mapping[str, int], name: str = "") -> Any:
+    """The first of several modules or tensors of one name that is no holder; else a holder of all that is in these.
 
-    A name in the model may be that of an attribute of the layer, one in an nn.Sequential that of one of Pipe.
+    Args:
+        entries: the modules or tensors.
+        places: of what is in them, by name: its order.
+        name: that they have.
     """
-    tables = {table: vars(layer)[table] for table in ("_modules", "_parameters", "_buffers")}
-    if not any(target.partition(".")[0] in names for names in tables.values()):
-        return layer
-    module = nn.Module()
-    vars(module).update(tables)
+    for entry in entries:
+        if not isinstance(entry, Holder):
+            return entry
+    module = Holder()
+    for table in _TABLES:
+        groups: dict[str, list[Any]] = defaultdict(list)
+        for entry in entries:
+            for key, inner in vars(entry)[table].items():
+                groups[_dotted(name) + key].append(inner)
+        for path in sorted(groups, key=lambda path: places.get(path, len(places))):
+            vars(module)[table][path.rpartition(".")[2]] = merged(groups[path], places, path)
     return module
+
+
+def units_of(layers: Mapping[str, nn.Module | None]) -> dict[str, list[str]]:
+    """By each name that layers bring, and by the number of any other, the numbers of the layers that hold it.
+
+    Example:
+        >>> units_of({"0": nn.Linear(2, 2), "1": nn.Tanh()})
+        {'0': ['0'], '1': ['1']}
+    """
+    units: dict[str, list[str]] = defaultdict(list)
+    for number, layer in layers.items():
+        in_model = layer.in_model if isinstance(layer, NamedLayer) else None
+        for name in [number] if in_model is None else in_model.names:
+            units[name].append(number)
+    return dict(units)
+
+
+def in_order(names: Iterable[str], layers: Mapping[str, nn.Module | None]) -> list[str]:
+    """Names of what layers hold, in the order of the model; behind it what no model has, in the order of the layers.
+
+    What has joined a module since it was cut stands behind what was in it.
+
+    Example:
+        >>> in_order(["1.weight", "0.weight", "0.bias"], {"0": nn.Linear(2, 2), "1": nn.LayerNorm(2)})
+        ['0.weight', '0.bias', '1.weight']
+    """
+    places, last = _places(layers.values()), {}
+    for place, unit in enumerate([*places, *(unit for unit in units_of(layers) if unit not in places)]):
+        last.update(dict.fromkeys(starts(unit), place))
+    return sorted(names, key=lambda name: next(last[start] for start in starts(name) if start in last))
+
+
+def _places(layers: Iterable[nn.Module | None]) -> Mapping[str, int]:
+    """The places in the model of what layers hold, which all that bring names know."""
+    in_models = (layer.in_model for layer in layers if isinstance(layer, NamedLayer))
+    return next((in_model.places for in_model in in_models if in_model is not None), {})
 
 
 class ModelLayers(LayeredModule, nn.Sequential):
@@ -339,7 +318,7 @@ def sequential(layers: Mapping[str, nn.Module | None], modes: Modes | None = Non
         >>> list(sequential({"4": nn.Linear(2, 2)}).state_dict())
         ['4.weight', '4.bias']
     """
-    container = ModelLayers(modes=modes) if Names(layers) else nn.Sequential()
+    container = ModelLayers(modes=modes) if _places(layers.values()) else nn.Sequential()
     table: dict[str, Any] = container._modules  # a Sequential that holds None could not run
     table.update({number: layer for number, layer in layers.items() if layer is not None})
     return container
@@ -404,13 +383,6 @@ def starts(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def _rename(table: MutableMapping[str, Any], names: Names, prefix: str) -> None:
-    """Take the numbers of layers that bring names out of the keys of a state."""
-    numbered = {key.removeprefix(prefix): table.pop(key) for key in list(table) if key.startswith(prefix)}
-    state = {names.of(name): value for name, value in numbered.items() if names.of(name) or not name}
-    table.update({prefix + name: state[name] for name in names.in_order(state)})
 
 
 def _dotted(prefix: str) -> str:

@@ -12,7 +12,7 @@ A part holds modules of the model under their names in the model, and brings the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,17 +27,13 @@ from partition.models.inputs import Leaves
 from partition.models.outline import Outline
 from partition.models.runs import ArgumentKey, BlockChain, CallArguments, OutlineRun, Switches, chain_of
 from partition.models.shapes import is_whole
-from partition.names import ModelNames, NamedLayer
+from partition.names import Holder, ModelNames, NamedLayer
 
 _PartLeaves: TypeAlias = tuple[Any, ...]
 PartValue: TypeAlias = tuple[_PartLeaves, _PartLeaves, _PartLeaves]  # hidden state, inputs, passing
 
 
-class Holder(nn.Module):
-    """A module that gives the modules in it their names."""
-
-
-class Part(NamedLayer):
+class Part(NamedLayer, Holder):
     """Some modules, parameters and buffers of a model, under their names.
 
     These may be names of attributes of parts: they are put into the tables, and looked for there. What a part sets of
@@ -84,12 +80,10 @@ class Part(NamedLayer):
         """The modules and parameters as they are now, by their names in the model."""
         units: dict[str, Any] = {}
         for name in self._names:
-            *steps, key = name.split(".")
-            holder: nn.Module = self
-            for step in steps:
-                holder = holder._modules[step]  # type: ignore[assignment]  # of a unit
-            tables = (holder._modules, holder._parameters, holder._buffers)
-            units[name] = next(table[key] for table in tables if key in table)
+            unit: Any = self
+            for key in name.split("."):
+                unit = (unit._modules | unit._parameters | unit._buffers)[key]
+            units[name] = unit
         return units
 
     @property
@@ -169,20 +163,11 @@ class Block(Part):
         number: of the block.
         names: its names in the model.
         block: the block.
-        shared_names: the names of what is in it and in other parts, too.
     """
 
-    def __init__(
-        self, outline: Outline, number: int, names: Sequence[str], block: nn.Module, shared_names: Collection[str] = ()
-    ) -> None:
+    def __init__(self, outline: Outline, number: int, names: Sequence[str], block: nn.Module) -> None:
         self._number = number
-        self._shared_names = tuple([name for name in shared_names if name.startswith(f"{names[0]}.")])
         super().__init__(outline, dict.fromkeys(names, block))
-
-    @property
-    def in_model(self) -> ModelNames:
-        names = [part_name for name in self._names for part_name in _names_apart(name, self.block, self._shared_names)]
-        return ModelNames(tuple(names), self.outline.places, {})
 
     def forward(self, value: PartValue) -> PartValue:
         hidden, travelling, passing = value
@@ -269,17 +254,6 @@ def _generator_rewind(device: torch.device) -> Callable[[], object]:
         module.set_rng_state(device_state, device)
 
     return rewind
-
-
-def _names_apart(name: str, module: nn.Module, shared_names: Collection[str]) -> Iterator[str]:
-    """The name of a module; of one that contains what is lent those of what it consists of."""
-    if not any(shared_name.startswith(f"{name}.") for shared_name in shared_names):
-        yield name
-        return
-    yield from [f"{name}.{key}" for key in (*module._parameters, *module._buffers)]
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from _names_apart(f"{name}.{key}", child, shared_names)
 
 
 def _check_whole(chain: BlockChain, keys: Iterable[ArgumentKey], call: CallArguments) -> None:

@@ -332,13 +332,11 @@ def _layers(
 ) -> nn.Sequential:
     placed_names: set[str] = set()
     blocks = tuple([f"{block}." for chain in outline.chains for block in chain.blocks])
-    shared_names = {name for share in shares for name in share if name.startswith(blocks)}
     names = names_of(model)
     layers: list[nn.Module] = []
     for number, share in enumerate(shares):
-        copied_names = {
-            name for name in (placed_names | shared_names) & set(share) if isinstance(share[name], nn.Module)
-        }
+        others_names = [name for name in share if name in placed_names or name.startswith(blocks)]
+        copied_names = [name for name in others_names if isinstance(share[name], nn.Module)]
         copies = {name: rebuilt(share[name], lambda tensor: tensor) for name in copied_names}  # of the same parameters
         outline.lead(
             [pair for name in copied_names for pair in zip(share[name].modules(), copies[name].modules(), strict=True)]
@@ -351,7 +349,7 @@ def _layers(
         layers.append((Middle if number else Beginning)(outline, units, number))
         chain = outline.chains[number]
         for index, block in enumerate(map(model.get_submodule, chain.blocks), chain.first):
-            layers.append(Block(outline, index, names[id(block)], block, shared_names))
+            layers.append(Block(outline, index, names[id(block)], block))
     return _of(model, layers)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partition.names import ModelNames, NamedLayer
+from partition.names import ModelNames, NamedLayer, starts
 from pipeline.distributed.stale import is_mark, without_marks
 from pipeline.recompute.randomness import Generator, private_generators
 
@@ -71,10 +71,12 @@ class RemoteLayer(NamedLayer):
         self._shown = f"{kind}(...) of stage {stage} on rank {rank}"
         with without_marks(layer):
             state = layer.state_dict()
-        # None: any, since the layer itself changes keys as it loads them.
-        self._keys = None if any(map(_changes_keys, layer.modules())) else frozenset(state)
         self._versions = dict(getattr(state, "_metadata", None) or {})
         self._in_model = layer.in_model if isinstance(layer, NamedLayer) else None
+        names = [""] if self._in_model is None else self._in_model.names
+        self._keys = frozenset(state)
+        # In these it may load any key, since it changes keys as it loads them.
+        self._open_names = frozenset(names if any(map(_changes_keys, layer.modules())) else ())
         self.training = layer.training
         # What stages here may hold too, see recompute/snapshot.py.
         self.generators: dict[int, Generator] = private_generators(layer.modules())
@@ -117,8 +119,10 @@ class RemoteLayer(NamedLayer):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if hasattr(destination, "_metadata"):  # not where a user collects keys in a plain dict
+            start, versions = self._start(prefix), destination._metadata
+            versions.pop(prefix[:-1], None)  # of the placeholder
             for name, version in self._versions.items():
-                destination._metadata[f"{prefix}{name}" if name else prefix[:-1]] = dict(version)
+                versions.setdefault(f"{start}{name}" if name else start[:-1], dict(version))
 
     def _load_from_state_dict(
         self,
@@ -131,9 +135,18 @@ class RemoteLayer(NamedLayer):
         error_msgs: list[str],
     ) -> None:
         """Let go what the layer loads on its own rank; what it would not know is unexpected here too."""
-        if strict and self._keys is not None:
-            own_keys = (key for key in state_dict if key.startswith(prefix))
-            unexpected_keys.extend(key for key in own_keys if key.removeprefix(prefix) not in self._keys)
+        if strict:
+            unexpected_keys.extend([key for key in state_dict if key.startswith(prefix)])
+            for start in (prefix, self._start(prefix)):
+                unexpected_keys[:] = [key for key in unexpected_keys if not self._may_load(key, start)]
+
+    def _start(self, prefix: str) -> str:
+        """The beginning of the layer's keys, of which those of a model have no number."""
+        return prefix if self._in_model is None else prefix[: prefix[:-1].rfind(".") + 1]
+
+    def _may_load(self, key: str, start: str) -> bool:
+        name = key.removeprefix(start)
+        return key.startswith(start) and (name in self._keys or not self._open_names.isdisjoint(starts(name)))
 
 
 def _changes_keys(module: nn.Module) -> bool:

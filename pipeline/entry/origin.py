@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from partition.models.references import references_of
 from partition.modes import Modes
-from partition.names import ModelLayers, NamedLayer, behaviour_of, plain_of, starts
+from partition.names import Holder, ModelLayers, NamedLayer, behaviour_of, plain_of, starts, units_of
 from pipeline.entry.validation import check_own_hooks
 
 
@@ -143,12 +142,12 @@ def _references(module: nn.Module) -> dict[str, Any]:
 
 def _shared(layers: Iterable[nn.Module]) -> Iterator[tuple[str, list[weakref.ref[nn.Module]]]]:
     """By name the modules that several parts of a model hold, each a copy of its own with the same parameters."""
-    copies_by_name: dict[str, list[weakref.ref[nn.Module]]] = defaultdict(list)
-    for layer in layers:
-        for name in layer.in_model.names if isinstance(layer, NamedLayer) and layer.in_model is not None else ():
-            with suppress(AttributeError):  # it is a tensor
-                copies_by_name[name].append(weakref.ref(layer.get_submodule(name)))
-    yield from [(name, copies) for name, copies in copies_by_name.items() if len(copies) > 1]
+    parts = {str(number): layer for number, layer in enumerate(layers) if isinstance(layer, NamedLayer)}
+    modules = [dict(part.named_modules(remove_duplicate=False)) for part in parts.values()]
+    for name in units_of(parts):
+        copies = [weakref.ref(named[name]) for named in modules if not isinstance(named.get(name), Holder | None)]
+        if len(copies) > 1:
+            yield name, copies
 
 
 def _contents(module: nn.Module) -> list[Any]:

@@ -131,11 +131,12 @@ def test_the_state_of_the_model_loads_and_what_does_not_fit_is_told_by_its_names
     state = changed.state_dict()
     absent, large = list(state)[0], list(state)[-1]
     del state[absent]
-    state.update({"no.such": torch.ones(1), large: torch.ones(7, 7, 7, 7, 7)})
+    unexpected = ["no.such", f"{absent}.more", f"{large}.more"]
+    state.update({**dict.fromkeys(unexpected, torch.ones(1)), large: torch.ones(7, 7, 7, 7, 7)})
     words = []
     for module in (model, layers, pipe):
-        missing = module.load_state_dict({key: state[key] for key in state if key != large}, strict=False)
-        assert missing == ([absent, large], ["no.such"])
+        found = module.load_state_dict({key: state[key] for key in state if key != large}, strict=False)
+        assert found.missing_keys == [absent, large] and sorted(found.unexpected_keys) == sorted(unexpected)
         with pytest.raises(RuntimeError) as error:
             module.load_state_dict(state)
         words.append(str(error.value).split("\n")[1:])
@@ -291,6 +292,54 @@ def test_a_module_around_a_pipe_has_the_names_of_the_model_behind_its_own():
     around.load_state_dict(changed.state_dict())
     assert same(around.state_dict(), changed.state_dict())
     assert {key for key, _ in around.named_modules()} >= {"", "pipe", "pipe.9", "pipe.embed", "head"}
+    state = changed.state_dict()
+    state["pipe.no.such"] = state.pop("pipe.9.bias")
+    faults = [module.load_state_dict(state, strict=False) for module in (plain, around)]
+    assert faults[0] == faults[1] == (["pipe.9.bias"], ["pipe.no.such"])
+    state["pipe.9.bias"] = torch.ones(7)
+    with pytest.raises(RuntimeError, match="size mismatch for 9.bias"):
+        around.load_state_dict(state)
+
+
+class Counted(Pipe):
+    """It keeps more than its layers do."""
+
+    loads = 0
+
+    def get_extra_state(self):
+        return torch.tensor(self.loads)
+
+    def set_extra_state(self, state):
+        self.loads = int(state) + 1
+
+
+def test_hooks_see_the_names_of_the_model_and_what_they_and_the_module_keep_is_kept():
+    model, layers, _, _ = cut("head first")
+    pipe, seen = Counted(layers, [2, 3]), []
+
+    def note(module, *args):
+        module.notes = vars(module).get("notes", 0) + 1
+        seen.append(list(args[0]))
+
+    pipe.register_state_dict_post_hook(note)
+    pipe.register_load_state_dict_pre_hook(note)
+    state = pipe.state_dict()
+    pipe.load_state_dict(state)
+    assert (pipe.loads, pipe.notes) == (1, 2) and seen == [list(state)] * 2
+    assert [key for key in state if key != "_extra_state"] == list(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["gpt", "head first"])
+def test_a_state_that_was_assigned_is_loaded_again_without(name):
+    """torch notes in the state's versions that it was to be assigned."""
+    _, layers, pipe, _ = cut(name)
+    state = other(pipe.to_sequential()).state_dict()
+    layers.load_state_dict(state, assign=True)
+    again = cut(name)[1]
+    parameters = list(again.parameters())
+    again.load_state_dict(state)
+    assert all(one is other for one, other in zip(again.parameters(), parameters, strict=True))
+    assert same(again.state_dict(), state)
 
 
 @pytest.mark.parametrize("version", [None, 1, 2])

@@ -54,7 +54,8 @@ def go_on(path: str, kind: str, steps: int, how: str) -> dict[str, torch.Tensor]
         assert state["steps"] == Saved(path)["steps"]
     else:
         state = {"model": Saved(path, "model"), "optimizer": Saved(path, "optimizer"), "steps": Saved(path)["steps"]}
-    model.load_state_dict(own_part(state["model"], [name for name, layer in model.named_children() if is_away(layer)]))
+    away = [f"{name}." for name, layer in model.named_children() if is_away(layer)]
+    model.load_state_dict(own_part(state["model"], lambda key: key.startswith(tuple(away))))
     load_optimizer_state(named, optimizer, state["optimizer"], everything)
     train(named, optimizer, range(state["steps"], steps))
     return {name: param.detach() for name, param in named}

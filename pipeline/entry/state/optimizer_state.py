@@ -15,7 +15,7 @@ StateDictOptions(flatten_optimizer_state_dict=True).
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import unwrap
 from typing import Any
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partition.names import starts
 from pipeline.common.arguments import check_optimizer, few
 from pipeline.entry.state.saved import Saved
 
@@ -122,7 +121,7 @@ def load_optimizer_state(
 
 
 def own_part(
-    state_dict: Mapping[str, Any], remote_names: Collection[str], first_names: Mapping[str, str] | None = None
+    state_dict: Mapping[str, Any], is_remote: Callable[[str], bool], first_names: Mapping[str, str] | None = None
 ) -> OrderedDict[str, Any]:
     """A state_dict of the whole model without the values of other ranks' layers, which are not read.
 
@@ -130,19 +129,19 @@ def own_part(
 
     Args:
         state_dict: of the whole model; one that reads its values when asked (`pipeline.Saved`) reads few.
-        remote_names: what only other ranks have, by name: layers, or modules and tensors of a model.
+        is_remote: says of a key whether only other ranks have the layers of which it is.
         first_names: for every name of a parameter of the model its first one, in order. A tied parameter, of which
             files have one name, comes under each; where the state has several, as the last, as in the plain module.
 
     Example:
-        >>> dict(own_part({"0.weight": 5, "1.weight": 7}, remote_names=["1"]))
+        >>> dict(own_part({"0.weight": 5, "1.weight": 7}, lambda key: key.startswith("1.")))
         {'0.weight': 5, '1.weight': None}
     """
     first_names = first_names or {}
     last_names = {first: name for name, first in first_names.items() if name in state_dict}
     tied = {name: last_names[first] for name, first in first_names.items() if first in last_names}
     part = OrderedDict(
-        (key, None if any(start in remote_names for start in starts(key)) else state_dict[name])
+        (key, None if is_remote(key) else state_dict[name])
         for key, name in {**{name: name for name in state_dict}, **tied}.items()
     )
     versions = getattr(state_dict, "_metadata", None)

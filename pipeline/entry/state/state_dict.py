@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from partition.names import LayeredModule, Names
+from partition.names import LayeredModule, in_order, starts, units_of
 from pipeline.common.call_lock import turn
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.runtime import Runtime
@@ -69,7 +69,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
             return None
         first_names = self.runtime.first_names
         whole: OrderedDict[str, Any] = OrderedDict()
-        for name in Names(self._modules).in_order(gathered):
+        for name in in_order(gathered, self._modules):
             first = whole.get(first_names.get(name, ""))
             whole[name] = copied_to_host(gathered[name]) if first is None else first
         setattr(whole, "_metadata", getattr(state, "_metadata"))  # of all layers, wherever they are
@@ -173,8 +173,13 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         _check_state(state_dict, "full_state_dict")
         remote = {number for number, layer in self._modules.items() if isinstance(layer, RemoteLayer)}
         if remote or isinstance(state_dict, Saved):
-            remote_names = {name for name, holders in Names(self._modules).units.items() if remote.issuperset(holders)}
-            state_dict = own_part(state_dict, remote_names, self.runtime.first_names)
+            units = units_of(self._modules)
+
+            def is_remote(key: str) -> bool:
+                holders = {number for start in starts(key) for number in units.get(start, ())}
+                return bool(holders) and remote.issuperset(holders)
+
+            state_dict = own_part(state_dict, is_remote, self.runtime.first_names)
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None and "partitions" not in self._modules:
             renamed = OrderedDict(state_dict)
