@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from partition.contents import storage_of
+from partition.contents import storage_of, version_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.outline import Outline
@@ -132,7 +132,16 @@ class OutlinePart(Part):
         rewind = _generator_rewind(device) if any(self.modes.values()) else int
         end = outline.chains[number].first if number < len(outline.chains) else None
         run = OutlineRun(outline.chains, end, arrived, before.last, rewind)
-        return run, self._run(run, outline.inputs.arrived(travelling, device), device)
+        read_again = [value for value in outline.passing.behind(number, values) if isinstance(value, Tensor)]
+        versions = list(map(version_of, read_again))
+        returned = self._run(run, outline.inputs.arrived(travelling, device), device)
+        if versions != list(map(version_of, read_again)):  # a later part would write there again
+            raise PartitionError(
+                "the model's own forward writes into what a block returned, or was called with, as it did not on the "
+                "sample by which the model was cut, and another part reads it. Write to a copy, or cut the model with "
+                "a sample that is like this call."
+            )
+        return run, returned
 
     def _value(self, run: OutlineRun, travelling: _PartLeaves, values: _PartLeaves) -> PartValue:
         """The value for the chain that follows, whose first block a run has come to."""

@@ -142,6 +142,29 @@ def test_what_is_computed_between_two_blocks_and_was_not_on_the_sample_is_refuse
         parts(other)
 
 
+class Collected(Base):
+    """What blocks return is added up; a short call writes into it, a long one into half of it."""
+
+    def forward(self, x, other=None):
+        h, collected = self.embed(x), []
+        for block in self.blocks:
+            h = block(h)
+            collected.append(h)
+            h = h / 2 if is_long(x) else h
+            h += 1
+        return self.head(h + sum(collected))
+
+
+@WAYS
+def test_a_write_into_what_another_part_reads_is_refused_where_the_sample_did_not_show_it(cut):
+    model, short, long = Collected(), rows(5), rows(7)
+    parts = cut(model, short)
+    for x in (short, long):
+        torch.testing.assert_close(parts(x), model(x))
+    with pytest.raises(PartitionError, match="writes into what a block returned, .* another part reads it. Write to a"):
+        cut(model, long)(short)
+
+
 def test_an_input_that_blocks_are_called_with_does_not_go_past_them():
     class Averages(Base):
         def forward(self, x, average=False):
