@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from partition.contents import storage_of, version_of
 from partition.errors import PartitionError
-from partition.models.inputs import Leaves
+from partition.models.inputs import Leaves, UnsentInput, UnsentInputError
 from partition.models.lost import LostTensor, filled, is_lost, lost
 from partition.models.shapes import is_without_memory
 
@@ -208,8 +208,11 @@ class OutlineRun:
         """A value that leaves the run.
 
         Raises:
-            PartitionError: it was computed in another part, or from such a value, and has not arrived.
+            PartitionError: it was computed in another part, or from such a value, and has not arrived; or is an input
+                that was not sent.
         """
+        if isinstance(value, UnsentInput):
+            raise UnsentInputError(value._leaf, value._name, where)
         if not isinstance(value, LostTensor):
             return value
         with self.entered(), torch._C.DisableTorchFunctionSubclass():

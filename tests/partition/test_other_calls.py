@@ -270,6 +270,30 @@ def test_what_blocks_are_given_is_made_anew_in_each_call(cut):
     torch.testing.assert_close(parts(x), model(x))
 
 
+class Ignoring(Block):
+    def forward(self, x, mask):
+        return super().forward(x)
+
+
+class Told(Base):
+    """What blocks are called with is decided by numbers of blocks; they do not read it."""
+
+    def __init__(self) -> None:
+        super().__init__(Ignoring)
+
+    def between(self, h, number, x, other):
+        return h / 2 if (h > 9).any() else h
+
+    def given(self, x, other):
+        return (other,)
+
+
+@WAYS
+def test_an_input_that_blocks_are_called_with_and_do_not_read_may_travel(cut):
+    model, x = Told(), (rows(), torch.ones(4, 5) > 0)
+    torch.testing.assert_close(cut(model, x)(x), model(*x))
+
+
 @WAYS
 def test_gradients_reach_inputs_through_what_blocks_are_given(cut):
     model, sample = Scaled(), (rows(), torch.rand(4, WIDE))
