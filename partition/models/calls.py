@@ -17,7 +17,7 @@ from partition.contents import storage_of, tensors_in, version_of
 from partition.models.as_found import Hook, as_found, tensors_of
 from partition.models.flow import Flow
 from partition.models.inputs import Leaves, called_with
-from partition.models.runs import ArgumentKey, CallArguments, renewed
+from partition.models.runs import ArgumentKey, CallArguments
 from partition.models.stand_ins import VolatileAttributes
 from partition.modes import modes_kept
 from partition.randomness import drawing, host_state, seed_host
@@ -294,7 +294,7 @@ def _calling(
     open_calls: list[tuple[int, int, CallArguments, dict[tuple[int, int], ArgumentKey], dict[ArgumentKey, int]]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        arguments = CallArguments(*renewed((args, kwargs)))
+        arguments = CallArguments(args, kwargs)
         tensors = {key: leaf for key, leaf in arguments.leaves.items() if isinstance(leaf, Tensor)}
         argument_keys = {_state(tensors[key]): key for key in sorted(reversed(tensors), key=arguments.is_argument)}
         nodes = {key: flow.node(leaf) for key, leaf in tensors.items()}

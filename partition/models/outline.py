@@ -282,6 +282,7 @@ class Outline(nn.Module):
         forget = partial(self._cache.entries.pop, key, None)
         inputs = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
         leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
+        self._check_between(run, leaves, chain_of(self.chains, number))
         self._check_arguments(run, leaves)
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, LostTensor)]
         versioned = {id(leaf): leaf for leaf in made if not leaf.is_inference()}
@@ -290,6 +291,30 @@ class Outline(nn.Module):
             self._cache.entries[key] = _CachedArguments(inputs, run.calls, list(versioned.values()), versions)
             forget_oldest(self._cache.entries)
         return self.call_of_block(run.calls, number)
+
+    def _check_between(self, run: OutlineRun, leaves: Leaves, chain: BlockChain) -> None:
+        """See that what the blocks of a chain are called with is as it was for each, and what travels there for all.
+
+        Raises:
+            PartitionError: the model computes something between two of them.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            written = {id(leaf) for leaf, then in zip(leaves, run.versions, strict=True) if version_of(leaf) != then}
+        for number, call in enumerate(run.calls[chain.first :], chain.first):
+            slots = [(key, self.passing.slots[index]) for key, index in self.passing.carried[number]]
+            differing = [
+                key for key, (first, of_first) in slots
+                if isinstance(of_first, tuple) and call[key] is not run.calls[first][of_first]
+            ]  # fmt: skip
+            if written:
+                others = [(key, leaf) for key, leaf in call.leaves.items() if key not in chain.entries]
+                differing += [key for key, leaf in others if id(leaf) in written]
+            if differing:
+                raise PartitionError(
+                    f"argument {differing[0][0]!r} of block {self.name_of(number)!r} changes between two blocks: it is "
+                    "written there, or another than on the sample by which the model was cut. Write to a copy, or cut "
+                    "the model with a sample that is like this call."
+                )
 
     def _check_arguments(self, run: OutlineRun, leaves: Leaves) -> None:
         """See that the leaves of blocks' arguments are here, but for those that travel there."""

@@ -68,8 +68,7 @@ class CallArguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
+        self.args, self.kwargs = renewed((args, kwargs))  # the model may set other entries for the next block
         self.switches = Switches.now()
 
     def __getitem__(self, key: ArgumentKey) -> Any:
@@ -82,7 +81,13 @@ class CallArguments:
         return self[key] is self._argument(key[0])
 
     def _argument(self, name: int | str) -> Any:
-        return self.kwargs[name] if isinstance(name, str) else self.args[name]
+        try:
+            return self.kwargs[name] if isinstance(name, str) else self.args[name]
+        except LookupError:
+            raise PartitionError(
+                f"a block is called without argument {name!r}, with which it was called on the sample by which the "
+                "model was cut. Cut it with a sample that is like this call."
+            ) from None
 
     @property
     def leaves(self) -> dict[ArgumentKey, Any]:
@@ -133,7 +138,7 @@ class BlockChain(NamedTuple):
     Attributes:
         blocks: their names in the model, the same where a module is called again.
         entries: which leaves of a block's arguments are the hidden state.
-        returned: the leaves of what a block returns, None where there are tensors, and their tree.
+        returned: what is seen of the leaves of what a block returns, None where there are tensors, and their tree.
         exits: which of them are the hidden state.
         none: which of them are None.
         dtypes: of the hidden state that the first block is called with; None where it is no floating-point tensor.
@@ -172,6 +177,7 @@ class OutlineRun:
 
     Attributes:
         calls: of the blocks that were reached, in order.
+        versions: of the leaves of their arguments, as the blocks were called, where no values arrive.
     """
 
     def __init__(
@@ -183,6 +189,7 @@ class OutlineRun:
         rewind: Callable[[], object] = int,
     ) -> None:
         self.calls: list[CallArguments] = []
+        self.versions: list[int] = []
         self._chains = chains
         self._end = end
         self._values = values
@@ -258,6 +265,9 @@ class OutlineRun:
         if number > chain.first:
             self._check_hidden(number, [call[key] for key in chain.entries])
         self.calls.append(call)
+        if not self._values:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.versions += map(version_of, tree_leaves((call.args, call.kwargs)))
         if number == self._end:
             raise OutlineRunEnd
         given = {place: value for (block, place), value in self._values.items() if block == number}

@@ -294,6 +294,61 @@ def test_an_input_that_blocks_are_called_with_and_do_not_read_may_travel(cut):
     torch.testing.assert_close(cut(model, x)(x), model(*x))
 
 
+class Listing(Block):
+    def forward(self, x, factors):
+        return super().forward(x, factors[0])
+
+
+class Changing(Base):
+    """Blocks are given what is made of the embedding, or of a shape; in long calls it changes from one to the next."""
+
+    def __init__(self, how: Callable[[list[Tensor]], object], of_embedding: bool) -> None:
+        super().__init__(Listing)
+        self.how, self.of_embedding = how, of_embedding
+
+    def forward(self, x, other=None):
+        h = self.embed(x)
+        factors = [h.sin() if self.of_embedding else torch.arange(x.shape[1])[:, None] / 9]
+        for block in self.blocks:
+            h = block(h, factors)
+            if is_long(x):
+                self.how(factors)
+        return self.head(h)
+
+
+def replace(factors: list[Tensor]) -> None:
+    factors[0] = factors[0] / 2
+
+
+def write(factors: list[Tensor]) -> None:
+    factors[0].div_(2)
+
+
+@WAYS
+@pytest.mark.parametrize("how, of_embedding", [(replace, True), (write, True), (write, False)])
+def test_what_blocks_are_given_does_not_change_between_them(how, of_embedding, cut):
+    parts = cut(Changing(how, of_embedding), rows())
+    with pytest.raises(PartitionError, match=r"argument 1 of block 'blocks\.\d' changes between two blocks: it is"):
+        parts(rows(7))
+
+
+@WAYS
+def test_each_block_is_given_what_the_list_of_its_arguments_held_as_it_was_called(cut):
+    model = Changing(replace, False)
+    for sample in (rows(), rows(7)):
+        torch.testing.assert_close(cut(model, sample)(rows(7)), model(rows(7)))
+
+
+@WAYS
+def test_a_block_that_is_called_without_an_argument_of_the_sample_is_refused(cut):
+    class Fewer(Base):
+        def given(self, x, other):
+            return () if is_long(x) else (self.embed(x).sin(),)
+
+    with pytest.raises(PartitionError, match="a block is called without argument 1, with which it was called on the"):
+        cut(Fewer(), rows())(rows(7))
+
+
 @WAYS
 def test_gradients_reach_inputs_through_what_blocks_are_given(cut):
     model, sample = Scaled(), (rows(), torch.rand(4, WIDE))
