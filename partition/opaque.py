@@ -9,6 +9,21 @@ from typing import Any
 from torch import Tensor
 
 
+class Opaque:
+    """Stands for any such object. It has nothing that could be read, so what reads one fails."""
+
+
+def seen_of(leaf: Any) -> Any:
+    """The plain value that a leaf is; None for a tensor; Opaque for any other object.
+
+    Example:
+        >>> [seen_of(leaf) for leaf in (2.0, {1})] == [2.0, Opaque]
+        True
+    """
+    is_opaque = leaf is not None and not isinstance(leaf, Tensor | int | float | str)
+    return Opaque if is_opaque else None if isinstance(leaf, Tensor) else leaf
+
+
 def opaque(leaves: Iterable[Any]) -> list[Any]:
     """Those of some leaves that are neither tensors nor plain values, the first of each type.
 
@@ -18,7 +33,7 @@ def opaque(leaves: Iterable[Any]) -> list[Any]:
     """
     found: dict[type, Any] = {}
     for leaf in leaves:
-        if leaf is not None and not isinstance(leaf, Tensor | int | float | str):
+        if seen_of(leaf) is Opaque:
             found.setdefault(type(leaf), leaf)
     return list(found.values())
 

@@ -15,6 +15,7 @@ from partition.errors import PartitionError
 from partition.models.calls import ModuleCall
 from partition.models.inputs import Leaves
 from partition.models.runs import ArgumentKey, BlockChain
+from partition.opaque import seen_of
 
 _SMALLEST_SHARE = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
 
@@ -153,7 +154,7 @@ def _continues(run: Sequence[ModuleCall], block: ModuleCall) -> bool:
 def _plain(call: ModuleCall) -> tuple[TreeSpec, Leaves]:
     """The tree of what a module returns, and what is plain in it: the size of an image, say."""
     leaves, tree = call.returned
-    return tree, [leaf if isinstance(leaf, bool | int | float | str) else None for leaf in leaves]
+    return tree, list(map(seen_of, leaves))
 
 
 def _chain(run: Sequence[ModuleCall]) -> BlockChain:
@@ -173,7 +174,7 @@ def _chain(run: Sequence[ModuleCall]) -> BlockChain:
             f"block {first.name!r} is not called with a tensor, or returns none: it has no hidden state. Name others: "
             "to_sequential(model, sample, blocks=[...])."
         )
-    returned = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    returned = list(map(seen_of, leaves))
     dtypes = tuple([leaf.dtype if isinstance(leaf, Tensor) and leaf.is_floating_point() else None for leaf in hidden])
     names = tuple([call.name for call in run])
     none = frozenset([place for place, leaf in enumerate(leaves) if leaf is None])

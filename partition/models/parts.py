@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from partition.contents import storage_of, version_of
 from partition.errors import PartitionError
@@ -28,6 +28,7 @@ from partition.models.outline import Outline
 from partition.models.runs import ArgumentKey, BlockChain, CallArguments, OutlineRun, Switches, chain_of
 from partition.models.shapes import is_whole
 from partition.names import Holder, ModelNames, NamedLayer
+from partition.opaque import seen_of
 
 _PartLeaves: TypeAlias = tuple[Any, ...]
 PartValue: TypeAlias = tuple[_PartLeaves, _PartLeaves, _PartLeaves]  # hidden state, inputs, passing
@@ -186,7 +187,7 @@ class Block(Part):
         args, kwargs, switches = self.outline.call(self._number, *value)
         with nullcontext() if switches == Switches.now() else switches.entered():
             returned = self.block(*args, **kwargs)
-        leaves = [returned] if isinstance(returned, Tensor) else self._leaves(returned, chain)
+        leaves = self._leaves(returned, chain)
         passing = self.outline.passing.filled(self._number, dict(enumerate(leaves)), passing)
         return tuple([leaves[place] for place in chain.exits]), travelling, passing
 
@@ -210,15 +211,16 @@ class Block(Part):
         return None if returns_slot or switches != Switches.now() else (args, kwargs)
 
     def _leaves(self, returned: Any, chain: BlockChain) -> Leaves:
-        """The leaves that the block returned: tensors, and the plain values that it returned on the sample."""
-        leaves = tree_leaves(returned)
+        """The leaves that the block returned: tensors, and what else it returned on the sample."""
+        leaves = chain.leaves(self._number, returned)
         for place, (leaf, on_sample) in enumerate(zip(leaves, chain.returned, strict=True)):
-            is_new = isinstance(leaf, Tensor) and place in chain.none
-            if is_new or isinstance(leaf, bool | int | float | str) and leaf != on_sample:
+            was_tensor = on_sample is None and place not in chain.none
+            if seen_of(leaf) != on_sample or isinstance(leaf, Tensor) and not was_tensor:
                 raise PartitionError(
-                    f"block {self._names[0]!r} returned {'a tensor' if is_new else repr(leaf)}, and {on_sample!r} on "
-                    "the sample, with which the model was cut. Cut it with a sample that is like this call; and only "
-                    "tensors go from one part to another: return one in each call."
+                    f"block {self._names[0]!r} returned {'a tensor' if isinstance(leaf, Tensor) else repr(leaf)}, and "
+                    f"{'a tensor' if was_tensor else repr(on_sample)} on the sample, with which the model was "
+                    "cut. Cut it with a sample that is like this call; and only tensors go from one part to another: "
+                    "return one in each call."
                 )
         return leaves
 

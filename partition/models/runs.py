@@ -159,6 +159,21 @@ class BlockChain(NamedTuple):
         """The number of its last block."""
         return self.first + len(self.blocks) - 1
 
+    def leaves(self, number: int, returned: Any) -> Leaves:
+        """The leaves of what a block returned.
+
+        Raises:
+            PartitionError: they lie in other containers than on the sample.
+        """
+        leaves, tree = tree_flatten(returned)
+        if tree != self.tree:
+            raise PartitionError(
+                f"block {self.blocks[number - self.first]!r} returned other containers than on the sample by which "
+                "the model was cut, or other entries, or these in another order. Cut it with a sample that is like "
+                "this call."
+            )
+        return leaves
+
 
 class OutlineRunEnd(BaseException):
     """The end of a run at a block. It is no error, and the model does not catch it."""
@@ -289,7 +304,7 @@ class OutlineRun:
                 hidden, is_real = call[key], number == chain.first or key in arguments
                 leaves[place] = lost(hidden, hidden.device) if is_real and isinstance(hidden, Tensor) else hidden
         elif any(leaf is None and place not in outputs for place, leaf in enumerate(leaves)):
-            leaves = tree_leaves(absent(*args, **kwargs))
+            leaves = chain.leaves(number, absent(*args, **kwargs))
         for place, leaf in outputs.items():
             leaves[place] = leaf
         with torch._C.DisableTorchFunctionSubclass():

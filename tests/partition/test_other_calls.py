@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from partition import PartitionError, to_sequential
 from pipeline import Pipe
@@ -337,6 +338,49 @@ def test_each_block_is_given_what_the_list_of_its_arguments_held_as_it_was_calle
     model = Changing(replace, False)
     for sample in (rows(), rows(7)):
         torch.testing.assert_close(cut(model, sample)(rows(7)), model(rows(7)))
+
+
+class Otherwise(Block):
+    """A block that returns something else in long calls."""
+
+    short: Callable[[Tensor], Any]
+    long: Callable[[Tensor], Any]
+
+    def forward(self, state):
+        h = tree_leaves(state)[0] if isinstance(state, dict | tuple) else state
+        return (self.long if is_long(h) else self.short)(super().forward(h))
+
+
+OTHERWISE = {
+    "entries in another order": (lambda h: {"h": h, "n": -h}, lambda h: {"n": -h, "h": h}, "other containers than on"),
+    "fewer": (lambda h: (h, -h), lambda h: (h,), "other containers than on the sample"),
+    "a tuple": (lambda h: h, lambda h: (h, -h), "other containers than on the sample"),
+    "a tensor for a number": (lambda h: (h, 2.0), lambda h: (h, -h), "a tensor, and 2.0 on the sample"),
+    "a number for a tensor": (lambda h: (h, -h), lambda h: (h, 2.0), "2.0, and a tensor on the sample"),
+    "None for a number": (lambda h: (h, 2.0), lambda h: (h, None), "None, and 2.0 on the sample"),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_a_block_that_returns_something_else_than_on_the_sample_is_refused(what, cut):
+    short, long, words = OTHERWISE[what]
+
+    class Ends(Base):
+        def forward(self, x, other=None):
+            h, beside = self.embed(x), 0
+            for block in self.blocks:
+                h = block(h)
+                beside = beside + h[1] if isinstance(h, tuple) else 0
+            return (h["h"] - h["n"] if isinstance(h, dict) else h[0] if isinstance(h, tuple) else h) + beside
+
+    model = Ends(Otherwise)
+    for block in model.blocks:
+        block.short, block.long = short, long
+    parts = cut(model, rows())
+    torch.testing.assert_close(parts(rows()), model(rows()))
+    with pytest.raises(PartitionError, match=f"block 'blocks.0' returned {words}"):
+        parts(rows(7))
 
 
 @WAYS

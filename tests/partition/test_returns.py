@@ -351,6 +351,23 @@ def test_objects_in_which_nothing_is_seen_are_named(kind):
     assert ("register_dataclass(Loss)" in note) == (kind == "dataclass")
 
 
+class Unread(Experts):
+    def forward(self, words):
+        x = self.embed(words)
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+def test_what_is_in_an_object_that_a_block_returned_on_the_sample_is_read_in_no_other_call():
+    kind, words = lambda square: SimpleNamespace(value=square.size(1)), ids(6)
+    with pytest.raises(PartitionError, match="type object 'Opaque' has no attribute 'value'") as error:
+        to_sequential(Experts(kind), words)
+    assert "Modules of it return a types.SimpleNamespace, and nothing sees what is in it" in error.value.__notes__[0]
+    model = Unread(kind)
+    assert torch.equal(to_sequential(model, words)(words[:, :3]), model(words[:, :3]))
+
+
 @pytest.mark.parametrize("kind", OPAQUE)
 def test_an_object_that_the_model_returns_is_refused_or_taken_apart(kind):
     model, words = Experts(Seen, lambda x, total: OPAQUE[kind](x + total)).double(), ids(4)
