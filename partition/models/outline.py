@@ -14,13 +14,14 @@ import copy
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from partition.contents import version_of
@@ -277,8 +278,9 @@ class Outline(nn.Module):
                     "depend on which blocks share a stage; write to a copy."
                 )
             return self.call_of_block(cached.calls, number)
-        run = OutlineRun(self.chains, end)
+        run, rewind = OutlineRun(self.chains, end), self.generator_rewind(device, False)
         self.run(run, self.inputs.arrived(travelling, device), device, {})
+        rewind()
         forget = partial(self._cache.entries.pop, key, None)
         inputs = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
         leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
@@ -291,6 +293,33 @@ class Outline(nn.Module):
             self._cache.entries[key] = _CachedArguments(inputs, run.calls, list(versioned.values()), versions)
             forget_oldest(self._cache.entries)
         return self.call_of_block(run.calls, number)
+
+    def generator_rewind(self, device: torch.device, in_training: bool) -> Callable[[], object]:
+        """Puts the default generators back to where they are now: what was drawn until it is called, others draw.
+
+        It raises PartitionError where nothing was drawn on the sample: then nobody has seen who reads what is drawn.
+        """
+        generators: list[Any] = [torch.random]
+        if device.type not in ("cpu", "meta"):
+            generators.append(torch.get_device_module(device))
+        places = [(generator, () if generator is torch.random else (device,)) for generator in generators]
+        states = [generator.get_rng_state(*place) for generator, place in places]
+
+        def rewind() -> None:
+            for (generator, place), state in zip(places, states, strict=True):
+                if self.passing.draws[in_training]:
+                    generator.set_rng_state(state, *place)
+                    continue
+                with _disable_current_modes():  # torch's fake mode tells no numbers
+                    is_drawn = not torch.equal(generator.get_rng_state(*place), state)
+                if is_drawn:
+                    raise PartitionError(
+                        "the model's own forward draws random numbers, which it did not on the sample by which the "
+                        "model was cut, and each part would draw others. Draw them before, and call the model with "
+                        "them; or cut the model with a sample that is like this call."
+                    )
+
+        return rewind
 
     def _check_between(self, run: OutlineRun, leaves: Leaves, chain: BlockChain) -> None:
         """See that what the blocks of a chain are called with is as it was for each, and what travels there for all.

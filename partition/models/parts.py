@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -130,7 +129,7 @@ class OutlinePart(Part):
         device = next(leaf.device for leaf in hidden if leaf is not None)
         exits = zip([(before.last, place) for place in before.exits], hidden, strict=True)
         arrived = outline.passing.arrived(number, values, dict(exits))
-        rewind = _generator_rewind(device) if any(self.modes.values()) else int
+        rewind = outline.generator_rewind(device, any(self.modes.values()))
         end = outline.chains[number].first if number < len(outline.chains) else None
         run = OutlineRun(outline.chains, end, arrived, before.last, rewind)
         read_again = [value for value in outline.passing.behind(number, values) if isinstance(value, Tensor)]
@@ -250,21 +249,6 @@ class End(OutlinePart):
     def forward(self, value: PartValue) -> Any:
         run, returned = self._resumed(value)
         return tree_map_only(Tensor, lambda tensor: run.here(tensor, "the output"), self._output(returned))
-
-
-def _generator_rewind(device: torch.device) -> Callable[[], object]:
-    """Puts the default generators back to where they are now."""
-    state = torch.get_rng_state()
-    if device.type == "cpu":
-        return partial(torch.set_rng_state, state)
-    module = torch.get_device_module(device)
-    device_state = module.get_rng_state(device)
-
-    def rewind() -> None:
-        torch.set_rng_state(state)
-        module.set_rng_state(device_state, device)
-
-    return rewind
 
 
 def _check_whole(chain: BlockChain, keys: Iterable[ArgumentKey], call: CallArguments) -> None:

@@ -27,6 +27,7 @@ class PassingPlan(NamedTuple):
             is the end, that of its own chain says that blocks alone read it.
         written: values that blocks return, hidden states among them, into which the model writes: each part to a copy.
         carried: for each block which leaf of its arguments is which slot.
+        draws: whether torch's generators drew on the sample, in eval mode and in train mode.
 
     Example:
         >>> passing = PassingPlan(((1, 0), (3, 2)), (2, 4))
@@ -41,6 +42,7 @@ class PassingPlan(NamedTuple):
     until: tuple[int, ...] = ()
     written: frozenset[ValueSlot] = frozenset()
     carried: tuple[tuple[tuple[ArgumentKey, int], ...], ...] = ()
+    draws: tuple[bool, ...] = (False, False)
 
     def filled(self, number: int, made: Mapping[Any, Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values, with those that are made as the block of this number is called, or by it."""

@@ -181,6 +181,7 @@ def _cut(
         blocks, chains, shares, part_names, passing = _divided(record, blocks)
         containers = [model.get_submodule(name) for name in containers_of(model, chains)]
         shaping = _shaping(chains, passing, blocks)
+        passing = passing._replace(draws=tuple([any(node.drawn for node in run.flow.nodes) for run in record.runs]))
         while True:
             outline = Outline(model, chains, inputs, part_names, volatile, passing, shaping, hooks)
             layers = _layers(model, outline, shares, output)

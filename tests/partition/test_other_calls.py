@@ -393,6 +393,32 @@ def test_a_block_that_is_called_without_an_argument_of_the_sample_is_refused(cut
         cut(Fewer(), rows())(rows(7))
 
 
+class Noisy(Base):
+    """Draws noise where it is given none, for the beginning, and for its blocks or the end."""
+
+    def __init__(self, to_blocks: bool) -> None:
+        super().__init__()
+        self.to_blocks = to_blocks
+
+    def forward(self, x, noise=None):
+        noise = torch.randn_like(x) if noise is None else noise
+        h = self.embed(x) + noise
+        for block in self.blocks:
+            h = block(h, noise if self.to_blocks else 1.0)
+        return self.head(h) - (0 if self.to_blocks else noise)
+
+
+@WAYS
+@pytest.mark.parametrize("to_blocks", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_call_that_draws_what_the_sample_did_not_is_refused(training, to_blocks, cut):
+    model, sample = Noisy(to_blocks).train(training), (rows(), rows())
+    parts = cut(model, sample)
+    torch.testing.assert_close(parts(sample), model(*sample))
+    with pytest.raises(PartitionError, match="draws random numbers, which it did not on the sample"):
+        parts((rows(), None))
+
+
 @WAYS
 def test_gradients_reach_inputs_through_what_blocks_are_given(cut):
     model, sample = Scaled(), (rows(), torch.rand(4, WIDE))
