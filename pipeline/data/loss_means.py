@@ -383,7 +383,9 @@ class DivisorTrace(TorchFunctionMode):
     def _count_of(self, mean: Tensor) -> Tensor:
         """The count of a mean over tokens, or of a combination of such: that of the first."""
         _, origin = self._origins[id(mean)]
-        return torch.as_tensor(next(divisor.amount for divisor in origin.divisors if divisor.is_count))
+        count = next(divisor.amount for divisor in origin.divisors if divisor.is_count)
+        assert isinstance(count, Tensor)
+        return count
 
     def _total_of(self, value: Any) -> Tensor | None:
         origin = self.origin(value) if isinstance(value, Tensor) else None
