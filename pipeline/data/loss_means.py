@@ -130,7 +130,7 @@ class DivisorTrace(TorchFunctionMode):
         is_blind: whether a function was called that may divide unseen.
         dtypes: in which rows of the output were summed.
         branches: whether the host has read what was reduced from the output: it may go on otherwise by it.
-        read: the numbers that it has read of what was reduced from the target alone.
+        read: the numbers and truth values that it has read of what was reduced.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class DivisorTrace(TorchFunctionMode):
 
     @property
     def numbers(self) -> list[float]:
-        """Those that the host has read of the target, but for truth values."""
+        """The numbers among what the host has read."""
         return [number for number in self.read if not isinstance(number, bool)]
 
     def origin(self, tensor: Tensor) -> LossOrigin | None:
@@ -280,7 +280,7 @@ class DivisorTrace(TorchFunctionMode):
         return Bend(number, bent, divisor)
 
     def count(self, value: Any) -> Count:
-        """The count of the chunk: a tensor, or a number, in which what the host has made of others is not seen."""
+        """The count of the chunk, a tensor or a number; one that the host has made of what it has read is not seen."""
         origin = self.origin(value) if isinstance(value, Tensor) else None
         if origin is None:
             number = value.item() if isinstance(value, Tensor) and self.read and value.numel() == 1 else value
