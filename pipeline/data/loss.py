@@ -30,6 +30,7 @@ from partition.contents import tensors_in
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_comparison import is_same_loss
+from pipeline.data.loss_functions import TO_HOST
 from pipeline.data.loss_means import BENT, Divisor, DivisorTrace, LossForm, detached_number
 from pipeline.data.loss_proof import LossCount, Proof, is_alike, proof
 from pipeline.data.metrics import Metrics, added, without_metrics
@@ -301,9 +302,11 @@ class Loss:
     def is_proven(self) -> bool:
         """Whether the traced divisors prove the weights of the chunks. Called after all chunks.
 
-        What a comparison showed to vary with the rows is no constant that happens to be the same in all chunks.
+        What a comparison showed to vary with the rows is no constant that happens to be the same in all chunks. What
+        Python makes of a number that it reads (`min(n, 5)`) cannot be seen.
         """
-        return self.proof is not None and is_alike(self.proof, self._known.proof)
+        is_read = len(self._rows) > 1 and not self._form.isdisjoint(TO_HOST)
+        return not is_read and self.proof is not None and is_alike(self.proof, self._known.proof)
 
     @property
     def is_new(self) -> bool:

@@ -40,15 +40,19 @@ _OPAQUE = frozenset((
     "addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy",
 ))  # fmt: skip
 _SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
-_TO_HOST = frozenset(["__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"])
+TO_HOST = frozenset(["__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"])
 _ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given
     "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
     "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1), "argmax": (1, None), "argmin": (1, None),
     "count_nonzero": (1, None), "nanmedian": (1, None), "mode": (1, -1), "aminmax": (1, None), "std_mean": (1, None),
     "var_mean": (1, None), "cumprod": (1, None), "cummax": (1, None), "cummin": (1, None), "quantile": (2, None),
     "nanquantile": (2, None), "norm": (2, None), "linalg_norm": (2, None), "linalg_vector_norm": (2, None),
-    **dict.fromkeys(_REDUCERS, (1, None)),
+    **dict.fromkeys(_REDUCERS, (1, None)), **dict.fromkeys(("flip", "select", "index_select", "narrow"), (1, None)),
+    **dict.fromkeys(("split", "chunk", "tensor_split"), (2, 0)), "unbind": (1, 0), "roll": (2, None), "diff": (2, -1),
+    "gather": (1, None), "take_along_dim": (2, None),
 }  # fmt: skip
+_MOVING = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute")  # two dimensions, or all
+_TURNED = ("t", "flipud", "__reversed__", "__get__")  # of the properties, T and its like
 
 
 class LossFunction(NamedTuple):
@@ -62,7 +66,8 @@ class LossFunction(NamedTuple):
         is_reducing: it has a reduction.
         is_linear: in each of its arguments.
         is_opaque: it may divide by something that is not seen, or give the host what does.
-        looks: it may sum or compare numbers of several rows, or choose rows by their place: `dims_along` says where.
+        looks: it may sum or compare numbers of several rows, choose rows by their place, or move them to another one:
+            `dims_along` says where.
         reads: it gives the host numbers.
         role: "scales" (multiplies or divides one by one), "adds" (or subtracts), "keeps" (one number), or "".
         sums_rows: it may sum rows.
@@ -92,6 +97,7 @@ def known(func: Callable[..., Any]) -> LossFunction:
     name = func.__name__
     plain = name if name.endswith("__") else name.removesuffix("_")
     is_reducing = func in _REDUCING
+    is_property = name == "__get__" and getattr(func, "__self__").__name__ not in ("T", "mT", "H", "mH")
     return LossFunction(
         func,
         name,
@@ -100,8 +106,8 @@ def known(func: Callable[..., Any]) -> LossFunction:
         is_reducing=is_reducing,
         is_linear=plain in _LINEAR,
         is_opaque=isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or name in _OPAQUE,
-        looks=plain in _ALONG or plain in _SUMMING_ROWS or name == "__getitem__",
-        reads=name in _TO_HOST,
+        looks=plain in (*_ALONG, *_SUMMING_ROWS, "__getitem__", *_MOVING, *_TURNED) and not is_property,
+        reads=name in TO_HOST,
         role=_ROLES.get(plain, ""),
         sums_rows=plain in _SUMMING_ROWS,
         weighs=plain in _WEIGHING,
@@ -111,17 +117,25 @@ def known(func: Callable[..., Any]) -> LossFunction:
 def dims_along(
     function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """The arguments along which a function sums, looks or chooses, and the dimensions."""
+    """The arguments along which a function sums, looks or chooses, or whose dimensions it moves, and these."""
     name, given = function.plain, [*args, *kwargs.values()]
     values = args[0] if args else kwargs.get("input")
     if name == "__getitem__":
-        index = args[1] if isinstance(args[1], tuple) else args[1:]
-        yield values, [dim for dim, part in enumerate(index) if isinstance(part, slice) and part != slice(None)]
-    elif name in ("bincount", "histc"):
+        index = [part for part in (args[1] if isinstance(args[1], tuple) else args[1:]) if part is not None]
+        dots = [dim for dim, part in enumerate(index) if part is Ellipsis]
+        yield values, [
+            dim - len(index) if dots and dim > dots[0] else dim
+            for dim, part in enumerate(index)
+            if isinstance(part, int) or isinstance(part, slice) and part != slice(None)
+        ]
+    elif name in ("bincount", "histc", *_TURNED):
         yield values, [0]
+    elif name in _MOVING:
+        moved = [*(args[1] if isinstance(args[1], (tuple, list)) else args[1:]), *kwargs.values()]
+        yield values, [dim for place, dim in enumerate(moved) if name != "permute" or dim != place]
     elif name in _ALONG:
         place, default = _ALONG[name]
-        dims = kwargs.get("dim", args[place] if len(args) > place else default)
+        dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
         if not isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
             yield values, dims if isinstance(dims, (tuple, list)) else [dims]
     elif name in _PRODUCTS and len(given) == 2:

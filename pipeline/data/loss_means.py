@@ -53,8 +53,8 @@ class Bend(NamedTuple):
     Attributes:
         number: as it was before.
         function: these, one after the other.
-        divisor: 1 where they have left the number as it was, as they do then with all that are larger; else infinite,
-            which proves nothing. None: they may do something else.
+        divisor: 1 where they have left the number as it was, else infinite, which proves nothing. None: they are not
+            all floors of at most one, which leave every count of something as it is.
     """
 
     number: Tensor
@@ -113,7 +113,7 @@ class LossOrigin(NamedTuple):
 
 
 OUTPUT, REDUCED, SEVERAL, BENT = "output", "reduced", "several", "bent"
-_FLOORS = ("clamp", "clip", "clamp_min", "maximum", "max")  # where they have no upper end
+_FLOORS = ("clamp", "clip", "clamp_min")  # where they have no upper end
 
 
 class DivisorTrace(TorchFunctionMode):
@@ -274,7 +274,9 @@ class DivisorTrace(TorchFunctionMode):
 
         with without_function_modes():
             number = number.detach().clone() if earlier is None else earlier.number
-            is_floor = function.name in _FLOORS and len(args) < 3 and "max" not in kwargs
+            bounds = [*args[1:], *kwargs.values()]
+            is_floor = function.name in _FLOORS and len(bounds) == 1 and "max" not in kwargs
+            is_floor = is_floor and isinstance(bounds[0], (int, float)) and bounds[0] <= 1
             keeps = is_floor and (earlier is None or earlier.divisor is not None)
             divisor = Divisor(torch.where(result.detach() == number, 1.0, torch.inf).reshape(())) if keeps else None
         return Bend(number, bent, divisor)
@@ -286,7 +288,7 @@ class DivisorTrace(TorchFunctionMode):
             number = value.item() if isinstance(value, Tensor) and self.read and value.numel() == 1 else value
             return Count(value, None, not self.read or number in (0, *self.numbers))
         if origin.bend is not None and BENT not in origin.marks:
-            return Count(origin.bend.number, origin.bend.function, True)
+            return Count(origin.bend.number, origin.bend.function, origin.bend.divisor is not None)
         return Count(value, None, BENT not in origin.marks)
 
     def _has_sums(self, args: Sequence[Any]) -> bool:
@@ -302,7 +304,7 @@ class DivisorTrace(TorchFunctionMode):
         return any([
             dim in (place, place - value.dim())
             for value, dims in dims_along(function, args, kwargs)
-            if isinstance(value, Tensor) and (function.name != "__getitem__" or self.origin(value) is not None)
+            if isinstance(value, Tensor) and self.origin(value) is not None
             for place in [self._place(value)]
             for dim in dims
         ])

@@ -6,7 +6,7 @@ The reference is the plain module on all rows at once.
 import pytest
 import torch
 from cover import examples
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -55,6 +55,17 @@ UNSEEN = {
     "where": lambda o, m: (summed(o, m), torch.where(m.sum() > 0, m.sum(), 1)),
     "an if": guarded, "another if": guarded_by_a_count, "in place": written,
     "of a mean": lambda o, m: summed(o, m) / m.sum().clamp(min=1),
+}  # fmt: skip
+
+BOUNDED = {
+    "at most four in Python": lambda o, m: (summed(o, m), min(m.sum(), 4)),
+    "at most four, read": lambda o, m: (summed(o, m), min(int(m.sum()), 4)),
+    "at most four of those listed": lambda o, m: (summed(o, m), min(sum(m.tolist()), 4)),
+    "half of the rows": lambda o, m: (summed(o, m), m.sum().clamp(min=len(o) // 2)),
+    "at most half of the rows": lambda o, m: (summed(o, m), m.sum().clamp(max=(len(o) + 1) // 2)),
+    "half of the rows, the larger": lambda o, m: (summed(o, m), torch.maximum(m.sum(), torch.tensor(len(o) // 2))),
+    "of a mean, half of the rows": lambda o, m: summed(o, m) / m.sum().clamp(min=len(o) // 2),
+    "of a mean, at most four": lambda o, m: summed(o, m) / min(m.sum(), 4),
     "of a mean in Python": lambda o, m: summed(o, m) / max(1, int(m.sum())),
     "of a mean with an if": lambda o, m: summed(o, m) / (m.sum() if m.sum() > 0 else 1),
 }  # fmt: skip
@@ -75,12 +86,12 @@ def plain(model, x, mask, loss_fn):
 masks = st.lists(st.integers(0, 1), min_size=9, max_size=9).map(torch.tensor)
 
 
-def after(calls, chunks, loss_fn):
-    """A Pipe after some steps in which everything counts, and its input."""
+def after(calls, chunks, loss_fn, mask=ALL):
+    """A Pipe after some steps with a mask, and its input."""
     model, x = made(calls)
     pipe = Pipe(model, [2, 1], chunks)
     for _ in range(calls):
-        pipe.step(x, ALL, loss_fn=loss_fn)
+        pipe.step(x, mask, loss_fn=loss_fn)
     pipe.zero_grad()
     return pipe, model, x
 
@@ -111,6 +122,23 @@ def test_a_count_of_python_is_refused_where_it_does_not_add_up(name, mask, calls
     except ValueError as error:
         words = "is not a mean over rows" if is_mean else "Return as count how much the sum has of each chunk, 0 where"
         assert words in str(error) and (is_mean or not all(part.any() for part in mask.tensor_split(chunks)))
+    else:
+        torch.testing.assert_close(step.loss, loss.detach(), rtol=1e-7, atol=0)
+        torch.testing.assert_close([p.grad for p in model.parameters()], [*grads], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@settings(max_examples=examples(20))
+@given(masks, masks, st.integers(0, 3), st.integers(2, 5))
+def test_a_bound_that_acts_on_the_whole_alone_is_refused(name, earlier, mask, calls, chunks):
+    model, x = made(calls)
+    loss, grads = plain(model, x, mask, BOUNDED[name])
+    assume(mask.any() and earlier.any())
+    try:
+        pipe, model, x = after(calls, chunks, BOUNDED[name], earlier)
+        step = pipe.step(x, mask, loss_fn=BOUNDED[name])
+    except ValueError as error:
+        assert "Return as count how much the sum has of each chunk" in str(error) or "mean over rows" in str(error)
     else:
         torch.testing.assert_close(step.loss, loss.detach(), rtol=1e-7, atol=0)
         torch.testing.assert_close([p.grad for p in model.parameters()], [*grads], rtol=1e-7, atol=1e-10)
@@ -174,6 +202,35 @@ def test_rows_that_are_chosen_by_their_place_are_compared_in_every_step(chosen):
         except ValueError as error:
             assert "is not a mean over rows" in str(error)
     assert all(found) and len(found) < 5
+
+
+MOVED = {
+    "one by one": lambda o, t: sum([o[i] * t[i] for i in range(len(o))]).abs().sum() / len(o),
+    "all of a loop": lambda o, t: sum(list(o * t)).abs().sum() / len(o),
+    "by T": lambda o, t: (o * t).T.sum(1).abs().mean() / len(o),
+    "by t": lambda o, t: (o * t).t().sum(1).abs().mean() / len(o),
+    "transposed": lambda o, t: (o * t).transpose(0, 1).sum(-1).abs().mean() / len(o),
+    "permuted": lambda o, t: (o * t).permute(1, 0).sum(1).abs().mean() / len(o),
+    "the first row": lambda o, t: (o * t[0]).square().mean(),
+    "behind dots": lambda o, t: (o * t[..., 0, :]).square().mean(),
+    "the last row": lambda o, t: (o * t.select(0, -1)).square().mean(),
+    "turned": lambda o, t: (o - t.flip(0)).square().mean(),
+    "turned by name": lambda o, t: (o - t.flip(dims=(0,))).square().mean(),
+    "rolled": lambda o, t: (o - t.roll(1, 0)).square().mean(),
+    "in pieces": lambda o, t: sum([piece.sum(0).abs().mean() for piece in (o * t).split(2)]) / len(o),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_rows_that_are_moved_are_compared_in_every_step(name):
+    """While all rows are alike such a loss is a mean over rows."""
+    model, x = made(0)
+    pipe, loss_fn, alike = Pipe(model, [2, 1], 3), MOVED[name], torch.ones_like(x)
+    for _ in range(2):
+        wanted = loss_fn(model(alike), alike).item()
+        assert pipe.step(alike, alike, loss_fn=loss_fn).loss.item() == pytest.approx(wanted)
+    with pytest.raises(ValueError, match="is not a mean over rows"):
+        pipe.step(x, x, loss_fn=loss_fn)
 
 
 HALF, UNEVEN = torch.full((WIDE,), 0.5).double(), torch.tensor([0.2, 0.5, 1.0]).double()
