@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
-from math import ceil, log2
+from math import ceil, inf, log2
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,7 +30,7 @@ from partition.contents import tensors_in
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_comparison import is_same_loss
-from pipeline.data.loss_functions import TO_HOST
+from pipeline.data.loss_functions import MOVED, TO_HOST
 from pipeline.data.loss_means import BENT, Divisor, DivisorTrace, LossForm, detached_number
 from pipeline.data.loss_proof import LossCount, Proof, is_alike, proof
 from pipeline.data.metrics import Metrics, added, without_metrics
@@ -38,6 +38,7 @@ from pipeline.data.metrics import Metrics, added, without_metrics
 LossFn: TypeAlias = Callable[[Any, Any], Any]
 Divisors: TypeAlias = tuple[Divisor, ...]
 REDUCTIONS = ("mean", "sum")
+_UNSEEN = frozenset((*TO_HOST, MOVED))  # in the form of a loss
 _PAIR, _TOKENS, _SINGLE = "(sum, count)", "a mean over tokens", "a single loss"  # kinds of what loss_fn returned
 
 
@@ -163,8 +164,10 @@ class Loss:
         if len(value) == 2:
             origin, count = trace.origin(value[0]), trace.count(value[1])
             is_hidden = trace.branches or not count.is_seen or origin is not None and BENT in origin.marks
+            unseen = [Divisor(inf)] if origin is None or trace.is_blind or not count.is_kept else []
+            divisors = None if is_hidden else (*(origin.divisors if origin is not None else ()), *unseen)
             self._of_count = count.function or self._of_count
-            return _PAIR, *self._checked_pair((value[0], count.number)), None if is_hidden else ()
+            return _PAIR, *self._checked_pair((value[0], count.number)), divisors
         return _PAIR, *self._checked_pair(value), ()
 
     def _single(self, value: Any, trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
@@ -235,14 +238,20 @@ class Loss:
         return torch.tensor(1.0 if self.rule == "sum" else self.all_rows, dtype=torch.float64, device="cpu")
 
     @property
+    def total(self) -> Tensor:
+        """The summand of this mini-batch in that of several of its rule, which the sum of their weights divides."""
+        total = added(self._parts).double()
+        return total * self.all_rows if self.rule == "mean" else total
+
+    @property
     def value(self) -> Tensor:
         """The loss of the mini-batch, a 0-d tensor."""
         total = added(self._parts)
         return (total.double() / self._count).to(total.dtype) if self.rule == "count" else total
 
     def is_empty(self, chunk: int) -> bool:
-        """Whether loss_fn returned (sum, count) for a chunk, and counted nothing."""
-        return self._kind == _PAIR and not self._chunks[chunk].counted
+        """Whether loss_fn returned (sum, count) for a chunk, and both are nothing."""
+        return self._kind == _PAIR and not self._chunks[chunk].counted and not self._chunks[chunk].amount
 
     def anew(self, rows: Sequence[int]) -> Loss:
         """A loss of the same loss_fn, of chunks of so many rows, that is one of several."""
@@ -300,13 +309,29 @@ class Loss:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the traced divisors prove the weights of the chunks. Called after all chunks.
+        """Whether the trace proves the weights of the chunks. Called after all chunks.
 
-        What a comparison showed to vary with the rows is no constant that happens to be the same in all chunks. What
-        Python makes of a number that it reads (`min(n, 5)`) cannot be seen.
+        What Python makes of a number that it reads (`min(n, 5)`), or a loss of a row that it takes, cannot be seen.
         """
-        is_read = len(self._rows) > 1 and not self._form.isdisjoint(TO_HOST)
-        return not is_read and self.proof is not None and is_alike(self.proof, self._known.proof)
+        return (len(self._rows) == 1 or self._form.isdisjoint(_UNSEEN)) and self._has_proof
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether the weights of the chunks are known as well as they can be where these cannot be compared."""
+        return self._is_told if self._kind == _PAIR else self._has_proof
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether loss_fn returned how much each chunk counts, as far as its trace can tell."""
+        return self._kind == _PAIR and None not in [chunk.divisors for chunk in self._by_chunk]
+
+    @property
+    def _has_proof(self) -> bool:
+        """Whether the divisors prove the weights of the chunks.
+
+        What a comparison showed to vary with the rows is no constant that happens to be the same in all chunks.
+        """
+        return self.proof is not None and is_alike(self.proof, self._known.proof)
 
     @property
     def is_new(self) -> bool:
@@ -330,18 +355,18 @@ class Loss:
     def proof(self) -> Proof | None:
         """The proof that the traced divisors give of the weights of the chunks. None: they prove nothing."""
         divisors = [chunk.divisors for chunk in self._by_chunk]
-        return proof(divisors, self._rows, self.is_counted) if divisors else ()
+        return proof(divisors, self._rows, self.rule, self.is_counted) if divisors else ()
 
     def is_proven_beside(self, other: Loss) -> bool:
         """Whether the traced divisors prove the weights of the chunks beside that of another mini-batch's first.
 
         Of a sum there is nothing to prove: it has no weight.
         """
-        if self._reduction == "sum":
+        if self._reduction == "sum" or self._is_told and other._is_told:
             return True
         divisors = [chunk.divisors for chunk in (other._by_chunk[0], *self._by_chunk)]
         rows = [other._rows[min(other._chunks)], *[self._rows[chunk] for chunk in sorted(self._chunks)]]
-        varies = proof(divisors, rows, self.is_counted)
+        varies = proof(divisors, rows, self.rule, self.is_counted)
         # Of one chunk, which nothing was compared with, a mean over rows has one that varies with them.
         is_alone = len(self._rows) == 1 and len(set(rows)) > 1 and self.rule == other.rule == "mean"
         return varies is not None and (not is_alone or any([flag is not False for flag in varies]))

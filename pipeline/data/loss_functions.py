@@ -23,7 +23,7 @@ _PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv")
 _SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
 _WEIGHING = frozenset((*_SCALING, *_PRODUCTS, "einsum", "dot", "inner", "tensordot"))
 _ADDING = ("add", "sub", "subtract", "__radd__")
-_SUMMING = ("sum", "mean", "nansum", "nanmean", "cumsum")
+_SUMMING = ("sum", "mean", "nansum", "nanmean")
 _REDUCERS = (*_SUMMING, "amax", "amin", "max", "min", "prod", "std", "var", "logsumexp", "all", "any", "median")
 _KEEPING = (
     "view", "reshape", "squeeze", "clone", "contiguous", "mean", "sum", "to", "float", "double", "type", "flatten",
@@ -31,7 +31,7 @@ _KEEPING = (
 _LINEAR = frozenset((
     *_SCALING, *_ADDING, *_SUMMING, *_KEEPING, "__rsub__", "rsub", "neg", "negative", "positive", "stack", "cat",
     "concat", "concatenate", "hstack", "vstack", "__get__", "__getitem__", "__setitem__", "select", "index_select",
-    "narrow", "unbind", "split", "chunk", "unsqueeze", "expand", "expand_as", "broadcast_to", "view_as",
+    "narrow", "unbind", "split", "chunk", "cumsum", "unsqueeze", "expand", "expand_as", "broadcast_to", "view_as",
     "reshape_as", "ravel", "unflatten", "permute", "transpose", "t", "movedim", "detach", "cpu", "half",
     "bfloat16", "type_as", "requires_grad_", "dot", "inner", "matmul", "mv", "mm", "bmm", "einsum", "tensordot",
     "index_add", "scatter_add",
@@ -45,14 +45,19 @@ _ALONG = {  # the place of dim, which counts if it is that of the rows, and what
     "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
     "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1), "argmax": (1, None), "argmin": (1, None),
     "count_nonzero": (1, None), "nanmedian": (1, None), "mode": (1, -1), "aminmax": (1, None), "std_mean": (1, None),
-    "var_mean": (1, None), "cumprod": (1, None), "cummax": (1, None), "cummin": (1, None), "quantile": (2, None),
+    "var_mean": (1, None), "cumprod": (1, None), "cumsum": (1, None), "cummax": (1, None), "cummin": (1, None),
+    "quantile": (2, None),
     "nanquantile": (2, None), "norm": (2, None), "linalg_norm": (2, None), "linalg_vector_norm": (2, None),
-    **dict.fromkeys(_REDUCERS, (1, None)), **dict.fromkeys(("flip", "select", "index_select", "narrow"), (1, None)),
-    **dict.fromkeys(("split", "chunk", "tensor_split"), (2, 0)), "unbind": (1, 0), "roll": (2, None), "diff": (2, -1),
-    "gather": (1, None), "take_along_dim": (2, None),
+    **dict.fromkeys(_REDUCERS, (1, None)), "diff": (2, -1),
 }  # fmt: skip
-_MOVING = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute")  # two dimensions, or all
-_TURNED = ("t", "flipud", "__reversed__", "__get__")  # of the properties, T and its like
+_TAKING = {  # likewise, where rows are taken by their place
+    **dict.fromkeys(("flip", "select", "index_select", "narrow", "gather"), (1, None)), "unbind": (1, 0),
+    **dict.fromkeys(("split", "chunk", "tensor_split"), (2, 0)), **dict.fromkeys(("roll", "take_along_dim"), (2, None)),
+}  # fmt: skip
+_SWAPPING = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute")  # two dimensions, or all
+_TURNING = ("t", "flipud", "__reversed__", "__get__")  # of the properties, T and its like
+_MOVING = frozenset((*_TAKING, *_SWAPPING, *_TURNING, "__getitem__"))
+MOVED = "rows were moved"  # in a LossForm
 
 
 class LossFunction(NamedTuple):
@@ -66,8 +71,7 @@ class LossFunction(NamedTuple):
         is_reducing: it has a reduction.
         is_linear: in each of its arguments.
         is_opaque: it may divide by something that is not seen, or give the host what does.
-        looks: it may sum or compare numbers of several rows, choose rows by their place, or move them to another one:
-            `dims_along` says where.
+        looks: it may sum or compare numbers of several rows, choose some, or move them: `dims_along` says where.
         reads: it gives the host numbers.
         role: "scales" (multiplies or divides one by one), "adds" (or subtracts), "keeps" (one number), or "".
         sums_rows: it may sum rows.
@@ -106,12 +110,18 @@ def known(func: Callable[..., Any]) -> LossFunction:
         is_reducing=is_reducing,
         is_linear=plain in _LINEAR,
         is_opaque=isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or name in _OPAQUE,
-        looks=plain in (*_ALONG, *_SUMMING_ROWS, "__getitem__", *_MOVING, *_TURNED) and not is_property,
+        looks=(plain in _ALONG or plain in _SUMMING_ROWS or plain in _MOVING) and not is_property,
         reads=name in TO_HOST,
         role=_ROLES.get(plain, ""),
         sums_rows=plain in _SUMMING_ROWS,
         weighs=plain in _WEIGHING,
     )
+
+
+def takes_all(function: LossFunction, args: Sequence[Any]) -> bool:
+    """Whether a function moves rows, or takes them one by one, but leaves none out by a slice."""
+    index = args[1] if function.name == "__getitem__" and isinstance(args[1], tuple) else args[1:]
+    return function.plain in _MOVING and not any([isinstance(part, slice) and part != slice(None) for part in index])
 
 
 def dims_along(
@@ -128,13 +138,13 @@ def dims_along(
             for dim, part in enumerate(index)
             if isinstance(part, int) or isinstance(part, slice) and part != slice(None)
         ]
-    elif name in ("bincount", "histc", *_TURNED):
+    elif name in ("bincount", "histc", *_TURNING):
         yield values, [0]
-    elif name in _MOVING:
+    elif name in _SWAPPING:
         moved = [*(args[1] if isinstance(args[1], (tuple, list)) else args[1:]), *kwargs.values()]
         yield values, [dim for place, dim in enumerate(moved) if name != "permute" or dim != place]
-    elif name in _ALONG:
-        place, default = _ALONG[name]
+    elif name in _ALONG or name in _TAKING:
+        place, default = _ALONG.get(name) or _TAKING[name]
         dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
         if not isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
             yield values, dims if isinstance(dims, (tuple, list)) else [dims]

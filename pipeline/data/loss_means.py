@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from partition.contents import tensors_in
 from partition.precision import HALF
 from pipeline.common.torch_modes import within_checkpoint, without_function_modes
-from pipeline.data.loss_functions import LossFunction, dims_along, known
+from pipeline.data.loss_functions import MOVED, LossFunction, dims_along, known, takes_all
 
 
 class Divisor:
@@ -69,11 +69,13 @@ class Count(NamedTuple):
         number: what adds up over the chunks.
         function: what makes of the sum of these the count of the whole. None: it is that.
         is_seen: whether it is known to add up.
+        is_kept: whether the function leaves every count of something as it is.
     """
 
     number: Any
     function: Callable[[Tensor], Tensor] | None
     is_seen: bool
+    is_kept: bool = True
 
 
 class LossOrigin(NamedTuple):
@@ -199,7 +201,9 @@ class DivisorTrace(TorchFunctionMode):
             return self._token_mean(func, args, kwargs)
         result = func(*args, **kwargs)
         along_rows = function.looks and self._looks_along_rows(function, args, kwargs)
-        if along_rows and not function.sums_rows or function.is_opaque or function.weighs and self._has_sums(args):
+        if along_rows and takes_all(function, args):
+            self._names.add(MOVED)
+        elif along_rows and not function.sums_rows or function.is_opaque or function.weighs and self._has_sums(args):
             self.is_blind = True
         if function.reads:
             origin = self._joined(args, kwargs)
@@ -233,7 +237,7 @@ class DivisorTrace(TorchFunctionMode):
             marks |= {REDUCED, SEVERAL} if several else {REDUCED}
             if OUTPUT in marks and function.sums_rows and not function.is_linear:  # their largest, their norm
                 marks |= {BENT}
-        if marks >= {OUTPUT, REDUCED} and isinstance(result, Tensor):
+        if marks >= {OUTPUT, REDUCED} and isinstance(result, Tensor) and result.is_floating_point():
             self.dtypes.add(result.dtype)
         origin = origin if marks is origin.marks else origin._replace(marks=marks)
         for tensor in tensors_in(result):
@@ -288,7 +292,7 @@ class DivisorTrace(TorchFunctionMode):
             number = value.item() if isinstance(value, Tensor) and self.read and value.numel() == 1 else value
             return Count(value, None, not self.read or number in (0, *self.numbers))
         if origin.bend is not None and BENT not in origin.marks:
-            return Count(origin.bend.number, origin.bend.function, origin.bend.divisor is not None)
+            return Count(origin.bend.number, origin.bend.function, True, origin.bend.divisor is not None)
         return Count(value, None, BENT not in origin.marks)
 
     def _has_sums(self, args: Sequence[Any]) -> bool:

@@ -49,14 +49,15 @@ def is_alike(one: Proof, earlier: Proof) -> bool:
 
 
 def proof(
-    divisors: Sequence[tuple[Divisor, ...] | None], rows: Sequence[int], is_counted: bool
+    divisors: Sequence[tuple[Divisor, ...] | None], rows: Sequence[int], rule: str, is_counted: bool
 ) -> Proof | None:
     """The proof that the divisors in the chunks' losses give of the weights of the chunks.
 
     Args:
         divisors: of each chunk; None: of one whose loss was not traced to output and target.
         rows: of each chunk.
-        is_counted: whether the chunks are weighed by the first count of tokens, and not by their rows.
+        rule: by which the chunks are combined, see `Loss.rule`.
+        is_counted: whether they are weighed by the first count of tokens that is among the divisors.
 
     Returns:
         It. None: they prove nothing.
@@ -74,9 +75,9 @@ def proof(
         weighs.remove(True)
     numbers, ones = _as_numbers(columns), [1.0] * len(rows)
     constant = [_is_as(column, ones) for column in numbers]
-    # By tokens: other counts in proportion to the first, everything else the same for all chunks.
+    # By counts: those of tokens in proportion to the first, everything else the same for all chunks.
     first = numbers[weighs.index(True)] if True in weighs else []
-    wanted = {True: [first], False: [ones] if is_counted else [ones, rows, [1 / row for row in rows]]}
+    wanted = {True: [first], False: [ones] if rule == "count" else [ones, rows, [1 / row for row in rows]]}
     proven = [
         any([_is_as(column, weights) for weights in wanted[is_weight]])
         for is_weight, column in zip(weighs, numbers, strict=True)

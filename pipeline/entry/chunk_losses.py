@@ -41,7 +41,8 @@ class ChunkLosses:
         compares: whether to compare with the un-pipelined loss.
 
     Attributes:
-        is_flat: whether no comparison has met a gradient. On the flat side of a hinge any loss is a mean.
+        is_flat: whether no comparison has met a gradient, or without gradients a loss. On the flat side of a hinge any
+            loss is a mean.
     """
 
     def __init__(self, execution: Execution, loss: Loss, target: Batch, compares: bool) -> None:
@@ -129,7 +130,7 @@ class ChunkLosses:
         loss, weight = self.loss.of([end.chunk for end in ends])
         whole, expected = self._whole(loss, weight, ends)
         with without_function_modes():
-            self.is_flat &= expected is not None and not any([bool(grad.any()) for grad in expected])
+            self.is_flat &= not any([bool(shown.any()) for shown in ([whole] if expected is None else expected)])
         difference = loss.difference(whole)
         if difference is not None or expected is None:
             return difference
@@ -184,7 +185,7 @@ class ChunkLosses:
         A validating call has compared; any other, and one that could not, checks the divisors in the chunks' losses.
         """
         self.loss.check_counts()
-        if (self._has_gaps or not self.compares) and not self.loss.is_proven:
+        if not self.compares and not self.loss.is_proven or self._has_gaps and not self.loss.is_weighed:
             raise self.loss.unproven()
         for difference in self._differences:
             raise self.loss.neither(difference)

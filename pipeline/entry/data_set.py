@@ -2,7 +2,7 @@
 
     "mean"         loss = sum_b loss_b * rows_b / sum_b rows_b
     "sum"          loss = sum_b loss_b
-    (sum, count)   loss = sum_b loss_b * count_b / sum_b count_b            metrics: sum of sums / sum of counts
+    (sum, count)   loss = sum_b sum_b / sum_b count_b                       metrics: sum of sums / sum of counts
 
 Each mini-batch is a call, and so is the end: over ranks a loader that fails, or ends sooner, fails on all.
 """
@@ -96,11 +96,8 @@ class LossSums:
                 "Return the same for every one; a metric without entries is (0, 0)."
             )
         with without_function_modes():
-            value = loss.value.double()
-            weight = loss.weight.to(value.device, torch.float64)
-            share = value if loss.rule == "sum" else value * weight
-            # Where nothing counts the loss is nan, and counts as nothing.
-            self._put(None, torch.where(weight == 0, 0.0, share), weight)
+            total = loss.total
+            self._put(None, total, loss.weight.to(total))
             for name, (total, count) in metrics.items():
                 self._put(name, total, count.to(total.device))
         return {}

@@ -96,9 +96,13 @@ class LossProduct(ChunkLosses):
         return self.loss.factor(self._rows, self._first_rows) / self.loss.factor(self._rows)
 
     @property
+    def total(self) -> Tensor:
+        """The part of this mini-batch in the sum of the losses, which the sum of the divisors divides."""
+        return self.loss.total * self.loss.factor(1, self._first_rows)
+
+    @property
     def divisor(self) -> Tensor | None:
-        """The part of this mini-batch in the divisor of the sums, and its loss's weight. None: of a "sum", added as it
-        is."""
+        """The part of this mini-batch in the divisor of the sums. None: of a "sum", added as it is."""
         if self.loss.rule == "sum":
             return None
         return torch.tensor(float(self.loss.weight) * self.loss.factor(1, self._first_rows), **HOST)

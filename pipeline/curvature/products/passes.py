@@ -105,9 +105,8 @@ def _sum_minibatches(op: Operator, task: ProductTask, vector: int) -> tuple[floa
             with _prepared(op, op.seed + number):
                 seed = op.seed + number
                 verdict, own_loss = _minibatch(op, task, item, first, seed, options, communicator)
-            weight = 1.0 if verdict.divisor is None else verdict.divisor.item()
-            total = total if verdict.divisor is None else (total or 0.0) + weight
-            loss += verdict.value.double().item() * weight if weight else 0.0  # where nothing counts it is nan
+            total = total if verdict.divisor is None else (total or 0.0) + verdict.divisor.item()
+            loss += verdict.value.item()
             reached, first = reached or verdict.reached, first or own_loss
             is_proven = is_proven and own_loss.is_proven
         number += 1

@@ -88,7 +88,7 @@ class ProductCall(Product):
         finally:
             for stage in self._run.values():
                 stage.release()
-        loss, divisor = (self.loss_end.loss.value, self.loss_end.divisor) if execution.has_last else (None, None)
+        loss, divisor = (self.loss_end.total, self.loss_end.divisor) if execution.has_last else (None, None)
         return execution.communicator.agree(Verdict(loss, divisor, self._reached))
 
     @property

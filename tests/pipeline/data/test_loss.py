@@ -1232,7 +1232,8 @@ def test_calls_of_one_chunk_do_not_use_the_comparison_up():
         pipe.step(x, y, loss_fn=rms)
 
 
-def test_calls_on_the_flat_side_of_a_hinge_do_not_use_the_comparison_up():
+@pytest.mark.parametrize("name", ["step", "evaluate"])
+def test_calls_on_the_flat_side_of_a_hinge_do_not_use_the_comparison_up(name):
     """Of rows beside each other there is no sum or mean to be seen: a contrastive loss is one while no pair counts."""
     x, y = data(6)
     pipe = pipe_of(model())
@@ -1242,7 +1243,7 @@ def test_calls_on_the_flat_side_of_a_hinge_do_not_use_the_comparison_up():
         return (distances - 0.01).relu().sum(1).mean()
 
     for _ in range(2):
-        pipe.step(x * 1e-3, y, loss_fn=apart)
+        getattr(pipe, name)(x * 1e-3, y, loss_fn=apart)
     with pytest.raises(ValueError, match="apart is not a mean over rows"):
         pipe.step(x * 1e3, y, loss_fn=apart)
 

@@ -233,6 +233,46 @@ def test_rows_that_are_moved_are_compared_in_every_step(name):
         pipe.step(x, x, loss_fn=loss_fn)
 
 
+PAIRED = {
+    "over a mean": lambda o, t: (o.square().sum() / t[:, 0].mean(), len(o)),
+    "times a mean": lambda o, t: (o.square().sum() * t.mean(), len(o)),
+    "times means of columns": lambda o, t: ((o.square() * t.mean(0)).sum(), len(o)),
+    "the largest": lambda o, t: ((o * t).cumsum(0).abs().sum() / len(o), len(o)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_the_sum_of_a_pair_is_compared_where_what_it_divides_by_is_uneven(name):
+    """While all targets are alike it adds up, or nearly."""
+    model, x = made(0)
+    pipe, loss_fn = Pipe(model, [2, 1], 3), PAIRED[name]
+    for target in (torch.ones_like(x), torch.ones_like(x), x):
+        total, count = loss_fn(model(x), target)
+        try:
+            assert pipe.step(x, target, loss_fn=loss_fn).loss.item() == pytest.approx(total.item() / count)
+        except ValueError as error:
+            assert "returned (sum, count) that do not add up" in str(error) and (target is x or name == "the largest")
+        else:
+            assert target is not x
+
+
+def test_a_mean_beside_which_nothing_counts_is_refused():
+    model, x = made(0)
+    with pytest.raises(ValueError, match="that do not add up over the chunks: the losses of 3 chunks"):
+        Pipe(model, [2, 1], 3).step(x, 0 * ALL, loss_fn=lambda o, m: (o.square().mean(), m.sum().clamp(min=1)))
+
+
+def test_a_metric_of_whole_numbers_makes_no_comparison_coarser():
+    model, x = made(0)
+
+    def loss_fn(output, target):
+        hits = (output.argmax(1) == target.argmax(1)).sum()
+        return output.square().mean() + 1e-3 * output.std(), {"accuracy": (hits, len(output))}
+
+    with pytest.raises(ValueError, match="is not a mean over rows"):
+        Pipe(model, [2, 1], 3).evaluate(x, x, loss_fn=loss_fn)
+
+
 HALF, UNEVEN = torch.full((WIDE,), 0.5).double(), torch.tensor([0.2, 0.5, 1.0]).double()
 SUMS = {  # of two means over tokens that count differently
     "a constant weight first": lambda o, y: F.cross_entropy(o, y, weight=HALF) + F.cross_entropy(o, y),

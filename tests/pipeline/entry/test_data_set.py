@@ -80,6 +80,17 @@ def test_mini_batches_that_count_nothing_change_nothing() -> None:
     assert pipe.evaluate(iter(pairs[:1]), loss_fn=F.cross_entropy).loss.isnan()
 
 
+def test_the_sum_of_a_mini_batch_that_counts_nothing_is_part_of_the_whole() -> None:
+    pipe, (x, _) = Pipe(classifier(), [5], chunks=2), data().tensors
+    mask = (torch.arange(ROWS) < 8).double()
+
+    def loss_fn(output: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return (output.square().sum(1) * mask).sum() + 0.1 * output.square().sum(), mask.sum().long()
+
+    step = pipe.evaluate(DataLoader(TensorDataset(x, mask), batch_size=4), loss_fn=loss_fn)
+    torch.testing.assert_close(step.loss, pipe.evaluate(x, mask, loss_fn=loss_fn).loss, rtol=1e-12, atol=0)
+
+
 def test_mini_batches_of_which_one_counts_and_another_does_not_are_refused() -> None:
     x = data().tensors[0]
 
