@@ -191,7 +191,7 @@ class Probe:
         is_certain = _differ(repeated, among_others, differs) and same(repeated.output, reference.output)
         if not self._communicator.exchange.any(is_certain):
             return
-        culprit = _first_to_differ(ours, theirs, partial(differs, least=0.0))  # what later layers have enlarged, too
+        culprit, _ = _first_to_differ(ours, theirs, partial(differs, least=0.0))  # what later layers have enlarged, too
         is_excused = culprit is not None and self._gathers and (culprit.gathers or bool(when) and culprit.draws)
         self._refuse(
             culprit, is_excused,
@@ -203,15 +203,17 @@ class Probe:
         differs = partial(is_moved, batch_dim=self._batch.batch_dim, rows=self._rows, places=places)
         if not self._communicator.exchange.any(_differ(reference, resized, differs)):
             return
-        culprits, first = [], self._new(self._picked(range(self._rows)))
+        culprits, draws, first = [], False, self._new(self._picked(range(self._rows)))
         for shift in (0, 1):  # for the same rows and for others, layer by layer: a near tie shows once
             repeated = self._new(self._picked(range(shift, shift + self._rows))) if shift else first
             moved = self._new(self._picked([place + shift for place in places]))
-            culprits.append(_first_to_differ(repeated.run_recorded(), moved.run_recorded(), differs))
+            culprit, earlier = _first_to_differ(repeated.run_recorded(), moved.run_recorded(), differs)
+            culprits.append(culprit)
+            draws |= any([run.draws for run in earlier])  # little noise, which this one may have enlarged
         culprit = culprits[0] if len({run and run.number for run in culprits}) == 1 else None
         if not self._communicator.exchange.any(culprit is not None):
             return
-        is_excused = culprit is not None and (culprit.draws or self._gathers and culprit.gathers)
+        is_excused = draws or culprit is not None and self._gathers and culprit.gathers
         self._refuse(
             culprit, is_excused or not same(first.output, reference.output),
             "reads the number or the places of the rows of the mini-batch: at another place, among another number of "
@@ -256,14 +258,16 @@ class Probe:
             )
 
 
-def _first_to_differ(ours: Sequence[LayerRun], theirs: Sequence[LayerRun], differs: RowComparison) -> LayerRun | None:
-    """The first layer whose output rows have changed though its input rows have not."""
-    for our_run, their_run in zip(ours, theirs):
+def _first_to_differ(
+    ours: Sequence[LayerRun], theirs: Sequence[LayerRun], differs: RowComparison
+) -> tuple[LayerRun | None, Sequence[LayerRun]]:
+    """The first layer whose output rows have changed though its input rows have not, and all up to it."""
+    for number, (our_run, their_run) in enumerate(zip(ours, theirs)):
         if any_differs(our_run.inputs, their_run.inputs, differs):
-            return None
+            return None, ours[:number]
         if any_differs(our_run.outputs, their_run.outputs, differs):
-            return our_run
-    return None
+            return our_run, ours[: number + 1]
+    return None, ours
 
 
 def _differ(reference: ProbeCall, probed: ProbeCall, differs: RowComparison) -> bool:

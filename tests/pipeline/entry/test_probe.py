@@ -185,6 +185,17 @@ def test_a_layer_whose_draws_depend_on_values_is_not_judged_where_later_layers_e
         Pipe(layers, [1, 2], 2)(rows)
 
 
+def test_noise_that_is_small_until_a_later_layer_enlarges_it_is_no_place_of_a_row() -> None:
+    noise = calls(lambda h: 1 + 1e-3 * torch.randn_like(h))
+    place = calls(lambda h: h * torch.arange(1, len(h) + 1)[:, None])
+    enlarge = nn.LayerNorm(WIDTH, eps=1e-12).double()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        Pipe(around(noise, enlarge).eval(), [1, 2], 2)(flat())
+        with pytest.raises(ValueError, match=r"layer 1 \(Calls\) reads the number or the places"):
+            Pipe(around(place, noise, enlarge).eval(), [1, 3], 2)(flat())
+
+
 def test_a_batch_norm_that_keeps_no_statistics_mixes_rows_in_eval_mode() -> None:
     layers = around(nn.BatchNorm1d(WIDTH, track_running_stats=False))
     pipe = Pipe(layers, [1, 1], 2)
