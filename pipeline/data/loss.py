@@ -176,9 +176,8 @@ class Loss:
         if origin is None:
             return _SINGLE, loss, None, None
         total = None if self._is_single else origin.total_of(loss)
-        is_hidden = BENT in origin.marks or trace.branches or total is None and (trace.is_blind or trace.numbers)
-        flags = [Divisor(number) for number in trace.read if isinstance(number, bool)]  # it may go on otherwise by them
-        divisors = None if is_hidden else (*origin.divisors, *flags)
+        is_hidden = BENT in origin.marks or trace.branches or total is None and (trace.is_blind or trace.read)
+        divisors = None if is_hidden else origin.divisors
         if total is None:
             return _SINGLE, loss, None, divisors
         count = next(divisor.amount for divisor in origin.divisors if divisor.is_count)

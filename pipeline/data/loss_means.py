@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from math import nan
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -132,7 +133,7 @@ class DivisorTrace(TorchFunctionMode):
         is_blind: whether a function was called that may divide unseen.
         dtypes: in which rows of the output were summed.
         branches: whether the host has read what was reduced from the output: it may go on otherwise by it.
-        read: the numbers and truth values that it has read of what was reduced.
+        read: the numbers that it has read of what was reduced; nan: a truth value.
     """
 
     def __init__(
@@ -174,11 +175,6 @@ class DivisorTrace(TorchFunctionMode):
         """The form of the loss, as far as it shows: another one may weigh rows in another way."""
         return frozenset({*self._names, *range(self._factors)})
 
-    @property
-    def numbers(self) -> list[float]:
-        """The numbers among what the host has read."""
-        return [number for number in self.read if not isinstance(number, bool)]
-
     def origin(self, tensor: Tensor) -> LossOrigin | None:
         """The origin of a tensor. None: it was not computed from output or target."""
         entry = self._origins.get(id(tensor))
@@ -209,7 +205,7 @@ class DivisorTrace(TorchFunctionMode):
             origin = self._joined(args, kwargs)
             if origin is not None and REDUCED in origin.marks:
                 self.branches |= OUTPUT in origin.marks or not isinstance(result, (int, float))
-                self.read += [result] if isinstance(result, (int, float)) else []
+                self.read += [nan if isinstance(result, bool) else result] if isinstance(result, (int, float)) else []
         value = args[0] if function.name == "__setitem__" else result
         if isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor)):
             self._follow(function, args, kwargs, value, along_rows and function.sums_rows)
@@ -290,7 +286,7 @@ class DivisorTrace(TorchFunctionMode):
         origin = self.origin(value) if isinstance(value, Tensor) else None
         if origin is None:
             number = value.item() if isinstance(value, Tensor) and self.read and value.numel() == 1 else value
-            return Count(value, None, not self.read or number in (0, *self.numbers))
+            return Count(value, None, not self.read or number in (0, *self.read))
         if origin.bend is not None and BENT not in origin.marks:
             return Count(origin.bend.number, origin.bend.function, True, origin.bend.divisor is not None)
         return Count(value, None, BENT not in origin.marks)
