@@ -1,6 +1,6 @@
-"""Measured times: what actions and messages took in traced steps, their means and how far they vary.
+"""Measured times: what actions and messages took in traced steps.
 
-    Timeline of a step, or several  --measure-->  Measurement: a Sample for each stage and kind, and for each boundary
+    Timeline of a step, or several  --measure-->  Measurement: for each stage and kind, and each boundary
 
 An action's time is from when it had its inputs to its end, so no wait counts as work. Costs are means of a step,
 medians over steps, so that lanes are as busy as they were. A message's time is from the end of the action that sent it
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import mean, median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from scheduler.action import Kind
 from scheduler.clocks import exchanges
@@ -31,38 +31,6 @@ from scheduler.timeline import Timeline
 OF_ACTIONS: tuple[str, ...] = ("forward", "input", "weight", "backward", "recompute")  # the costs of actions
 
 
-class Sample(NamedTuple):
-    """Several times of one thing.
-
-    Args:
-        median: of them
-        spread: between their quartiles: half of them lie within so much
-        size: how many there are
-        mean: of those of a step, the median over the steps: so many actions take so many times this. The first chunk of
-            a step, which finds nothing in the caches, is in it, and one step that was disturbed is not.
-    """
-
-    median: float = 0
-    spread: float = 0
-    size: int = 0
-    mean: float = 0
-
-    @classmethod
-    def of(cls, steps: Iterable[Sequence[float]]) -> "Sample":
-        """The sample of these times, those of each step together.
-
-        >>> Sample.of([[4, 1, 4], [2, 2], []])
-        Sample(median=2, spread=2, size=5, mean=2.5)
-        """
-        timed = [times for times in steps if times]
-        ordered = sorted(chain.from_iterable(timed))
-        if not ordered:
-            return cls()
-        quarter = (len(ordered) - 1) // 4
-        spread = ordered[-1 - quarter] - ordered[quarter]
-        return cls(median(ordered), spread, len(ordered), median(map(mean, timed)))
-
-
 @dataclass(frozen=True)
 class Measurement:
     """The times of traced steps.
@@ -70,23 +38,20 @@ class Measurement:
     Args:
         placement: which lane hosts which stage
         unit: of the times
-        actions: for each stage, by kind: F, B, I, W, R (recomputation) and U (update), as far as they ran
-        messages: for each boundary between stages, either way
+        actions: for each stage, by kind: F, B, I, W, R (recomputation) and U (update), as far as they ran; the mean of
+            a step, the median over the steps: so many actions take so many times this. The first chunk of a step,
+            which finds nothing in the caches, is in it, and one step that was disturbed is not
+        messages: for each boundary between stages, either way, the median; 0: there was none
         held: what a chunk holds in each stage, where the timelines say it
         outside: what a step took before its first action and after its last, the median over the steps
     """
 
     placement: Placement
     unit: Literal["slots", "s"]
-    actions: tuple[Mapping[Kind, Sample], ...]
-    messages: tuple[Sample, ...]
+    actions: tuple[Mapping[Kind, float], ...]
+    messages: tuple[float, ...]
     held: tuple[ChunkMemory, ...]
     outside: float = 0
-
-    def median(self, stage: int, kind: Kind) -> float | None:
-        """The median of a stage's actions of this kind; None: none ran."""
-        sample = self.actions[stage].get(kind)
-        return None if sample is None else sample.median
 
 
 def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
@@ -101,25 +66,25 @@ def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
     >>> from scheduler import Costs, by_name, simulate
     >>> timeline = simulate(by_name("1f1b", lanes=2, chunks=3), Costs(forward=(2, 3), backward=5, link=1))
     >>> measured = measure(timeline)
-    >>> measured.median(1, Kind.F), measured.median(1, Kind.I), measured.messages
-    (3, None, (Sample(median=1, spread=0, size=5, mean=1),))
+    >>> measured.actions[1][Kind.F], Kind.I in measured.actions[1], measured.messages
+    (3, False, (1,))
     """
     steps = steps_of(timelines)
     lanes = {(event.action.stage, event.lane) for step in steps for event in step.events}
     lane_of = dict(sorted(lanes))
     _check(steps, lanes, lane_of)
     durations: dict[tuple[int, Kind], list[list[float]]] = defaultdict(lambda: [[] for _ in steps])
-    message_times: dict[int, list[tuple[float, bool]]] = defaultdict(list)
     for number, step in enumerate(steps):
         for event in step.events:
             durations[event.action.stage, event.action.kind][number].append(event.duration)
-        for boundary, time, was_free in _messages(step):
-            message_times[boundary].append((time, was_free))
     stages = range(len(lane_of))
-    actions = tuple({kind: Sample.of(durations[stage, kind]) for kind in Kind if (stage, kind) in durations}
+    actions = tuple({kind: _typical(durations[stage, kind]) for kind in Kind if (stage, kind) in durations}
                     for stage in stages)
     _check_whole(actions)
-    messages = tuple(_sample(message_times[boundary]) for boundary in stages[:-1])
+    message_times: list[list[tuple[float, bool]]] = [[] for _ in stages]
+    for boundary, time, was_free in chain.from_iterable(map(_messages, steps)):
+        message_times[boundary].append((time, was_free))
+    messages = tuple(map(_way, message_times[:-1]))
     held = next((step.held for step in steps if step.held), ())
     outside = median(step.outside for step in steps)
     return Measurement(Placement(tuple(lane_of.values())), steps[0].unit, actions, messages, held, outside)
@@ -160,10 +125,10 @@ def links_of(measurement: Measurement, of_lanes: bool) -> tuple[float, ...]:
         ScheduleError: two neighbouring lanes exchange no messages.
     """
     if not of_lanes:
-        return tuple(sample.median for sample in measurement.messages)
+        return measurement.messages
     lane_of, links = measurement.placement.lane_of, []
     for lane in range(measurement.placement.lanes - 1):
-        between = [sample.median for sample, *ends in zip(measurement.messages, lane_of, lane_of[1:])
+        between = [time for time, *ends in zip(measurement.messages, lane_of, lane_of[1:])
                    if set(ends) == {lane, lane + 1}]
         if not between:
             raise ScheduleError(
@@ -174,9 +139,8 @@ def links_of(measurement: Measurement, of_lanes: bool) -> tuple[float, ...]:
     return tuple(links)
 
 
-def _times(kinds: Mapping[Kind, Sample], halves: tuple[float, float]) -> tuple[float, ...]:
+def _times(time: Mapping[Kind, float], halves: tuple[float, float]) -> tuple[float, ...]:
     """F, I, W, B and R of one stage. What did not run follows from what did: B = I + W."""
-    time = {kind: sample.mean for kind, sample in kinds.items()}
     if Kind.I in time:
         first, second = time[Kind.I], time[Kind.W]
         backward = time.get(Kind.B, first + second)
@@ -198,7 +162,7 @@ def _check(steps: Sequence[Timeline], lanes: Iterable[tuple[int, int]], lane_of:
         raise ScheduleError(f"only stages {list(lane_of)} ran. Measure timelines of all stages.")
 
 
-def _check_whole(actions: Sequence[Mapping[Kind, Sample]]) -> None:
+def _check_whole(actions: Sequence[Mapping[Kind, float]]) -> None:
     for stage, kinds in enumerate(actions):
         if Kind.F not in kinds or Kind.B not in kinds and (Kind.I not in kinds or Kind.W not in kinds):
             raise ScheduleError(
@@ -216,8 +180,12 @@ def _messages(step: Timeline) -> Iterator[tuple[int, float, bool]]:
         yield min(giver.action.stage, reader.action.stage), time, giver.end >= free
 
 
-def _sample(times: Sequence[tuple[float, bool]]) -> Sample:
+def _typical(steps: Iterable[Sequence[float]]) -> float:
+    """The mean of a step, the median over the steps that have any."""
+    return median(mean(times) for times in steps if times)
+
+
+def _way(times: Sequence[tuple[float, bool]]) -> float:
+    """The time of a message, from those of several and whether each was waited for."""
     waited = [time for time, was_free in times if was_free]
-    if waited or not times:
-        return Sample.of([waited])
-    return Sample.of([[min(time for time, _ in times)]])
+    return median(waited or [min((time for time, _ in times), default=0)])

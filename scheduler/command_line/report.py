@@ -27,7 +27,7 @@ def report(files: tuple[TextIO, ...], balance: Any, as_json: bool) -> int:
 
     \b
     busy     how long the stage's actions ran
-    planned  how long they would, each as long as the median of its stage and kind
+    planned  how long they would, each as long as those of its stage and kind are on average
     waiting  how long its lane waited, between two actions, for the next to have what it needs
     idle     of its lane: before its first action and after its last
 
