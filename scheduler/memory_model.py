@@ -40,6 +40,23 @@ class ChunkMemory(NamedTuple):
                 )
         return cls(whole, whole if kept is None else kept, whole if checkpoint is None else checkpoint)
 
+    def changes(self, is_within: bool = True) -> dict[Kind, tuple[float, float]]:
+        """The changes at the start and at the end of an action of each kind.
+
+        Args:
+            is_within: whether a B or I recomputes within itself, or an R has done so before it
+
+        >>> ChunkMemory(activation=8, kept=3, checkpoint=1).changes()[Kind.I]
+        (7, -5)
+        """
+        whole, kept, low = self
+        restored = whole - low
+        within = restored if is_within else 0
+        return {
+            Kind.F: (whole, -restored), Kind.R: (restored, 0), Kind.B: (within, -whole), Kind.I: (within, kept - whole),
+            Kind.W: (0, -kept),
+        }
+
 
 def steps(
     events: Iterable[Event], held: tuple[ChunkMemory, ...], recomputed: Set[tuple[int, int]] | None = None
@@ -55,25 +72,14 @@ def steps(
         (time, how much is held from then on), ascending in time; what it held before the first is 0.
     """
     level: float = 0
+    tables: dict[tuple[int, bool], dict[Kind, tuple[float, float]]] = {}
     for (stage, kind, chunk), _, start, end in events:
-        whole, kept, low = held[stage] if held else ChunkMemory()
-        if recomputed is not None and (stage, chunk) not in recomputed:
-            low = whole
-        restored = whole - low
-        within = restored if recomputed is None else 0
-        if kind is Kind.F:
-            changes = (start, whole), (end, -restored)
-        elif kind is Kind.R:
-            changes = (start, restored), (end, 0)
-        elif kind is Kind.B:
-            changes = (start, within), (end, -whole)
-        elif kind is Kind.I:
-            changes = (start, within), (end, kept - whole)
-        elif kind is Kind.W:
-            changes = (start, 0), (end, -kept)
-        else:
-            continue
-        for time, change in changes:
+        place = stage, recomputed is None or (stage, chunk) in recomputed
+        if place not in tables:
+            memory = held[stage] if held else ChunkMemory()
+            low = memory.checkpoint if place[1] else memory.activation
+            tables[place] = memory._replace(checkpoint=low).changes(recomputed is None)
+        for time, change in zip((start, end), tables[place].get(kind, ())):
             if change:
                 level += change
                 yield time, level

@@ -99,18 +99,14 @@ def _times(
 ) -> Times:
     times = Times([], [], [])
     for action in _each(placement, chunks, kinds, whole):
-        activation, kept, low = held[action.stage]
-        need, change = {
-            Kind.F: (activation, low), Kind.B: (activation - low, -low), Kind.I: (activation - low, kept - low),
-            Kind.W: (0, -kept),
-        }[action.kind]
-        if whole and action.kind is Kind.W:
-            duration, change = 0.0, 0
+        first, then = held[action.stage].changes()[action.kind]
+        if whole and action.kind is Kind.W:  # B has done all of it
+            times.duration.append(0)
+            then = 0
         else:
-            duration = costs.of(action, placement.lane_of[action.stage])
-        times.duration.append(duration)
-        times.need.append(need)
-        times.change.append(change)
+            times.duration.append(costs.of(action, placement.lane_of[action.stage]))
+        times.need.append(first)
+        times.change.append(first + then)
     return times
 
 
