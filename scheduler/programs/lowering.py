@@ -1,6 +1,6 @@
 """The lowering of a schedule to a program: its sends, and receives that are posted ahead.
 
-    schedule  --place_messages-->  program  --post_ahead-->  program: receives posted earlier, so that sends wait less
+    schedule  --messages-->  program  --ahead-->  program: receives posted earlier, so that sends wait less
 
 One order of all actions of all lanes is chosen in which they could run one by one: by when they end in a simulation.
 Along it, where an action has run whose result another lane needs, its lane gets the SEND and at once the other lane the
@@ -18,7 +18,7 @@ never chooses, comes to the same end in any order.
 Posting a RECV earlier lets its SEND wait for less and keeps both; a RECV must not wait for its message then.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 
@@ -55,15 +55,13 @@ def lower(schedule: Schedule, ahead: int = 0) -> Program:
     lane 1: 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     refuse_unless_a("schedule", schedule, Schedule)
-    return post_ahead(place_messages(schedule), ahead)
+    ahead = whole_number("ahead", ahead, least=0)
+    orders = tuple(tuple(_posted_ahead(order, ahead)) for order in _with_messages(schedule))
+    return Program(schedule.name, schedule.placement, schedule.chunks, orders)
 
 
-def place_messages(schedule: Schedule) -> Program:
-    """Each SEND after what it sends, each RECV where the lane is by then.
-
-    Raises:
-        ScheduleError: a lane waits for ever, or runs what does not exist.
-    """
+def _with_messages(schedule: Schedule) -> list[list[Action]]:
+    """The orders with each SEND after what it sends, each RECV where the lane is by then."""
     routes = messages(schedule.placement).sent
     orders: list[list[Action]] = [[] for _ in schedule.orders]
     append = [order.append for order in orders]
@@ -73,26 +71,17 @@ def place_messages(schedule: Schedule) -> Program:
         for route in routes.get((stage, kind), ()):
             append[lane](_action((stage, route.send, chunk)))
             append[route.lane](_action((route.stage, route.receive, chunk)))
-    return Program(schedule.name, schedule.placement, schedule.chunks, tuple(map(tuple, orders)))
+    return orders
 
 
-def post_ahead(program: Program, ahead: int) -> Program:
+def _posted_ahead(order: Sequence[Action], ahead: int) -> Iterator[Action]:
     """Each RECV `ahead` actions earlier; both ends of a channel keep its order.
 
-    Raises:
-        ScheduleError: `ahead` is no whole number of at least 0.
+    Cut before each action that computes: the RECVs of a piece go to the piece `ahead` before it, or to the first.
 
-    >>> program = Program.parse("program mine, chunks 1, stages on lanes 0 1\\n lane 0: 0F0 0RECV_B0 0B0 \\n lane 1:")
-    >>> print(*post_ahead(program, 1).orders[0])
+    >>> print(*_posted_ahead(list(map(Action.parse, ["0F0", "0RECV_B0", "0B0"])), ahead=1))
     0RECV_B0 0F0 0B0
     """
-    ahead = whole_number("ahead", ahead, least=0)
-    orders = tuple(tuple(_moved(order, ahead)) for order in program.orders) if ahead else program.orders
-    return Program(program.name, program.placement, program.chunks, orders)
-
-
-def _moved(order: tuple[Action, ...], ahead: int) -> Iterator[Action]:
-    """Cut before each action that computes: the RECVs of a piece go to the piece `ahead` before it, or to the first."""
     receives: list[list[Action]] = [[]]
     rest: list[list[Action]] = [[]]
     for action in order:

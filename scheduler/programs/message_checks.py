@@ -72,15 +72,14 @@ def _in_order(program: Program) -> Iterator[Fault]:
                 break  # what follows is displaced
 
 
-def stuck_lanes(program: Program, receives_wait: bool = False) -> list[Fault]:
+def stuck_lanes(program: Program) -> list[Fault]:
     """Runs every lane as far as it gets, in time proportional to the length of the program.
 
     Every message is taken for itself. That is right where both ends of each channel have its messages in one order;
     else the transport would mix them up before anything is stuck.
 
     Args:
-        program: one that sends and receives each message once
-        receives_wait: whether a receive, too, waits until its message is there
+        program: one that sends and receives each message once, and receives it before it is needed
 
     Returns:
         A fault for each lane that is stuck; none where the program ends.
@@ -96,30 +95,22 @@ def stuck_lanes(program: Program, receives_wait: bool = False) -> list[Fault]:
     cannot end: lane 1 waits at 1SEND_B0 for 0RECV_B0, which lane 0 comes to after 0SEND_F1.
     """
     received = messages(program.placement).received
-    reached: set[Action] = set()  # sends and receives; what waits for one waits until its lane has come to it
+    done: set[Action] = set()
     position = [0] * program.lanes
     sleepers: dict[Action, list[int]] = {}
     awake = list(reversed(range(program.lanes)))
     while awake:
         lane = awake.pop()
-        order = program.orders[lane]
-        for at in range(position[lane], len(order)):
-            action, need = order[at], None
-            kind = action.kind
-            if kind.is_send or kind.is_receive:
-                reached.add(action)
-                if action in sleepers:
-                    awake += sleepers.pop(action)
-                if receives_wait or kind.is_send:
-                    need = other_end(action)
-            elif (action.stage, kind) in received:
-                need = other_end(Action(action.stage, received[action.stage, kind], action.chunk))
-            if need is not None and need not in reached:
-                sleepers.setdefault(need, []).append(lane)
-                position[lane] = at
+        while position[lane] < len(program.orders[lane]):
+            action = stage, kind, chunk = program.orders[lane][position[lane]]
+            receive = received.get((stage, kind))
+            message = action if kind.is_send else receive and Action(stage, receive, chunk)
+            if message and other_end(message) not in done:
+                sleepers.setdefault(other_end(message), []).append(lane)
                 break
-        else:
-            position[lane] = len(order)
+            done.add(action)
+            awake += sleepers.pop(action, ())
+            position[lane] += 1
     waits = {lane: need for need, lanes in sleepers.items() for lane in lanes}
     return [_wait(program, position, lane, waits[lane]) for lane in sorted(waits)]
 
