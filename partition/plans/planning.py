@@ -26,7 +26,6 @@ from partition.plans.trials import (
     costs_of,
     polished,
     recomputed,
-    stages_of,
     tried,
 )
 from partition.profiles.amounts import spelt_bytes, spelt_work
@@ -105,12 +104,12 @@ def plan(
         refuse_unless_finite(name, number, error=PartitionError)
     if flops is not None:
         refuse_unless_finite("flops", flops, above=True, error=PartitionError)
-    labels, machine = _machine(devices, memory, speed, link)
+    labels, speeds, caps, messages = _devices(devices, memory, speed, link)
     count = rows_of(sample) if rows is None else whole_number("rows", rows, least=1, error=PartitionError)
-    chunk_counts = _chunks(chunks, count, len(machine.speeds))
+    chunk_counts = _chunks(chunks, count, len(speeds))
     schedule_names = names() if schedules is None else tuple(schedules)
     for name in set(schedule_names) - set(names()):
-        by_name(name, len(machine.speeds), 1)  # says which there are
+        by_name(name, len(speeds), 1)  # says which there are
     sample_rows = rows_of(sample)
     profiles: dict[int, Profile] = {}
     failed: dict[int, Exception] = {}
@@ -127,16 +126,22 @@ def plan(
     if not profiles:
         raise next(iter(failed.values()))
     unit = next(iter(profiles.values())).unit
-    if link is None and unit != "s" and flops is None:
-        machine = machine._replace(link=0.0)  # a Choice's are in seconds
-    machine = _with_unit(machine, unit, flops, overhead)
+    rate = 1.0 if unit == "s" else flops
+    if rate is not None:
+        machine = Machine(speeds, caps, messages, rate, overhead, "s")
+    elif link:
+        raise PartitionError(
+            "link is in seconds, but a profile without a run counts FLOPs. Give flops=, what a device does in a second."
+        )
+    else:
+        machine = Machine(speeds, caps, 0.0, 1.0, 0.0, unit)  # links of a Choice are in seconds
     setups = [
         TrialSetup(profiles[number], machine, *named)
-        for number in profiles for named in _schedules(schedule_names, len(machine.speeds), number, len(module))
+        for number in profiles for named in _schedules(schedule_names, len(speeds), number, len(module))
     ]  # fmt: skip
     if not setups:
         raise PartitionError(
-            f"none of {', '.join(schedule_names)} is defined for {len(machine.speeds)} devices, {len(module)} layers "
+            f"none of {', '.join(schedule_names)} is defined for {len(speeds)} devices, {len(module)} layers "
             f"and {', '.join(map(str, profiles))} chunks. Ask for fewer devices, or other schedules or chunks."
         )
     if reorder is None:
@@ -155,7 +160,7 @@ def plan(
     schedule = best.setup.schedule
     return Plan(
         best.balance, schedule.chunks, best.setup.pipe_schedule, schedule.placement.lane_of, best.checkpoint, count,
-        labels, machine.caps if min(machine.caps) < math.inf else (), _expected(best), _costs(best),
+        labels, caps if min(caps) < math.inf else (), _expected(best), _costs(best),
         tuple(notes),
     )  # fmt: skip
 
@@ -166,7 +171,10 @@ def plan(
 _FREE = "messages between devices count as free: NVML did not tell all bandwidths, or times are no seconds. Give link="
 
 
-def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[str, ...], Machine]:
+def _devices(
+    devices: Any, memory: Any, speed: Any, link: Any
+) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float, ...], PlanLinks]:
+    """The names of the devices, where they have some; their speeds; their memory; the links between them."""
     labels: tuple[str, ...] = ()
     if isinstance(devices, Choice):
         labels, count = tuple(devices.names), len(devices.devices)
@@ -183,7 +191,7 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
     if isinstance(link, int | float):
         refuse_unless_finite("link", link, error=PartitionError)
     caps = _each("memory", math.inf if memory is None else memory, count)
-    return labels, Machine(_each("speed", speed, count), caps, link or 0.0, 1.0, 0.0, "s")
+    return labels, _each("speed", speed, count), caps, link or 0.0
 
 
 def _each(name: str, setting: Any, count: int) -> tuple[float, ...]:
@@ -192,18 +200,6 @@ def _each(name: str, setting: Any, count: int) -> tuple[float, ...]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise PartitionError(f"{name} is {setting!r}, but must be a number above 0, or one for each device.")
     return values
-
-
-def _with_unit(machine: Machine, unit: str, flops: float | None, overhead: float) -> Machine:
-    if unit == "s":
-        return machine._replace(overhead=overhead)
-    if flops is not None:
-        return machine._replace(rate=flops, overhead=overhead)
-    if machine.link:
-        raise PartitionError(
-            "link is in seconds, but a profile without a run counts FLOPs. Give flops=, what a device does in a second."
-        )
-    return machine._replace(unit=unit)
 
 
 def _chunks(chunks: int | Iterable[int] | None, rows: int, lanes: int) -> list[int]:
@@ -251,9 +247,8 @@ _APART = 1.4
 
 def _costs(best: Trial) -> Costs:
     """The costs of a trial in numbers for each stage, also what a chunk holds."""
-    stages = stages_of(best.setup.profile, best.balance)
+    stages, costs = best.stages, costs_of(best.setup, best.stages, best.balance, frozenset())
     recomputes = recomputed(best.checkpoint, best.setup.schedule)
-    costs = costs_of(best.setup, stages, best.balance, frozenset())
     shares = [sum(s == stage for s, _ in recomputes) / best.setup.schedule.chunks for stage in range(len(stages))]
     assert isinstance(costs.forward, tuple)  # a number for each stage
     return replace(
@@ -268,27 +263,23 @@ def _costs(best: Trial) -> Costs:
 
 
 def _expected(best: Trial) -> ExpectedStep:
-    timeline = best.timeline
-    stages = stages_of(best.setup.profile, best.balance)
-    costs = costs_of(best.setup, stages, best.balance, frozenset())
-    bound = LowerBound(pose(costs, best.setup.schedule.placement, best.setup.schedule.chunks)).value
-    unit = best.setup.machine.unit
+    timeline, schedule = best.timeline, best.setup.schedule
+    costs = costs_of(best.setup, best.stages, best.balance, frozenset())
+    bound = LowerBound(pose(costs, schedule.placement, schedule.chunks)).value
     return ExpectedStep(
-        timeline.makespan, timeline.bubble, min(bound, timeline.makespan), unit, timeline.busy, best.peaks
-    )
+        timeline.makespan, timeline.bubble, min(bound, timeline.makespan), best.setup.machine.unit, timeline.busy,
+        best.peaks,
+    )  # fmt: skip
 
 
 def _searched(best: Trial, effort: float) -> Trial:
     """A schedule that is searched for, for the same stages, if it is shorter and fits."""
-    stages = stages_of(best.setup.profile, best.balance)
-    room = [
-        cap - sum(stages[stage].state for stage in best.setup.schedule.placement.stages_of(lane))
-        for lane, cap in enumerate(best.setup.machine.caps)
-    ]  # fmt: skip
+    placement = best.setup.schedule.placement
+    room = [cap - peak.state for cap, peak in zip(best.setup.machine.caps, best.peaks)]
     try:
         result = search(
-            _costs(best), best.setup.schedule.lanes, best.setup.schedule.chunks,
-            None if math.inf in room else room, placement=best.setup.schedule.placement, effort=effort,
+            _costs(best), placement.lanes, best.setup.schedule.chunks, room,
+            placement=placement, effort=effort,
         )  # fmt: skip
     except ScheduleError:  # none fits the room, as the search counts it
         return best

@@ -76,6 +76,7 @@ class Trial:
     Attributes:
         setup: what was given.
         balance, checkpoint: chosen here.
+        stages: what each takes and holds.
         timeline: of a step.
         peaks: of the devices.
         over: for each device the bytes by which it exceeds its cap, or a negative number.
@@ -84,6 +85,7 @@ class Trial:
     setup: TrialSetup
     balance: tuple[int, ...]
     checkpoint: Checkpoint
+    stages: Sequence[StageProfile]
     timeline: Timeline
     peaks: tuple[DevicePeak, ...]
     over: tuple[float, ...]
@@ -285,7 +287,7 @@ def replayed(setup: TrialSetup, checkpoint: Checkpoint, balance: Sequence[int]) 
     values, loss = values_of(profile, balance), profile.loss_bytes(begins)
     device_peaks = peaks(timeline, schedule.placement, stages, values, recomputes, loss)
     over = tuple([peak.total - cap for peak, cap in zip(device_peaks, machine.caps)])
-    return Trial(setup, tuple(balance), checkpoint, timeline, device_peaks, over)
+    return Trial(setup, tuple(balance), checkpoint, stages, timeline, device_peaks, over)
 
 
 def recomputed(checkpoint: Checkpoint, schedule: Schedule) -> StageChunks:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from partition import LayerProfile, PartitionError, Plan, Profile, plan, profile
 from partition.halves import as_it_was
-from partition.plans import device_orders
+from partition.plans import device_orders, planning
 from partition.plans.device_orders import fitting, reordered, tried_in_orders
 from partition.plans.memory import StageValue, moments_of, peaks
 from partition.plans.plan import RecomputedStages
@@ -39,7 +39,7 @@ from partition.profiles.profile import SplitBackwardBytes, Work
 from partition.profiles.profiling import with_rows
 from pipeline import Pipe, Place
 from pipeline.stage.split_backward import SplitBackward
-from scheduler import Link, Schedule, by_name
+from scheduler import Found, Link, Schedule, by_name, search
 
 
 class SavedByStage:
@@ -398,6 +398,22 @@ def test_a_search_is_taken_where_it_is_shorter() -> None:
     ):
         with pytest.raises(PartitionError, match="this is no plan"):
             Plan.from_json(json.dumps({**json.loads(named.to_json()), field: value}))
+
+
+def test_a_search_keeps_to_the_memory_of_a_device_beside_one_that_may_hold_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks_of_found = []
+
+    def watched(*args: Any, **options: Any) -> Found:
+        found = search(*args, **options)
+        peaks_of_found.append(found.timeline.peak_memory)
+        return found
+
+    monkeypatch.setattr(planning, "search", watched)
+    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), torch.rand(512, 64)
+    best = plan(model, x, devices=3, memory=[2e5, 2e5, inf], device="meta", schedules=["1f1b"], chunks=[8],
+                speed=[1, 1.3, 2], effort=0.02, optimizer=0, reorder=False)  # fmt: skip
+    room = [2e5 - peak.state for peak in best.expected.peaks]
+    assert peaks_of_found and all(held[lane] <= room[lane] for held in peaks_of_found for lane in (0, 1))
 
 
 def test_a_plan_as_text_is_json_also_where_a_number_is_infinite() -> None:
