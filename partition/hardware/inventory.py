@@ -15,9 +15,9 @@ from warnings import warn
 import torch
 
 from partition.errors import PartitionError
-from partition.hardware.gpus import Device, Unit, read_units
+from partition.hardware.gpus import Device, read_units
 from partition.hardware.links import DeviceLink, DeviceLinks, read_links
-from partition.hardware.numbering import Numbering, number_devices, uuids_of_torch
+from partition.hardware.numbering import number_devices, uuids_of_torch
 from partition.hardware.nvml import NvmlUnavailable, opened, words_of
 from partition.hardware.sampling import DeviceSampling
 from partition.hardware.selection import MARGIN, Choice, choose, memory_cap
@@ -195,23 +195,14 @@ def devices(environment: Mapping[str, str] | None = None) -> Devices:
         with opened() as nvml:
             try:
                 units = read_units(nvml)
+                numbering = number_devices(units, os.environ if environment is None else environment, torch_uuids)
+                visible = [units[number] for number in numbering.visible]
+                units = visible + [unit for number, unit in enumerate(units) if number not in numbering.visible]
                 links = read_links(nvml, units)
             except nvml.NVMLError as error:
                 raise NvmlUnavailable(f"NVML does not tell how many GPUs there are: {words_of(error)}") from error
     except NvmlUnavailable as error:
         return Devices(notes=(f"No GPUs: {error}.", *_others()))
-    numbering = number_devices(units, os.environ if environment is None else environment, torch_uuids)
-    return _numbered(units, links, numbering)
-
-
-def _numbered(units: list[Unit], links: DeviceLinks, numbering: Numbering) -> Devices:
-    visible = numbering.visible
-    unit_indices = [*visible, *(unit_index for unit_index in range(len(units)) if unit_index not in visible)]
-    ordered = [
-        replace(units[unit_index].device, index=number if numbering.is_known and number < len(visible) else None)
-        for number, unit_index in enumerate(unit_indices)
-    ]
-    position = {unit_index: number for number, unit_index in enumerate(unit_indices)}
     notes = list(numbering.notes)
     if not units:
         notes += ["No GPUs: NVIDIA's driver shows none.", *_others()]
@@ -219,8 +210,9 @@ def _numbered(units: list[Unit], links: DeviceLinks, numbering: Numbering) -> De
         notes.append("CUDA_VISIBLE_DEVICES leaves this process no device.")
     elif torch.version.cuda is None:
         notes.append("This torch is built without CUDA: it can use none of these devices.")
-    links_by_position = {frozenset(position[unit_index] for unit_index in pair): link for pair, link in links.items()}
-    return Devices(tuple(ordered[:len(visible)]), tuple(ordered[len(visible):]), links_by_position, tuple(notes))
+    numbered = [replace(unit.device, index=number if numbering.is_known else None)
+                for number, unit in enumerate(visible)]
+    return Devices(tuple(numbered), tuple(unit.device for unit in units[len(visible):]), links, tuple(notes))
 
 
 def _others() -> list[str]:
