@@ -8,7 +8,7 @@
     code = (stage * 4 + kind) * chunks + chunk  is the number of an action that exists
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -70,8 +70,7 @@ class Columns:
     @cached_property
     def kind(self) -> Numbers:
         number = {kind: index for index, kind in enumerate(COMPUTE)}
-        rows = [[number[action.kind] for action in order] for order in self.schedule.orders]
-        return numpy.concatenate([numpy.array(row, dtype=numpy.int64) for row in rows])
+        return numpy.array([number[action.kind] for action in self.schedule.actions], dtype=numpy.int64)
 
     @cached_property
     def exists(self) -> Booleans:
@@ -93,10 +92,7 @@ class Columns:
 
     @cached_property
     def split(self) -> Booleans:
-        is_split = numpy.zeros((self.schedule.stages, self.schedule.chunks), dtype=bool)
-        halves = self.exists & (self.kind == COMPUTE.index(Kind.I))
-        is_split[self.stage[halves], self.chunk[halves]] = True
-        return is_split
+        return self.counts[:, COMPUTE.index(Kind.I)] > 0
 
     @cached_property
     def counts(self) -> Numbers:
@@ -128,15 +124,12 @@ class Columns:
         return lane, position, self.schedule.orders[lane][position]
 
     def _column(self, field: int) -> Numbers:
-        return numpy.concatenate([_whole([action[field] for action in order]) for order in self.schedule.orders])
-
-
-def _whole(values: Sequence[Any]) -> Numbers:
-    """Whole numbers; -1 in place of what is no number of a stage or chunk."""
-    array = numpy.array(values) if values else numpy.zeros(0, dtype=numpy.int64)
-    if array.dtype == numpy.int64:
-        return array
-    return numpy.array([_one(value) for value in values], dtype=numpy.int64)
+        """Whole numbers; -1 in place of what is no number of a stage or chunk."""
+        values = [action[field] for action in self.schedule.actions]
+        array = numpy.array(values)
+        if array.dtype == numpy.int64:
+            return array
+        return numpy.array([_one(value) for value in values], dtype=numpy.int64)
 
 
 def _one(value: Any) -> int:
