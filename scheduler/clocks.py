@@ -11,7 +11,7 @@ fastest takes no time. A clock that exchanges none, not even through others, is 
     lane 1: 1F0 1B0                  1B0 --> 0R0    what goes backward reads the B or I of the stage after; R before B
 """
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from math import inf
 from operator import attrgetter
@@ -100,7 +100,7 @@ def exchanges(rows: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, Event, f
     >>> [f"{giver.action} {reader.action}" for giver, reader, _ in exchanges(timeline.by_lane)]
     ['1B0 0B0', '1B1 0B1', '0F0 1F0', '0F1 1F1']
     """
-    givers: dict[tuple[int, bool, int], list[Event]] = defaultdict(list)
+    givers: dict[tuple[int, bool, int], deque[Event]] = defaultdict(deque)
     recomputed = set()
     for row in rows:
         for event in row:
@@ -110,15 +110,13 @@ def exchanges(rows: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, Event, f
             elif kind is Kind.R:
                 recomputed.add((stage, chunk))
     for row in rows:
-        read: Counter[tuple[int, bool, int]] = Counter()
         free = -inf
         for event in row:
             stage, kind, chunk = event.action
             reads = kind in (Kind.F, Kind.R) or kind.is_backward and (stage, chunk) not in recomputed
             key = (stage - 1 if kind is Kind.F else stage + 1), kind is Kind.F, chunk
-            if reads and read[key] < len(givers.get(key, ())):
-                giver = givers[key][read[key]]
-                read[key] += 1
+            if reads and givers[key]:
+                giver = givers[key].popleft()
                 if giver.lane != event.lane:
                     yield giver, event, free
             free = event.end
