@@ -92,7 +92,7 @@ def _each_layer(
                     else:
                         result, x = _visit(visit, layer_copy, x, visited)
                 del layer_copy
-            renew(visited.stashes, _cut)
+            renew(dict(zip(visited.stashes, _cut(values_of(visited.stashes)), strict=True)))
             results.append(result)
         if loss is not None:
             with _noted("loss" if loss.target is not None else "loss, without a target=", loss.function, sandbox):
@@ -161,22 +161,16 @@ class RunInput:
     """
 
     def __init__(self, x: Any, pops: list[Hashable]) -> None:
-        values, tree = pytree.tree_flatten([x, *values_of(pops)])
-        indices = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
-        differentiable = [index for index in indices if values[index].requires_grad]
-        self.leaves: list[Tensor] = []
-        for index in indices:
-            values[index] = values[index].detach()
+        given = [x, *values_of(pops)]
+        differentiable = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
+        self.leaves = [torch.empty((), device=tensor.device, requires_grad=True) for tensor in differentiable[:1]]
+        inputs: Iterator[Tensor] = iter(())
         if differentiable:
-            leaf = torch.empty((), device=values[differentiable[0]].device, requires_grad=True)
-            self.leaves.append(leaf)
-            detached = [values[index] for index in differentiable]
-            inputs = _InputsFromLeaf.apply(detached, leaf)  # type: ignore[no-untyped-call]
-            for index, value in zip(differentiable, inputs, strict=True):
-                values[index] = value
-        self.value, *popped = pytree.tree_unflatten(values, tree)
-        for key, value in zip(pops, popped, strict=True):
-            renew([key], lambda _, value=value: value)  # type: ignore[misc]  # bound now
+            inputs = iter(_InputsFromLeaf.apply(differentiable, *self.leaves))  # type: ignore[no-untyped-call]
+        self.value, *popped = pytree.tree_map_only(
+            Tensor, lambda tensor: next(inputs) if tensor.requires_grad else tensor.detach(), given
+        )
+        renew(dict(zip(pops, popped, strict=True)))
 
     def targets(self, layer: nn.Module) -> list[Tensor]:
         """The tensors whose gradients a whole backward computes."""

@@ -6,7 +6,7 @@ This package knows no runtime. A module that skips says so by two methods, `stas
 keys; between the layers the value stands under its key in a mapping that is the value of a context variable.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextvars import ContextVar, copy_context
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,11 +41,11 @@ def values_of(keys: Iterable[Hashable]) -> list[Any]:
     return [variable.get()[key] for key in keys for variable in _holding(key)]
 
 
-def renew(keys: Iterable[Hashable], change: Callable[[Any], Any]) -> None:
-    """Replace the values that stand under these keys, in this context."""
-    for key in keys:
+def renew(values: Mapping[Hashable, Any]) -> None:
+    """Put values in the places of those that stand under their keys, in this context."""
+    for key, value in values.items():
         for variable in _holding(key):
-            variable.set({**variable.get(), key: change(variable.get()[key])})
+            variable.set({**variable.get(), key: value})
 
 
 def _holding(key: Hashable) -> Iterator[ContextVar[Any]]:

@@ -6,7 +6,7 @@
 
 from collections.abc import Sequence
 from contextvars import copy_context
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,7 @@ from partition.halves import LateGrads
 from partition.profiles.backwards import backward, first_half, second_half
 from partition.profiles.measuring import RunInput, VisitedLayer, outputs_of
 
-
-class Pass(NamedTuple):
-    """The work of the actions of one run, in seconds or FLOPs: F, I, W, and B, both halves in one run of autograd."""
-
-    forward: float
-    input: float
-    weight: float
-    backward: float
+Pass: TypeAlias = tuple[float, float, float, float]  # seconds or FLOPs of F, I, W; and B, both halves in one run
 
 
 # ------------------------------------------------------------------------------------------------------------ seconds
@@ -41,7 +34,8 @@ def timed(layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[Pass, Any]:
         context.copy().run(_clocked_halves, layer, x, visited)
         halves, _ = context.copy().run(_clocked_halves, layer, x, visited)
     (forward, backward), y = _clocked(layer, x, visited)
-    return Pass(forward, *(halves or (backward, 0.0)), backward), y
+    first, second = halves or (backward, 0.0)
+    return (forward, first, second, backward), y
 
 
 def _is_trained(layer: nn.Module) -> bool:
@@ -93,7 +87,7 @@ def counted(layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[Pass, Any]
     with counter() as weights:
         second_half(parts)
     first, second = inputs.get_total_flops(), weights.get_total_flops()
-    return Pass(forward.get_total_flops(), first, second, first + second), y  # W calls the kernels that B would call
+    return (forward.get_total_flops(), first, second, first + second), y  # W calls the kernels that B would call
 
 
 def counter() -> FlopCounterMode:
