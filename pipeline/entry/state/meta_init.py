@@ -92,12 +92,13 @@ def materialize(
     check_reachable(layers, empty)
     _add_names(empty, others)
     is_read = anywhere(bool(empty))
-    if not empty:
-        if not is_read:
-            _refuse_unread_state(state, layers)
+    if not is_read:
+        _refuse_unread_state(state, layers)
+    by_own_rules = [layer for layer in layers if _loads_by_own_rules(layer, empty)]
+    if not is_read or not empty and not by_own_rules:
         return
     saved = None if state is None else _open(state, empty.values())
-    _check_given(empty.values(), init is not None, saved)
+    _check_given(empty.values(), init is not None, saved, [name for layer in by_own_rules for name in _extra_in(layer)])
     memory = MetaMemory()
     for meta in empty.values():
         memory.give(meta, marked=init is not None)
@@ -109,7 +110,7 @@ def materialize(
         with torch.no_grad():
             for meta in empty.values():
                 _fill(meta, saved)
-        _load_by_own_rules([layers[position] for position in {meta.position for meta in empty.values()}], empty, saved)
+        _load_by_own_rules(by_own_rules, empty, saved)
     _check_filled([meta for meta in empty.values() if saved is None or not _names_in(saved, meta)])
     for _, _, layer in layers:
         for module in layer.modules():
@@ -193,11 +194,13 @@ def _refuse_unread_state(state: State | None, layers: NumberedLayers) -> None:
         )
 
 
-def _check_given(empty: Iterable[MetaTensor], init: bool, saved: Mapping[str, Any] | None) -> None:
-    """Refuse, by name, tensors that would get no value."""
+def _check_given(
+    empty: Iterable[MetaTensor], init: bool, saved: Mapping[str, Any] | None, extra: Iterable[str]
+) -> None:
+    """Refuse, by name, tensors and extra states that would get no value."""
     if saved is None:
-        if not init:
-            names = [meta.names[0] for meta in empty]
+        names = [meta.names[0] for meta in empty]
+        if names and not init:
             raise ValueError(f"on the meta device, so without values: {few(names)}. {_REMEDY}")
         return
     lacking = [meta for meta in empty if not _names_in(saved, meta)]
@@ -208,6 +211,7 @@ def _check_given(empty: Iterable[MetaTensor], init: bool, saved: Mapping[str, An
             "materialize=(callable, state), where the callable fills them, or a callable alone."
         )
     missing = [meta.names[0] for meta in lacking if meta.saved]
+    missing += [] if init else [name for name in extra if name not in saved]
     if missing:
         raise ValueError(
             f"the state in materialize= has no values for {few(missing)}. It has {len(saved)} entries "
@@ -307,15 +311,27 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     return wide.max >= narrow.max and wide.eps <= narrow.eps and wide.smallest_normal <= narrow.smallest_normal
 
 
+def _loads_by_own_rules(layer: tuple[int, str, nn.Module], empty: Mapping[int, MetaTensor]) -> bool:
+    """Whether a layer has rules of its own for loading, or extra state, and no values yet."""
+    _, name, module = layer
+    is_empty = [id(tensor) in empty for _, tensor, is_saved in places(name, module) if is_saved]
+    return (any(is_empty) or not is_empty) and any(map(_has_rules, module.modules()))
+
+
 def _load_by_own_rules(layers: NumberedLayers, empty: Mapping[int, MetaTensor], saved: Mapping[str, Any]) -> None:
     """Let layers with rules of their own for loading, or with extra state, load what was read for them."""
-    for _, name, layer in layers:
-        if any(map(_has_rules, layer.modules())):
-            module = sequential({name: layer})
-            own = {place: empty[id(tensor)] for place, tensor, _ in places(name, layer) if id(tensor) in empty}
-            state = {place: saved[names[0]] for place, meta in own.items() if (names := _names_in(saved, meta))}
-            extra = [f"{prefix}._extra_state".removeprefix(".") for prefix, _ in module.named_modules()]
-            module.load_state_dict({**state, **{key: saved[key] for key in extra if key in saved}}, strict=False)
+    for index, name, layer in layers:
+        own = {place: empty[id(tensor)] for place, tensor, _ in places(name, layer) if id(tensor) in empty}
+        state = {place: saved[names[0]] for place, meta in own.items() if (names := _names_in(saved, meta))}
+        extra = {key: saved[key] for key in _extra_in((index, name, layer)) if key in saved}
+        sequential({name: layer}).load_state_dict({**state, **extra}, strict=False)
+
+
+def _extra_in(layer: tuple[int, str, nn.Module]) -> list[str]:
+    """The names of the extra states of a layer."""
+    named = sequential({layer[1]: layer[2]}).named_modules()
+    overriding = [name for name, module in named if type(module).set_extra_state is not nn.Module.set_extra_state]
+    return [f"{name}._extra_state".removeprefix(".") for name in overriding]
 
 
 def _has_rules(module: nn.Module) -> bool:

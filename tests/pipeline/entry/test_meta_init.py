@@ -17,7 +17,7 @@ from shards import save_shards
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from pipeline import Pipe, layer_seed
+from pipeline import Pipe, layer_seed, meta_parameters
 from pipeline.entry.state.meta_init import materialize, reset_parameters
 
 CPU = torch.device("cpu")
@@ -305,6 +305,42 @@ def test_extra_state_comes_with_the_tensors(tmp_path):
         model[1] = Counted(2, 2)
         fill(model, given)
         assert (model[0][0].count, model[1].count) == (5, 0)  # what has values keeps this too
+
+
+def test_extra_state_comes_to_a_layer_without_tensors_of_its_own(tmp_path):
+    class Counting(nn.Module):
+        count = 0
+
+        def __init__(self, weight=None):
+            super().__init__()
+            self.weight = weight
+            self.register_buffer("table", torch.ones(2), persistent=False)
+
+        def get_extra_state(self):
+            return torch.tensor(self.count)
+
+        def set_extra_state(self, state):
+            self.count = int(state)
+
+    def build():
+        linear = nn.Linear(2, 2)
+        return nn.Sequential(nn.Sequential(Counting()), linear, Counting(linear.weight))
+
+    saved = build()
+    saved[0][0].count, saved[2].count = 5, 6
+    state = saved.state_dict()
+    save_shards(tmp_path / "shards", [{name: state[name] for name in state if name != "2.weight"}])  # tied
+    for given in (state, tmp_path / "shards"):
+        for own in ([0, 1, 2], [0]):
+            with meta_parameters():
+                model = build()
+            here = [(index, str(index), model[index]) for index in own]
+            materialize(here, given, [CPU] * len(own), seed=1, anywhere=lambda _: True)
+            assert [model[0][0].count, model[2].count] == [5, 6 if 2 in own else 0]
+    with meta_parameters():
+        model = build()
+    with pytest.raises(ValueError, match="no values for 0.0._extra_state. It has 4 entries"):
+        fill(model, {name: state[name] for name in state if name != "0.0._extra_state"})
 
 
 class Turned(nn.Linear):
