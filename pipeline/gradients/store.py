@@ -344,18 +344,18 @@ class GradStore:
         If the optimizer fails the store keeps its gradients.
 
         Raises:
-            RuntimeError: the store is empty.
+            RuntimeError: the store is empty, and the optimizer has parameters to train, as a rank may not.
             ValueError: the optimizer does not hold one of the parameters, or `.grad` of one of its parameters is set,
                 which the step would use too.
         """
         grads = dict(self._live.filled())
-        if not grads:
+        check_optimizer(optimizer)
+        params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        if not grads and any(param.requires_grad and param.numel() for param in params.values()):
             raise RuntimeError(
                 "the GradStore is empty: there is nothing to step with. It was applied already, or nothing was added: "
                 "run a backward pass first."
             )
-        check_optimizer(optimizer)
-        params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
         foreign = [slot.param for slot in grads if id(slot.param) not in params]
         if foreign:
             raise ValueError(

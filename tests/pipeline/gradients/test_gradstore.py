@@ -669,6 +669,15 @@ def test_apply_twice_is_refused():
     assert torch.equal(param, after)
 
 
+def test_apply_of_nothing_to_an_optimizer_of_nothing_is_a_step():
+    frozen, none = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.empty(0))
+    optimizer = torch.optim.Adam([frozen, none])  # as of a rank that trains nothing
+    steps = []
+    optimizer.register_step_post_hook(lambda *args: steps.append(args))
+    GradStore([]).apply(optimizer)
+    assert len(steps) == 1
+
+
 def test_apply_refuses_an_optimizer_without_one_of_the_parameters():
     held, other = parameter(3), parameter(2, 5)
     store, (grad, _) = filled(held, other)
