@@ -62,6 +62,11 @@ class NamedLayer(nn.Module, ABC):
         """A function that begins a call, the same for all parts of a model: what is left may no longer be right."""
         return int  # nothing
 
+    @property
+    def buffers_beside(self) -> Iterable[Tensor]:
+        """The buffers of the model that it computes with, and that are in no layer."""
+        return ()
+
 
 class Holder(nn.Module):
     """A module that gives the modules and tensors in it their names."""

@@ -151,6 +151,12 @@ class Outline(nn.Module):
         }
         self._cache = _ArgumentCache()
 
+    @property
+    def buffers_beside(self) -> list[Tensor]:
+        """The buffers of the model that are in no part."""
+        root = self._roots[None]
+        return [buffer for buffer in root.buffers() if not is_without_memory(buffer)]
+
     def lead(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Let copies of the model's modules follow what is set on these.
 

@@ -118,6 +118,10 @@ class OutlinePart(Part):
     def in_model(self) -> ModelNames:
         return super().in_model._replace(settings=self.outline.settings)
 
+    @property
+    def buffers_beside(self) -> Iterable[Tensor]:
+        return self.outline.buffers_beside
+
     def _run(self, run: OutlineRun, leaves: Leaves, device: torch.device) -> Any:
         return self.outline.run(run, leaves, device, self._units(), self.modes)
 

@@ -2,7 +2,7 @@
 
     tensors    dtype, shape and a digest of the values
     modules    class, extra_repr, attributes of each, and the values of all parameters and buffers; of a model's the
-               attributes that are numbers or words
+               attributes that are numbers or words, of its modules beside the layers, too
     functions  name, code, defaults and what they have captured; a partial: its function and arguments
     others     class and attributes
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from partition.containers import reader_of
-from partition.names import OF_EVERY_MODULE
+from partition.names import OF_EVERY_MODULE, NamedLayer
 from partition.opaque import named
 from pipeline.data.loss_key import captured
 from pipeline.distributed.agreement import digest, values_in_words
@@ -38,6 +38,9 @@ def architecture(module: nn.Module) -> str:
 
 def _plain(module: nn.Module) -> list[tuple[str, Any]]:
     own = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
+    in_model = module.in_model if isinstance(module, NamedLayer) else None
+    tables = {} if in_model is None else in_model.settings
+    own += [(f"{name}.{key}", value) for name, settings in tables.items() for key, value in settings.items()]
     return sorted([(name, value) for name, value in own if isinstance(value, _PLAIN)])
 
 

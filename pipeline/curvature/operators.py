@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from partition.names import NamedLayer
 from pipeline.common.arguments import check_count
 from pipeline.common.torch_modes import Ambient
 from pipeline.curvature.by_layers import layer_densities, per_layer
@@ -270,7 +271,8 @@ class Operator(LinearMap):
         """A digest of the model with all its tensors, data, loss and settings; the same text on all ranks."""
         pipe = self.pipe
         pipe.runtime.follow_model()
-        tensors = [*pipe.parameters(), *pipe.buffers()]
+        beside = [buffer for part in pipe.modules() if isinstance(part, NamedLayer) for buffer in part.buffers_beside]
+        tensors = [*pipe.parameters(), *pipe.buffers(), *beside]
         flags = "" if self.training is not None else str([m.training for m in pipe.modules()])
         model = f"{architecture(pipe)} {values_in_words(tensors)} by {list(self.space.parameters())}"
         autocast = Ambient.capture(sorted({device.type for device in pipe.devices})).autocast

@@ -531,6 +531,34 @@ def test_a_fingerprint_tells_architectures_and_what_is_frozen_apart():
     assert prints == [make().fingerprint() for make in makers]
 
 
+class Between(nn.Module):
+    """Blocks between what the model computes with a number and a buffer of its own, which no state_dict has."""
+
+    def __init__(self, power, table):
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks, self.power = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), power
+        self.register_buffer("table", torch.full((3,), table), persistent=False)
+
+    def forward(self, x):
+        hidden = x * self.table
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return hidden * self.power
+
+
+def test_a_fingerprint_tells_what_stays_in_a_model_that_was_cut_apart():
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+
+    def printed(power, table):
+        pipe = Pipe(Between(power, table), None, 2, sample=x[:2], devices=["cpu"] * 2)
+        return Hessian(pipe, (x, y), nn.functional.mse_loss).fingerprint()
+
+    choices = [(1.0, 1.0), (2.0, 1.0), (1.0, 2.0)]
+    assert len({printed(*choice) for choice in choices}) == len(choices)
+    assert printed(1.0, 1.0) == printed(1.0, 1.0)
+
+
 class Smoothed:
     def __init__(self, by):
         self.by = by
