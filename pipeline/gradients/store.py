@@ -307,10 +307,18 @@ class GradStore:
 
         Raises:
             KeyError, TypeError, ValueError: as `add_`, but each may be on any device; nothing is loaded then.
+            ValueError: two are of one parameter, under two of its names.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state is {shown(state)}. Give a dict of gradients by name, as from state_dict().")
         slots = [self._slot(name) for name in state]
+        names = {id(slot.param): name for name, slot in zip(state, slots, strict=True)}
+        for name, slot in zip(state, slots, strict=True):
+            if names[id(slot.param)] != name:
+                raise ValueError(
+                    f"{name!r} and {names[id(slot.param)]!r} are one parameter, and the state has a gradient under "
+                    "each. Give one, or their sum."
+                )
         grads = [
             grad.to(slot.param.device) if isinstance(grad, Tensor) else grad
             for slot, grad in zip(slots, state.values(), strict=True)

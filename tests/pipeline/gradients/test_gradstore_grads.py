@@ -253,6 +253,15 @@ def test_loading_what_does_not_fit_loads_nothing(state, error, words):
     assert store.state_dict().keys() == {"0.bias"}
 
 
+def test_two_gradients_of_one_parameter_are_not_loaded():
+    layer = nn.Linear(2, 2)
+    store = GradStore(nn.Sequential(layer, layer))
+    with pytest.raises(ValueError, match="'0.bias' and '1.bias' are one parameter, and the state has a gradient"):
+        store.load_state_dict({"0.bias": torch.ones(2), "1.bias": torch.zeros(2)})
+    store.load_state_dict({"1.bias": torch.ones(2)})
+    assert store.get("0.bias").tolist() == [1, 1]
+
+
 def test_a_gradient_without_a_name_cannot_be_saved_by_name():
     named, unnamed = parameter(3), parameter(2, 5)
     store = GradStore([("named", named), unnamed])
