@@ -290,6 +290,11 @@ def _fill(empty: MetaTensor, saved: Mapping[str, Any]) -> None:
 def _check_fits(name: str, tensor: Tensor, value: object) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"the state in materialize= has a {type(value).__name__} for {name!r}, which is a tensor.")
+    if value.is_meta or value.layout is not torch.strided:
+        raise ValueError(
+            f"the state in materialize= has a tensor on {value.device} of {value.layout} for {name!r}. Give one with "
+            "all of its values."
+        )
     if value.shape != tensor.shape or not _holds(tensor.dtype, value.dtype):
         raise ValueError(
             f"the state in materialize= has {value.dtype} of shape {list(value.shape)} for {name!r}, which is "

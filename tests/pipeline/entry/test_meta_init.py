@@ -561,6 +561,8 @@ def test_what_a_state_lacks_is_named_before_anything_is_done(directory):
         (torch.ones(2, 2, dtype=torch.float64), "has torch.float64 of.* for '0.weight', which is torch.float32"),
         (torch.ones(2, 2, dtype=torch.int32), "has torch.int32 of.* for '0.weight', which is torch.float32"),
         ([[1.0, 1.0], [1.0, 1.0]], "has a list for '0.weight'"),
+        (torch.ones(2, 2, device="meta"), "has a tensor on meta of torch.strided for '0.weight'. Give one with all"),
+        (torch.eye(2).to_sparse(), "has a tensor on cpu of torch.sparse_coo for '0.weight'"),
     ],
 )
 def test_a_value_of_another_shape_or_type_is_refused(value, words):
