@@ -71,8 +71,7 @@ class RankMailbox(Mailbox):
 
     def put(self, stage: int, chunk: int, outputs: Sequence[Activations]) -> None:
         rows = self._values.made_by[stage]
-        last_readers = _last_readers(rows, outputs)
-        for row, message in zip(rows, outputs, strict=True):
+        for row, message in zip(rows, _with_last_readers(rows, outputs), strict=True):
             key = row.name, chunk, False
             if stage == CALLER:
                 parcel = self._transport.send(message.tree.tensors, None, Place(self._ranks.device))
@@ -80,9 +79,8 @@ class RankMailbox(Mailbox):
             elif row.reader == CALLER or self._rank_of[row.reader] == self._ranks.rank:
                 self._activations[key] = message, None
             else:
-                memory = tuple([identity._replace(until=last_readers[identity.origin]) for identity in message.memory])
                 tree = message.tree
-                self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, memory))
+                self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, message.memory))
 
     def take(self, stage: int, chunk: int) -> list[Activations]:
         return [self._taken((row.name, chunk, False), row) for row in self._values.read_by[stage]]
@@ -134,10 +132,17 @@ class RankMailbox(Mailbox):
         return message
 
 
-def _last_readers(rows: Sequence[Value], messages: Sequence[Activations]) -> dict[tuple[int, int, int], int]:
-    """For each memory that is sent the last stage that reads it by another way: a rank between would not know."""
+def _with_last_readers(rows: Sequence[Value], messages: Sequence[Activations]) -> list[Activations]:
+    """Messages that know of each memory the last stage that reads it by another way.
+
+    What one rank keeps and another gets has one memory too, and a value that was sent is no longer under way here.
+    """
     ends = defaultdict[tuple[int, int, int], list[int]](list)  # of each tensor with that memory
     for row, message in zip(rows, messages, strict=True):
         for memory in dict.fromkeys(message.memory):
             ends[memory.origin] += [memory.until, row.reader]
-    return {origin: max(own_ends) if len(own_ends) > 2 else own_ends[0] for origin, own_ends in ends.items()}
+    last = {origin: max(own_ends) if len(own_ends) > 2 else own_ends[0] for origin, own_ends in ends.items()}
+    return [
+        message._replace(memory=tuple([identity._replace(until=last[identity.origin]) for identity in message.memory]))
+        for message in messages
+    ]

@@ -121,9 +121,11 @@ def test_values_and_gradients_come_to_their_readers_as_in_one_process(rank_of) -
         box.end()
 
 
-def test_memory_that_a_later_stage_of_another_rank_reads_too_is_known_between() -> None:
-    """Stage 0 sends one memory to stage 1 and, as a skip, to stage 3: stage 1, on another rank, must not write it."""
-    _, _, boxes = mailboxes((0, 1, 2, 3))
+@pytest.mark.parametrize("rank_of", [(0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1)])
+def test_memory_that_a_later_stage_of_another_rank_reads_too_is_known_between(rank_of) -> None:
+    """Stage 0 gives one memory to stage 1 and, as a skip, to stage 3: stage 1, on whatever rank, must not write it."""
+    _, _, of_ranks = mailboxes(rank_of)
+    boxes = [of_ranks[rank] for rank in rank_of]
     shared, own = MemoryId((0, 0, 0)), MemoryId((0, 0, 1))
     boxes[0].put(0, 0, [message(1.0, (shared,)), message(2.0, (own,)), message(3.0, (shared,))])
     through, near = boxes[1].take(1, 0)
