@@ -10,8 +10,8 @@ A message travels with its spec (transports/link.py). The P2PPlan of a phase has
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads
@@ -21,6 +21,8 @@ from pipeline.execution.mailbox import Mailbox, sent
 from pipeline.execution.p2p_plan import MessageKey, P2PPlan
 from pipeline.transports.local import Local, Parcel
 from pipeline.transports.message import Message
+
+MemoryOrigin: TypeAlias = tuple[int, int, int]
 
 
 class RankMailbox(Mailbox):
@@ -83,7 +85,11 @@ class RankMailbox(Mailbox):
                 self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, message.memory))
 
     def take(self, stage: int, chunk: int) -> list[Activations]:
-        return [self._taken((row.name, chunk, False), row) for row in self._values.read_by[stage]]
+        inbox = [self._taken((row.name, chunk, False), row) for row in self._values.read_by[stage]]
+        last: dict[MemoryOrigin, int] = {}
+        for memory in [memory for message in inbox for memory in message.memory]:  # one memory may have come two ways
+            last[memory.origin] = max(memory.until, last.get(memory.origin, memory.until))
+        return _until(inbox, last)
 
     def _taken(self, key: MessageKey, row: Value) -> Activations:
         if key in self._activations or row.producer == CALLER:
@@ -137,11 +143,16 @@ def _with_last_readers(rows: Sequence[Value], messages: Sequence[Activations]) -
 
     What one rank keeps and another gets has one memory too, and a value that was sent is no longer under way here.
     """
-    ends = defaultdict[tuple[int, int, int], list[int]](list)  # of each tensor with that memory
+    ends = defaultdict[MemoryOrigin, list[int]](list)  # of each tensor with that memory
     for row, message in zip(rows, messages, strict=True):
         for memory in dict.fromkeys(message.memory):
             ends[memory.origin] += [memory.until, row.reader]
     last = {origin: max(own_ends) if len(own_ends) > 2 else own_ends[0] for origin, own_ends in ends.items()}
+    return _until(messages, last)
+
+
+def _until(messages: Sequence[Activations], last: Mapping[MemoryOrigin, int]) -> list[Activations]:
+    """Messages that know these last readers."""
     return [
         message._replace(memory=tuple([identity._replace(until=last[identity.origin]) for identity in message.memory]))
         for message in messages

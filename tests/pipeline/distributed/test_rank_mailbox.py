@@ -135,6 +135,18 @@ def test_memory_that_a_later_stage_of_another_rank_reads_too_is_known_between(ra
     assert boxes[2].take(2, 0)[0].memory == (MemoryId((0, 0, 0), until=3),)
 
 
+@pytest.mark.parametrize("rank_of", [(0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 0, 0)])
+def test_of_one_memory_that_came_two_ways_both_know_the_last_reader(rank_of) -> None:
+    """Stage 3 may give on either of the two, and a stage behind it must not write it."""
+    _, _, of_ranks = mailboxes(rank_of)
+    boxes = [of_ranks[rank] for rank in rank_of]
+    early, late = MemoryId((0, 0, 0), until=3), MemoryId((0, 0, 0), until=5)
+    boxes[0].put(0, 0, [message(1.0), message(2.0), message(3.0, (early,))])
+    boxes[2].put(2, 0, [message(4.0, (late,))])
+    boxes[1].put(1, 0, [message(5.0), message(6.0)])
+    assert [one.memory for one in boxes[3].take(3, 0)] == [(late,), (late,), ()]
+
+
 @skippable(stash=["s"])
 class Keep(nn.Module):
     def forward(self, x):
