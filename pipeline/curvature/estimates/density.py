@@ -207,7 +207,7 @@ def density(
         True
     """
     _check(steps, runs, points, sigma, margin)
-    settings = {"file": "density 3", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
+    settings = {"file": "density 4", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
     with Resumable(A, f"density of {A.name}", steps * runs, settings, show, resume, save_every) as run:
         matrices = _lanczos(A, steps, runs, seed, run)
     rule = stacked([gauss(alphas, betas) for alphas, betas in matrices], steps)
@@ -218,18 +218,13 @@ def density(
 
 def _lanczos(A: LinearMap, steps: int, runs: int, seed: int, run: Resumable) -> list[tuple[Tensor, Tensor]]:
     """Each run's tridiagonal matrix."""
-    saved = run.saved_state or {"ended": [], "lanes": None}
-    ended, lanes = [tuple(pair) for pair in saved["ended"]], saved["lanes"]
+    saved = run.saved_state or []
+    starts = (A.space.random("normal", seed, index) for index in range(len(saved), runs))
 
-    def on_progress(_: int, lane_states: list[dict[str, Any]]) -> None:
-        spent = _spent(ended) + _spent([state["numbers"] for state in lane_states])
-        run.record(spent, {"ended": ended, "lanes": lane_states})
+    def on_progress(states: list[dict[str, Any]]) -> None:
+        run.record(_spent([state["numbers"] for state in states]), states)
 
-    for first in range(len(ended), runs, A.block):
-        starts = [A.space.random("normal", seed, index) for index in range(first, min(first + A.block, runs))]
-        ended += tridiagonals(A, starts, steps, on_progress, lanes)
-        lanes = None
-    return ended
+    return tridiagonals(A, starts, steps, on_progress, saved)
 
 
 def _spent(matrices: Sequence[Sequence[Any]]) -> int:

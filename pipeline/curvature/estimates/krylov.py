@@ -17,7 +17,7 @@ Unlike Cholesky QR that holds for directions of any length above rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,10 @@ NOISE = 32  # what is left of a product that lies in the basis, in units of its 
 class Basis:
     """Orthonormal vectors of a space, this process's part of them.
 
+    Args:
+        space: the space.
+        state: of a basis, to go on with; or of an empty one.
+
     Example:
         >>> import torch
         >>> from torch import nn
@@ -52,10 +56,10 @@ class Basis:
         [tensor([0., 3., 4.], dtype=torch.float64)]
     """
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, state: Mapping[str, Any] = {"slabs": [], "rows": 0}) -> None:
         self.space = space
-        self.slabs: list[list[Tensor]] = []  # [slab][shard]: [SLAB, entries]
-        self._rows = 0
+        self.slabs = from_host(space, state["slabs"])  # [slab][shard]: [SLAB, entries]
+        self._rows: int = state["rows"]
 
     def __len__(self) -> int:
         return self._rows
@@ -122,10 +126,6 @@ class Basis:
     def state(self) -> dict[str, Any]:
         """All that it holds, by reference: in the memory layout in which sums round alike."""
         return {"slabs": self.slabs, "rows": self._rows}
-
-    def go_on(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        self.slabs, self._rows = from_host(self.space, state["slabs"]), state["rows"]
 
     def _filled(self, index: int) -> list[Tensor]:
         """On one shard the slabs' rows that hold something."""

@@ -108,7 +108,7 @@ class LanczosRun:
         """Take over a state."""
         fields = dict(state["place"])
         fields["chain"] = None if fields["chain"] is None else EigenvectorMap(**fields["chain"])
-        self.basis.go_on(state["basis"])
+        self.basis = Basis(self.map.space, state["basis"])
         self.current = LanczosState(**fields)
         self._ritz = ritz(self.current.projection)
 

@@ -23,8 +23,9 @@ of tr(f(A)) via stochastic Lanczos quadrature", 2017.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -32,27 +33,27 @@ from torch import Tensor
 
 from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.krylov import Basis, Split, is_noise, orthogonalise_
-from pipeline.curvature.linear import LinearMap, blocks
+from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.space import HOST, Space, Vec, copy, scale_
 
 
 def tridiagonals(
     A: LinearMap,
-    starts: Sequence[Vec],
+    starts: Iterable[Vec],
     steps: int,
-    on_progress: Callable[[int, list[dict[str, Any]]], None] = lambda products, states: None,
-    saved_states: Sequence[dict[str, Any]] | None = None,
+    on_progress: Callable[[list[dict[str, Any]]], None] = lambda states: None,
+    saved_states: Sequence[dict[str, Any]] = (),
 ) -> list[tuple[Tensor, Tensor]]:
-    """Run Lanczos from each of some vectors, all in lockstep, so that their products are asked for together.
+    """Run Lanczos from each of some vectors, as many in lockstep as are best multiplied together.
 
-    It holds len(starts) * steps vectors.
+    It holds A.block * steps vectors.
 
     Args:
-        starts: of any length but 0; not changed.
+        starts: of any length but 0; not changed. Each is asked for when its run begins.
         steps: products for each start. Fewer are spent once its Krylov space is invariant, at the latest after as
             many as vectors have entries.
-        on_progress: told after each group of products how many it was, and the state of each start.
-        saved_states: a state of the same starts, to go on from.
+        on_progress: told after each group of products the states of the runs that have begun.
+        saved_states: of runs that had begun, to go on from; `starts` are those of the others.
 
     Returns:
         for each start alphas [m] and betas [m], float64, on the CPU, the same on every process; m <= steps. The last
@@ -73,47 +74,49 @@ def tridiagonals(
         >>> alphas.round(decimals=9).tolist(), betas.round(decimals=9).tolist()
         ([5.0, 5.0], [3.0, 0.0])
     """
-    check_count("steps", steps)
-    lanes = [_LanczosLane(A.space, start, number) for number, start in enumerate(starts)]
-    for lane, state in zip(lanes, saved_states or (), strict=bool(saved_states)):
-        lane.go_on(state)
-    for step in range(1, min(steps, A.space.size) + 1):
-        live = [lane for lane in lanes if len(lane.alphas) == step - 1 and not lane.is_done]
-        for group in blocks(live, A.block):
-            images = A.products([lane.basis.row(-1) for lane in group])
-            splits = orthogonalise_([lane.basis for lane in group], images, A.name)
-            for lane, image, split in zip(group, images, splits, strict=True):
-                lane.take(image, split, last=step == min(steps, A.space.size))
-            on_progress(len(images), [lane.state() for lane in lanes])
-    return [lane.coefficients() for lane in lanes]
+    most = min(check_count("steps", steps), A.space.size)
+    remaining = iter(starts)
+    lanes = [_LanczosLane(Basis(A.space, state["basis"]), *state["numbers"]) for state in saved_states]
+    while True:
+        if all([lane.is_done for lane in lanes]):
+            for start in islice(remaining, A.block):
+                lanes.append(_LanczosLane(_begun(A.space, start, len(lanes))))
+        live = [lane for lane in lanes if not lane.is_done]
+        if not live:
+            return [(torch.tensor(lane.alphas, **HOST), torch.tensor(lane.betas, **HOST)) for lane in lanes]
+        images = A.products([lane.basis.row(-1) for lane in live])
+        splits = orthogonalise_([lane.basis for lane in live], images, A.name)
+        for lane, image, split in zip(live, images, splits, strict=True):
+            lane.take(image, split, most)
+        on_progress([lane.state() for lane in lanes])
+
+
+def _begun(space: Space, start: Vec, number: int) -> Basis:
+    """A basis of the start alone."""
+    basis, norm = Basis(space), space.norm(start)
+    if not norm > 0:
+        raise ValueError(f"start {number} has norm {norm}: Lanczos needs a vector that is not zero.")
+    basis.append(scale_(copy(start), 1 / norm))
+    return basis
 
 
 @dataclass
 class _LanczosLane:
-    """One start and what has come of it."""
+    """The run of one start."""
 
-    space: Space
-    start: Vec
-    number: int
+    basis: Basis
     alphas: list[float] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
     scale: float = 0.0
     is_done: bool = False
 
-    def __post_init__(self) -> None:
-        self.basis = Basis(self.space)
-        norm = self.space.norm(self.start)
-        if not norm > 0:
-            raise ValueError(f"start {self.number} has norm {norm}: Lanczos needs a vector that is not zero.")
-        self.basis.append(scale_(copy(self.start), 1 / norm))
-
-    def take(self, image: Vec, split: Split, last: bool) -> None:
+    def take(self, image: Vec, split: Split, most: int) -> None:
         """The product of the last row, of which `image` is the rest that is orthogonal to all rows."""
         self.alphas.append(float(split.inside[-1]))
         self.scale = max(self.scale, split.whole)
-        rest = 0.0 if is_noise(split.norm, self.scale, self.space) else split.norm
+        rest = 0.0 if is_noise(split.norm, self.scale, self.basis.space) else split.norm
         self.betas.append(rest)
-        self.is_done = last or not rest
+        self.is_done = len(self.alphas) == most or not rest
         if self.is_done:
             self.basis.cut(0)
         else:
@@ -122,14 +125,6 @@ class _LanczosLane:
     def state(self) -> dict[str, Any]:
         """All that it needs to go on."""
         return {"basis": self.basis.state(), "numbers": [self.alphas, self.betas, self.scale, self.is_done]}
-
-    def go_on(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        self.basis.go_on(state["basis"])
-        self.alphas, self.betas, self.scale, self.is_done = state["numbers"]
-
-    def coefficients(self) -> tuple[Tensor, Tensor]:
-        return torch.tensor(self.alphas, **HOST), torch.tensor(self.betas, **HOST)
 
 
 TAIL = 6.0  # the grid ends so many widths behind the last node: what is left of a Gaussian there is 1e-9
