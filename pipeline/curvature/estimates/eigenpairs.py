@@ -146,11 +146,9 @@ def top_eigenpairs(
     """
     goal = EigenpairGoal(k, which, tol, seed, A.block if block is None else block, max_basis, miss)
     goal = _checked(A, goal, max_products)
-    run = LanczosRun(A, goal)
-    title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 3", **asdict(goal)}
+    title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 4", **asdict(goal)}
     with Resumable(A, title, max_products, settings, show, resume, save_every) as resumable:
-        if resumable.saved_state is not None:
-            run.go_on(resumable.saved_state)
+        run = LanczosRun(A, goal, resumable.saved_state)
         _advance(run, max_products, resumable.record)
         if not run.current.done:
             resumable.leave()

@@ -69,12 +69,22 @@ class LanczosRun:
     """Lanczos for one goal. Over ranks all processes take the same steps: what decides are sums over them.
 
     The caller asks `current.done` and calls `step`; between two steps the run can be saved.
+
+    Args:
+        A: the matrix.
+        goal: what is wanted.
+        saved: the state of a run, to go on with. None: it begins.
     """
 
-    def __init__(self, A: LinearMap, goal: EigenpairGoal) -> None:
+    def __init__(self, A: LinearMap, goal: EigenpairGoal, saved: dict[str, Any] | None) -> None:
         self.map, self.goal = A, goal
-        self.basis = Basis(A.space)
-        self.current = LanczosState(torch.zeros(0, **HOST), torch.zeros(0, 0, **HOST), None)
+        if saved is None:
+            self.basis = Basis(A.space)
+            self.current = LanczosState(torch.zeros(0, **HOST), torch.zeros(0, 0, **HOST), None)
+        else:
+            chain = saved["chain"] and EigenvectorMap(**saved["chain"])
+            self.basis = Basis(A.space, saved["basis"])
+            self.current = LanczosState(**{**saved["place"], "chain": chain})
         self._ritz = ritz(self.current.projection)
 
     def step(self) -> None:
@@ -101,16 +111,8 @@ class LanczosRun:
     def state(self) -> dict[str, Any]:
         """All that a run needs to go on."""
         chain = self.current.chain
-        place = {**vars(self.current), "chain": None if chain is None else vars(chain)}
-        return {"place": place, "basis": self.basis.state()}
-
-    def go_on(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        fields = dict(state["place"])
-        fields["chain"] = None if fields["chain"] is None else EigenvectorMap(**fields["chain"])
-        self.basis = Basis(self.map.space, state["basis"])
-        self.current = LanczosState(**fields)
-        self._ritz = ritz(self.current.projection)
+        place = {**vars(self.current), "chain": None}
+        return {"place": place, "chain": None if chain is None else vars(chain), "basis": self.basis.state()}
 
     # ------------------------------------------------------------------------------------------------- a round
 
