@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.resume import from_host
-from pipeline.curvature.estimates.sampling import OnProgress, SampledResult, SampleSize, sampled_products
+from pipeline.curvature.estimates.resume import Resumable, from_host
+from pipeline.curvature.estimates.sampling import SampledResult, SampleSize, sampled_products
 from pipeline.curvature.linear import LinearMap, finite
 from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import Vec, add_
@@ -113,26 +113,24 @@ def diagonal(
     """
     sampling = SampleSize(A, samples, "rademacher", rel, abs, min_samples, seed, show, resume, save_every)
     with sampling.resumable("diagonal") as run:
-        running = _RunningMoments(A, sampling.is_exact)
-        if run.saved_state is not None:
-            running.go_on(run.saved_state)
-        return running.result(_draw(sampling, running, run.record))
+        running = _RunningMoments(A, sampling.is_exact, run.saved_state)
+        return running.result(_draw(sampling, running, run))
 
 
-def _draw(sampling: SampleSize, running: _RunningMoments, on_progress: OnProgress) -> str:
+def _draw(sampling: SampleSize, running: _RunningMoments, run: Resumable) -> str:
     """Take all vectors, or enough; why it ended. The sum over a basis of q * A q is the diagonal of A Q Q' = A."""
-    for vectors, products in sampled_products(sampling, running.count):
-        for vec, product in zip(vectors, products, strict=True):
-            running.add(_times_(product, vec))
-        note, is_enough = "", False
-        if sampling.has_goal:
+    groups = sampled_products(sampling, running.count)
+    while True:
+        if sampling.has_goal and running.count:  # of a run that goes on, too
             values, errors = running.sizes()
-            note = f"{float(errors / values):.2g} of rms" if values > 0 else ""
-            is_enough = sampling.is_reached(values, errors, running.count)
-        on_progress(running.count, running.state(), note)
-        if is_enough:
-            return "tolerance"
-    return "exact" if sampling.is_exact else "samples"
+            run.advance(0, f"{float(errors / values):.2g} of rms" if values > 0 else "")
+            if sampling.is_reached(values, errors, running.count):
+                return "tolerance"
+        if (group := next(groups, None)) is None:
+            return "exact" if sampling.is_exact else "samples"
+        for vec, product in zip(*group, strict=True):
+            running.add(_times_(product, vec))
+        run.record(running.count, running.state())
 
 
 def _times_(vec: Vec, factors: Vec) -> Vec:
@@ -142,19 +140,15 @@ def _times_(vec: Vec, factors: Vec) -> Vec:
 class _RunningMoments:
     """Mean and squared deviations so far, by Welford's update, which does not cancel; or the sum over a basis."""
 
-    def __init__(self, A: LinearMap, is_sum: bool) -> None:
+    def __init__(self, A: LinearMap, is_sum: bool, saved: dict[str, Any] | None) -> None:
         self.A, self._is_sum = A, is_sum
-        self.mean, self.squares = A.space.zeros(), A.space.zeros()
-        self.count = 0
+        saved = saved or {"sums": [A.space.zeros(), A.space.zeros()], "count": 0}
+        self.mean, self.squares = from_host(A.space, saved["sums"])
+        self.count: int = saved["count"]
 
     def state(self) -> dict[str, Any]:
         """All that a run needs to go on."""
         return {"sums": [self.mean, self.squares], "count": self.count}
-
-    def go_on(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        self.mean, self.squares = from_host(self.A.space, state["sums"])
-        self.count = state["count"]
 
     def add(self, draw: Vec) -> None:
         self.count += 1

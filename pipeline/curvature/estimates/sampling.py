@@ -95,7 +95,7 @@ class SampleSize:
         vectors = {"samples": self.samples, "kind": self.kind, "seed": self.seed, "block": self.A.block}
         goal = {"rel": self.rel, "abs": self.abs, "min_samples": self.min_samples}
         total = self.A.space.size if self.is_exact else self.samples
-        settings = {"file": f"{quantity} 3", **vectors, **goal, **settings}
+        settings = {"file": f"{quantity} 4", **vectors, **goal, **settings}
         title = f"{quantity} of {self.A.name}"
         return Resumable(self.A, title, total, settings, self.show, self.resume, self.save_every)
 

@@ -42,48 +42,46 @@ def xtrace(sampling: SampleSize, run: Resumable) -> SampleStatistics:
         sampling: of at least 4 samples, two for each random vector, and fewer than the matrix has entries.
         run: the state is told to it.
     """
-    sketch = _LeaveOneOutSketch(sampling.A, sampling.seed)
-    if run.saved_state is not None:
-        sketch.go_on(run.saved_state)
-    for block in blocks(range(sketch.count, sampling.samples // 2), sampling.A.block):
-        sketch.grow(len(block))
-        note, is_enough = "", False
+    sketch = _LeaveOneOutSketch(sampling.A, sampling.seed, run.saved_state)
+    groups = blocks(range(sketch.count, sampling.samples // 2), sampling.A.block)
+    while True:
         if sampling.has_goal and sketch.count >= max(sampling.min_samples, 1.25 * sketch.last_look):
-            sketch.last_look = sketch.count
             drawn = sketch.drawn()
-            note = plus_minus(float(drawn.mean), float(drawn.stderr))
-            is_enough = sampling.is_reached(drawn.mean, drawn.stderr, sketch.count)
-        run.record(sketch.spent, sketch.state(), note)
-        if is_enough:
-            return drawn._replace(stopped="tolerance")
-    return sketch.drawn()
+            run.advance(0, plus_minus(float(drawn.mean), float(drawn.stderr)))
+            if sampling.is_reached(drawn.mean, drawn.stderr, sketch.count):
+                return drawn._replace(stopped="tolerance")
+            sketch.last_look = sketch.count
+        if (block := next(groups, None)) is None:
+            return sketch.drawn()
+        sketch.grow(len(block))
+        run.record(sketch.spent, sketch.state())
 
 
 class _LeaveOneOutSketch:
     """Q, and in small matrices what the t_i need. Random vectors are drawn again where they are needed again."""
 
-    def __init__(self, A: LinearMap, seed: int) -> None:
+    def __init__(self, A: LinearMap, seed: int, saved: dict[str, Any] | None) -> None:
         self.A, self.seed = A, seed
-        self.basis: list[Vec] = []  # Q
-        self.columns: list[Tensor] = []  # of R
-        self.within = torch.zeros(0, 0, **HOST)  # H
-        self.quadratic_forms: list[Tensor] = []  # w_i . A w_i
-        self.spent = 0
-        self.last_look = 0  # the number of vectors then
+        saved = saved or {"basis": [], "numbers": [[], torch.zeros(0, 0, **HOST), [], 0]}
+        self.basis = from_host(A.space, saved["basis"])  # Q
+        self.columns: list[Tensor]  # of R
+        self.within: Tensor  # H
+        self.quadratic_forms: list[Tensor]  # w_i . A w_i
+        self.last_look: int  # the number of vectors then
+        self.columns, self.within, self.quadratic_forms, self.last_look = saved["numbers"]
 
     @property
     def count(self) -> int:
         return len(self.columns)
 
+    @property
+    def spent(self) -> int:
+        """Products: one of each random vector, and one of each row of Q."""
+        return self.count + len(self.basis)
+
     def state(self) -> dict[str, Any]:
         """All that it needs to go on."""
-        numbers = [self.columns, self.within, self.quadratic_forms, self.spent, self.last_look]
-        return {"basis": self.basis, "numbers": numbers}
-
-    def go_on(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        self.basis = from_host(self.A.space, state["basis"])
-        self.columns, self.within, self.quadratic_forms, self.spent, self.last_look = state["numbers"]
+        return {"basis": self.basis, "numbers": [self.columns, self.within, self.quadratic_forms, self.last_look]}
 
     def grow(self, count: int) -> None:
         """By random vectors."""
@@ -93,10 +91,6 @@ class _LeaveOneOutSketch:
         self.quadratic_forms.append(finite(paired_dots(self.A.space, vectors, products)[:, 0], self.A.name))
         del vectors
         self.columns += [append_orthonormal(self.A.space, self.basis, product) for product in products]
-        self._grow_within(old_size)
-        self.spent += count + len(self.basis) - old_size
-
-    def _grow_within(self, old_size: int) -> None:
         if new := self.basis[old_size:]:
             dots = finite(self.A.space.dots(self.basis, self.A.products(new)), self.A.name)  # [all, new]
             old, self.within = self.within, torch.zeros(len(dots), len(dots), **HOST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import threading
@@ -308,6 +309,7 @@ ESTIMATES: dict[str, Callable[..., Result]] = {
     "a trace that is exact": partial(trace, samples=30),
     "traces of layers": partial(layer_traces, samples=18),
     "the diagonal": partial(diagonal, samples=18, rel=0.2, min_samples=6),
+    "the diagonal to a tolerance": partial(diagonal, samples=28, rel=0.5, min_samples=6),
     "the diagonal, exact": partial(diagonal, samples=30),
     "the norm": partial(frobenius_squared, samples=18),
     "the density": partial(density, steps=9, runs=6),
@@ -356,6 +358,33 @@ def test_every_estimate_that_is_interrupted_at_any_product_goes_on_to_the_same_b
         twice = rest.calls - (whole.calls - at + 1)
         assert twice in ((0, 1) if "xtrace" in name else (0,))  # of a pair of calls the first is made again
         assert not list(tmp_path.iterdir())
+
+
+@every_run
+def test_an_estimate_that_is_interrupted_while_it_is_saved_goes_on_to_the_same_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after its last product, which may have brought its error to where it ends."""
+    estimate, path, saves = RUNS[name], tmp_path / "run.pt", 0
+    straight = fields_of(estimate(DenseMap(SPECTRUM)))
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal saves
+        saves -= 1
+        if saves == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFiles, "save", interrupted)
+    for at in itertools.count(1):
+        saves = at
+        try:
+            estimate(DenseMap(SPECTRUM), resume=path, save_every=0)
+        except KeyboardInterrupt:
+            saves = 0
+            assert fields_of(estimate(DenseMap(SPECTRUM), resume=path)) == straight
+        else:
+            break
+    assert at > 2
 
 
 @pytest.mark.parametrize("at, late", either([(3, True)], [(2, False), (3, True), (4, False), (4, True)]))
