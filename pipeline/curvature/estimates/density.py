@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.arguments import check_count
-from pipeline.curvature.estimates.quadrature import QuadratureRule, edges, gauss, smoothed, stacked, tridiagonals, width
+from pipeline.curvature.estimates.quadrature import edges, gauss, smoothed, stacked, tridiagonals, width
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.sampling import mean_and_stderr
 from pipeline.curvature.linear import LinearMap
@@ -111,9 +111,14 @@ class Density(Result):
 
         A node that an eigenvalue is nearer to than a tenth of the default `sigma` is taken for it.
         """
-        return integrated(
-            self.matrix, self.size, self.grid, self.nodes, self.weights, self.reach, 0.1 * width(self.nodes)
-        )
+        settled, runs = 0.1 * width(self.nodes), zip(self.nodes, self.weights, self.reach, strict=True)
+        ends = [bounds(self.grid, *run, settled) for run in runs]
+        lower, upper = [torch.stack(side) for side in zip(*ends, strict=True)]
+        share, error = _over_runs((lower + upper) / 2.0)
+        room = 0.0 if error is None else 2.0 * error
+        low = (lower.mean(0) - room).clamp(0.0, 1.0).cummax(0).values
+        high = (upper.mean(0) + room).clamp(0.0, 1.0).flip(0).cummin(0).values.flip(0)
+        return IntegratedDensity(self.matrix, self.size, self.grid, share, low, high)
 
     def lines(self) -> Iterator[str]:
         runs, steps = self.nodes.shape
@@ -206,35 +211,22 @@ def density(
         >>> abs(share - 3.0) < 4.0 * error < 0.3
         True
     """
-    _check(steps, runs, points, sigma, margin)
+    for name, value, least in ("steps", steps, 1), ("runs", runs, 1), ("points", points, 10):
+        check_count(name, value, least)
+    if sigma is not None:
+        refuse_unless_finite("sigma", sigma, above=True, error=ValueError)
+    refuse_unless_finite("margin", margin, error=ValueError)
     settings = {"file": "density 4", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
     with Resumable(A, f"density of {A.name}", steps * runs, settings, show, resume, save_every) as run:
-        matrices = _lanczos(A, steps, runs, seed, run)
-    rule = stacked([gauss(alphas, betas) for alphas, betas in matrices], steps)
-    least = width(rule.nodes) if sigma is None else float(sigma)
-    widths = torch.hypot(rule.reach if sigma is None else torch.zeros_like(rule.reach), torch.tensor(least, **HOST))
-    return _curve(A, rule, widths, least, edges(rule.nodes, widths, points, margin), _spent(matrices))
-
-
-def _lanczos(A: LinearMap, steps: int, runs: int, seed: int, run: Resumable) -> list[tuple[Tensor, Tensor]]:
-    """Each run's tridiagonal matrix."""
-    saved = run.saved_state or []
-    starts = (A.space.random("normal", seed, index) for index in range(len(saved), runs))
-
-    def on_progress(states: list[dict[str, Any]]) -> None:
-        run.record(_spent([state["numbers"] for state in states]), states)
-
-    return tridiagonals(A, starts, steps, on_progress, saved)
-
-
-def _spent(matrices: Sequence[Sequence[Any]]) -> int:
-    """The products that they took: one for each entry of their diagonals."""
-    return sum([len(alphas) for alphas, *_ in matrices])
-
-
-def _curve(A: LinearMap, rule: QuadratureRule, widths: Tensor, sigma: float, ends: Tensor, spent: int) -> Density:
-    runs = zip(rule.nodes, rule.weights, widths, strict=True)
-    mean, error = _over_runs(torch.stack([smoothed(*run, ends) for run in runs]))
+        saved = run.saved_state or []
+        starts = (A.space.random("normal", seed, index) for index in range(len(saved), runs))
+        matrices = tridiagonals(A, starts, steps, run.record, saved)
+    nodes, weights, reach = stacked([gauss(alphas, betas) for alphas, betas in matrices], steps)
+    least_width = width(nodes) if sigma is None else float(sigma)
+    widths = torch.hypot(reach if sigma is None else torch.zeros_like(reach), torch.tensor(least_width, **HOST))
+    ends = edges(nodes, widths, points, margin)
+    curves = [smoothed(*rule, ends) for rule in zip(nodes, weights, widths, strict=True)]
+    mean, error = _over_runs(torch.stack(curves))
     return Density(
         matrix=A.name,
         size=A.space.size,
@@ -242,12 +234,12 @@ def _curve(A: LinearMap, rule: QuadratureRule, widths: Tensor, sigma: float, end
         density=mean,
         lower=None if error is None else (mean - 2.0 * error).clamp(min=0.0),
         upper=None if error is None else mean + 2.0 * error,
-        nodes=rule.nodes,
-        weights=rule.weights,
+        nodes=nodes,
+        weights=weights,
         widths=widths,
-        reach=rule.reach,
-        sigma=sigma,
-        products=spent,
+        reach=reach,
+        sigma=least_width,
+        products=sum([len(alphas) for alphas, _ in matrices]),
     )
 
 
@@ -255,14 +247,6 @@ def _over_runs(values: Tensor) -> tuple[Tensor, Tensor | None]:
     """The mean over the first dimension and its standard error, None where there is one run."""
     mean, error = mean_and_stderr(values)
     return mean, error if len(values) > 1 else None
-
-
-def _check(steps: int, runs: int, points: int, sigma: float | None, margin: float) -> None:
-    for name, value, least in ("steps", steps, 1), ("runs", runs, 1), ("points", points, 10):
-        check_count(name, value, least)
-    if sigma is not None:
-        refuse_unless_finite("sigma", sigma, above=True, error=ValueError)
-    refuse_unless_finite("margin", margin, error=ValueError)
 
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -322,29 +306,15 @@ class IntegratedDensity(Result):
         ax.legend()
 
 
-def integrated(
-    matrix: str, size: int, grid: Tensor, nodes: Tensor, weights: Tensor, reach: Tensor, settled: float
-) -> IntegratedDensity:
-    """The integrated density of a discrete spectrum for each run.
-
-    Args:
-        grid: [points].
-        nodes, weights, reach: [runs, steps]; no eigenvalue that a node stands for is farther from it than its reach.
-        settled: the reach up to which a node is an eigenvalue.
-    """
-    ends = [bounds(grid, *run, settled) for run in zip(nodes, weights, reach, strict=True)]
-    lower, upper = torch.stack([low for low, _ in ends]), torch.stack([high for _, high in ends])
-    share, error = mean_and_stderr((lower + upper) / 2.0)
-    error = torch.zeros_like(error) if len(ends) == 1 else error
-    low = (lower.mean(0) - 2.0 * error).clamp(0.0, 1.0).cummax(0).values
-    high = (upper.mean(0) + 2.0 * error).clamp(0.0, 1.0).flip(0).cummin(0).values.flip(0)
-    return IntegratedDensity(matrix, size, grid, share, low, high)
-
-
 def bounds(
     grid: Tensor, nodes: Tensor, weights: Tensor, reach: Tensor, settled: float
 ) -> tuple[Tensor, Tensor]:
     """Of one run the least and the largest share of its start that can be below each point.
+
+    Args:
+        grid: [points].
+        nodes, weights, reach: [steps]; no eigenvalue that a node stands for is farther from it than its reach.
+        settled: the reach up to which a node is an eigenvalue.
 
     >>> nodes, half = torch.tensor([0.0, 1.0]).double(), torch.tensor([0.5, 0.5]).double()
     >>> [end.tolist() for end in bounds(torch.tensor([-3.0, 0.5, 3.0]).double(), nodes, half, half, 0.0)]

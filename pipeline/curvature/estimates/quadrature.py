@@ -41,7 +41,7 @@ def tridiagonals(
     A: LinearMap,
     starts: Iterable[Vec],
     steps: int,
-    on_progress: Callable[[list[dict[str, Any]]], None] = lambda states: None,
+    on_progress: Callable[[int, list[dict[str, Any]]], None] = lambda products, states: None,
     saved_states: Sequence[dict[str, Any]] = (),
 ) -> list[tuple[Tensor, Tensor]]:
     """Run Lanczos from each of some vectors, as many in lockstep as are best multiplied together.
@@ -52,7 +52,8 @@ def tridiagonals(
         starts: of any length but 0; not changed. Each is asked for when its run begins.
         steps: products for each start. Fewer are spent once its Krylov space is invariant, at the latest after as
             many as vectors have entries.
-        on_progress: told after each group of products the states of the runs that have begun.
+        on_progress: told after each group of products how many there were so far, and the states of the runs that have
+            begun.
         saved_states: of runs that had begun, to go on from; `starts` are those of the others.
 
     Returns:
@@ -88,7 +89,7 @@ def tridiagonals(
         splits = orthogonalise_([lane.basis for lane in live], images, A.name)
         for lane, image, split in zip(live, images, splits, strict=True):
             lane.take(image, split, most)
-        on_progress([lane.state() for lane in lanes])
+        on_progress(sum([len(lane.alphas) for lane in lanes]), [lane.state() for lane in lanes])
 
 
 def _begun(space: Space, start: Vec, number: int) -> Basis:

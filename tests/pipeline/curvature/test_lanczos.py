@@ -362,7 +362,7 @@ def test_starts_in_lockstep_are_multiplied_together_a_block_at_a_time_and_give_w
     starts = [A.space.random("normal", 0, lane) for lane in range(3)]
     kept = [[shard.clone() for shard in start] for start in starts]
     told = [0]
-    together = tridiagonals(A, iter(starts), 6, lambda _: told.append(A.asked))
+    together = tridiagonals(A, iter(starts), 6, lambda products, _: told.append(products))
     assert torch.tensor(told).diff().tolist() == [2] * 6 + [1] * 6
     for start, before, (alphas, betas) in zip(starts, kept, together, strict=True):
         assert all(map(torch.equal, start, before))
