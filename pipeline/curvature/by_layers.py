@@ -173,8 +173,7 @@ def _edges(nodes: Tensor) -> Tensor:
 
 def _histogram(density: Density, edges: Tensor) -> Tensor:
     """About how many eigenvalues are in each piece: the mean over the runs."""
-    places = torch.searchsorted(edges, density.nodes.flatten()).clamp(1, len(edges) - 1) - 1
-    sums = torch.zeros(len(edges) - 1, **HOST).index_add(0, places, density.weights.flatten())
+    sums = torch.histogram(density.nodes.flatten(), edges, weight=density.weights.flatten()).hist
     return sums * (density.size / len(density.nodes))
 
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.krylov import Basis, Split, is_noise, orthogonalise_
@@ -172,12 +173,10 @@ def stacked(rules: Sequence[QuadratureRule], steps: int) -> QuadratureRule:
 
     A run that ended early, because it had found all there is, repeats its last node with weight 0.
     """
-    rows = []
-    for nodes, weights, reach in rules:
-        padding = steps - len(nodes)
-        filled = nodes[-1:].expand(padding), nodes.new_zeros(padding), nodes.new_zeros(padding)
-        rows.append([torch.cat(pair) for pair in zip((nodes, weights, reach), filled, strict=True)])
-    return QuadratureRule(*[torch.stack(runs) for runs in zip(*rows, strict=True)])
+    nodes, weights, reach = zip(*rules, strict=True)
+    repeated = [torch.cat([run, run[-1:].expand(steps - len(run))]) for run in nodes]
+    filled = [[functional.pad(run, (0, steps - len(run))) for run in runs] for runs in (weights, reach)]
+    return QuadratureRule(*map(torch.stack, (repeated, *filled)))
 
 
 def width(nodes: Tensor) -> float:
