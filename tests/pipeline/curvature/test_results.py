@@ -23,7 +23,7 @@ from pipeline.curvature.results.result import Result, ResultError
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32),
-    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.int64, torch.float16, torch.float32, torch.float64),
 ]
 SUFFIXES = [".npz", ".json"]
 
@@ -92,6 +92,7 @@ def there_and_back(value: Any, path: Path) -> Any:
 @given(value=VALUES)
 @example(value={"a.b": torch.ones(1), "a": {"b": torch.zeros(2)}, "a/b": torch.ones(3), "A": {"B": torch.zeros(4)}})
 @example(value={"file": torch.ones(1), "result": torch.ones(2), "x": torch.ones(3), "x.npy": torch.ones(4), "": "\0"})
+@example(value={"A": torch.ones(1), "a.1": torch.zeros(1), "a": torch.ones(2), "a.2": torch.zeros(2)})
 @example(value={"float": "inf"})
 @example(value={"dict": {"tuple": [1], "tensor": "float32"}})
 @example(value=["inf", float("inf"), -0.0, 0, False, (), [], {}, 10**40])
@@ -113,13 +114,11 @@ def test_an_npz_keeps_every_bit(value, tmp_path_factory):
         torch.arange(6.0).reshape(2, 3).t(),
         torch.arange(10)[::3],
         torch.ones(1).expand(4),
-        torch.arange(8.0, dtype=torch.bfloat16).reshape(2, 4)[:, 1::2],
-        torch.tensor([1 + 2j, 3 - 1j]).conj(),
         torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
         torch.nn.Parameter(torch.ones(2)),
         torch.Size([2, 3]),
     ],
-    ids=["transposed", "strided", "expanded", "strided bfloat16", "conjugate", "negated", "parameter", "size"],
+    ids=["transposed", "strided", "expanded", "negated", "parameter", "size"],
 )
 def test_views_and_parameters_are_saved_by_their_entries(suffix, value, tmp_path):
     back = there_and_back(value, tmp_path / f"view{suffix}")
@@ -149,17 +148,18 @@ def test_numpy_finds_the_arrays_of_an_npz_under_the_names_of_fields(tmp_path):
 class Taken(Result):
     result: Tensor
     Result: Tensor
+    file: Tensor
+    allow_pickle: Tensor
 
     def lines(self):
         yield "taken names"
 
 
 def test_arrays_of_an_npz_have_names_of_their_own_on_disks_that_know_no_case_too(tmp_path):
-    Taken(torch.ones(1), torch.ones(2)).save(tmp_path / "taken.npz")
+    Taken(*map(torch.ones, range(4))).save(tmp_path / "taken.npz")
     with zipfile.ZipFile(tmp_path / "taken.npz") as file:
-        assert len({name.lower() for name in file.namelist()}) == 3
-    back = Taken.load(tmp_path / "taken.npz")
-    assert (back.result.tolist(), back.Result.tolist()) == ([1.0], [1.0, 1.0])
+        assert len({name.lower() for name in file.namelist()}) == 5
+    assert [len(part) for part in vars(Taken.load(tmp_path / "taken.npz")).values()] == [0, 1, 2, 3]
 
 
 def test_a_json_file_is_one_that_strict_readers_take(tmp_path):
@@ -292,27 +292,17 @@ def test_a_file_that_is_no_result_is_told(kind, suffix, tmp_path):
     [
         {"tensor": "float32", "shape": [3], "data": [1.0]},
         {"tensor": "float3", "shape": [1], "data": [1.0]},
-        {"tensor": "float32", "array": "value"},
+        {"tensor": "object", "shape": [1], "data": [1.0]},
+        {"array": "value"},
         {"set": [1]},
         {"list": [], "dict": {}},
     ],
-    ids=["shape", "dtype", "array", "kind", "kinds"],
+    ids=["shape", "dtype", "no number", "array", "kind", "kinds"],
 )
 def test_a_damaged_field_is_told(value, tmp_path):
     changed(tmp_path / "run.json", ("fields", {"value": value}))
     with pytest.raises(ResultError, match="run.json is no saved result, or a damaged one"):
         Result.load(tmp_path / "run.json")
-
-
-def test_an_array_of_another_dtype_is_told(tmp_path):
-    path = tmp_path / "run.npz"
-    Anything(torch.ones(2)).save(path)
-    with zipfile.ZipFile(path) as file:
-        text = np.lib.format.read_array(file.open("result.npy"))
-    with open(path, "wb") as file:
-        np.savez(file, result=text, value=np.ones(2))
-    with pytest.raises(ResultError, match="array value has torch.float64 where torch.float32 is told"):
-        Result.load(path)
 
 
 def test_no_pickle_in_a_file_is_run(tmp_path):
@@ -358,9 +348,14 @@ Pair = namedtuple("Pair", "a b")
         (np.ones(2), r"value is a ndarray"),
         (torch.eye(2).to_sparse(), r"value is a torch.sparse_coo tensor"),
         (torch.ones(2, device="meta"), r"value is a .* on meta"),
+        (torch.tensor([1j]), r"torch.complex64 .* Make it a dense one of: bool, uint8"),
+        (torch.ones(2).bfloat16(), r"torch.bfloat16 .* Make it a dense one of: bool, uint8"),
         (torch.ones(2).to(torch.float8_e5m2), r"torch.float8_e5m2 .* Make it a dense one of: bool, uint8"),
     ],
-    ids=["set", "object", "keys", "namedtuple", "complex", "array", "sparse", "meta", "float8"],
+    ids=[
+        "set", "object", "keys", "namedtuple", "complex", "array", "sparse", "meta", "complex tensor", "bfloat16",
+        "float8",
+    ],
 )
 def test_a_value_that_no_file_can_hold_is_told_and_no_file_is_made(suffix, value, words, tmp_path):
     with pytest.raises(ResultError, match=words):
