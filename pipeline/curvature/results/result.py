@@ -8,7 +8,6 @@ A result knows its fields, its lines and its picture; files and figures are the 
 
 from __future__ import annotations
 
-import importlib
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -130,12 +129,7 @@ class Result(NotebookResult):
 
 
 def _class_named(name: str, module: str, path: FilePath) -> type[Result]:
-    """The class of that name; if two have it, the one of that module."""
-    if module.startswith("pipeline."):  # ours may not be imported yet; what else a file names is not imported for it
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            pass  # the module may have another name today: the class's name counts
+    """The class of that name; if two have it, the one of that module. Nothing is imported for it."""
     named = [kind for kind in _subclasses(Result) if kind.__name__ == name]
     of_module = [kind for kind in named if kind.__module__ == module]
     if not (of_module or len(named) == 1):
