@@ -90,12 +90,9 @@ class RunFiles:
         """Whether it is time to save: rank 0's clock decides for all. All call it."""
         return bool(self._space.rows(time.monotonic() - self._written >= self._every)[0])
 
-    def write(self, step: int, state: SavedValue) -> None:
-        """Save the state after a step. A process that dies meanwhile leaves the last file whole.
-
-        Raises:
-            ResumeError: it cannot be saved.
-        """
+    def write(self, step: int, state: SavedValue) -> ResumeError | None:
+        """Save the state after a step, or say why it cannot be. A process that dies meanwhile leaves the last file
+        whole."""
         try:
             with replacing(self.path, ".part") as file:
                 on_host = tree_map_only(Tensor, Tensor.cpu, state)
@@ -104,17 +101,13 @@ class RunFiles:
                     os.replace(self.path, self.before)
         except (OSError, RuntimeError) as error:  # where the disk is full, torch's writer raises one of its own
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
-            raise ResumeError(f"the run's state could not be saved at {self.path}: {reason}") from error
+            return ResumeError(f"the run's state could not be saved at {self.path}: {reason}")
         self._written = time.monotonic()
+        return None
 
     def save(self, step: int, state: SavedValue) -> None:
         """Save the state after a step on all processes; all raise if one cannot. All call it."""
-        failure = None
-        try:
-            self.write(step, state)
-        except ResumeError as error:
-            failure = error
-        self._agree(failure)
+        self._agree(self.write(step, state))
 
     def remove(self) -> None:
         """The run is done: nothing is to be gone on from."""
@@ -123,13 +116,11 @@ class RunFiles:
 
     def rescue(self, step: int, state: SavedValue, error: BaseException) -> None:
         """Save what was reached, and tell with the error where it is; a failure to do so does not hide the error."""
-        try:
-            self.write(step, state)
-        except ResumeError as failure:
-            if str(failure) != str(error):  # a save now and then has failed in the same way
-                error.add_note(str(failure))
-        else:
+        failure = self.write(step, state)
+        if failure is None:
             error.add_note(f"The run's state after {step} products is in {self.path}: call again to go on.")
+        elif str(failure) != str(error):  # a save now and then has failed in the same way
+            error.add_note(str(failure))
 
     def _read(self, path: Path) -> dict[str, SavedValue] | None:
         if not path.exists():

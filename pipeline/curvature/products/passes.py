@@ -131,10 +131,7 @@ def _minibatch(
     execution = Execution(setup, batch)
     compares = setup.compares or op.compares_losses
     loss_end = LossProduct(execution, op.loss_fn, op.loss_reduction, target_batch, first, compares)
-    call = op.product(execution, task, loss_end)
-    verdict = call.run()
-    op.checks.has_captured = op.checks.has_captured or call.captures
-    return verdict, loss_end.loss
+    return op.product(execution, task, loss_end).run(), loss_end.loss
 
 
 @contextmanager

@@ -91,19 +91,15 @@ class ProductCall(Product):
         loss, divisor = (self.loss_end.total, self.loss_end.divisor) if execution.has_last else (None, None)
         return execution.communicator.agree(Verdict(loss, divisor, self._reached))
 
-    @property
-    def captures(self) -> bool:
-        """Whether a layer has captured a parameter of another module: `ProductTask.shift` cannot change its values."""
-        return any(stage.parameters.captured for stage in self._run.values())
-
     def _check_stages(self) -> None:
         """Raise if a stage did something that makes numbers depend on the order of the chunks."""
         execution, stages = self._execution, self._run.values()
         for stage in stages:
             stage.parameters.aliases.check_versions(execution.batch.chunks - 1)
             stage.parameters.aliases.check_memory()
-            captured = stage.parameters.captured.values()
-            execution.communicator.topology.refuse_external(captured, stage.layers.name, stage.layers.index)
+            captured = stage.parameters.captured
+            self._task.checks.has_captured |= bool(captured)
+            execution.communicator.topology.refuse_external(captured.values(), stage.layers.name, stage.layers.index)
         snapshots = {index: stage.forwards.snapshot for index, stage in self._run.items()}
         execution.check_snapshots(snapshots)
         for snapshot in snapshots.values():

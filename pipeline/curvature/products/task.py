@@ -30,7 +30,8 @@ class StageChecks:
         verify: whether stages with an autograd.Function of the user's are compared with finite differences.
         confirmed: stages whose derivatives finite differences have confirmed.
         forward: for stages whose tangents were computed in both modes, whether they were the same.
-        has_captured: a stage computes with a parameter past its modules.
+        has_captured: a stage computes with a parameter past its modules, of which `ProductTask.shift` cannot change the
+            values.
     """
 
     verify: bool
