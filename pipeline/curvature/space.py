@@ -11,7 +11,8 @@ A parameter that several ranks have (tied weights) has entries on each of them, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -89,16 +90,20 @@ class Space(ABC):
         Returns:
             [len(left), len(right)], float64, on the CPU, the same on every process.
         """
-        pairs = [(one, other) for one in left for other in right]
-        return self.sum_over(self.local_pairs(pairs).view(len(left), len(right)))
+        return self.paired_dots(product(left, right)).view(len(left), len(right))
 
-    def local_pairs(self, pairs: Sequence[tuple[Vec, Vec]]) -> Tensor:
-        """Of each pair the inner product, of this process's entries alone: [len(pairs)]. One wait for each device."""
+    def paired_dots(self, pairs: Iterable[tuple[Vec, Vec]]) -> Tensor:
+        """Of each pair the inner product: [len(pairs)], one all-reduce, and one wait for each device."""
+        pairs = list(pairs)
         total = torch.zeros(len(pairs), **HOST)
         for shard, counts in enumerate(self.counted):
             if counts and pairs:
                 total += torch.stack([_dot(one[shard], other[shard]) for one, other in pairs]).to("cpu")
-        return total
+        return self.sum_over(total)
+
+    def on_host(self, vec: Vec) -> dict[str, Tensor]:
+        """This process's entries by name, on the CPU, for a result."""
+        return {name: part.cpu() for name, part in self.named(vec).items()}
 
     def norm(self, vec: Vec) -> float:
         """The Euclidean norm."""

@@ -178,9 +178,5 @@ class _RunningMoments:
         stderr = self.errors()
         if stopped == "exact":
             stderr, errors = self.A.space.zeros(), torch.zeros((), device="cpu")
-        named_values, named_errors = _on_cpu(self.A, self.mean), _on_cpu(self.A, stderr)
+        named_values, named_errors = self.A.space.on_host(self.mean), self.A.space.on_host(stderr)
         return Diagonal(named_values, named_errors, self.count, stopped, float(values), float(errors), self.A.name)
-
-
-def _on_cpu(A: LinearMap, vec: Vec) -> dict[str, Tensor]:
-    return {name: shard.detach().cpu().clone() for name, shard in A.space.named(vec).items()}

@@ -218,7 +218,7 @@ def _measured(run: LanczosRun, advance: Callable[..., None]) -> Eigenpairs:
         matrix=A.name,
         which=goal.which,
         values=torch.tensor(values, **HOST)[order],
-        vectors=[{name: part.cpu() for name, part in A.space.named(vecs[place]).items()} for place in order],
+        vectors=[A.space.on_host(vecs[place]) for place in order],
         residuals=residuals,
         scale=scale,
         products=run.current.products + goal.k,
@@ -231,10 +231,10 @@ def _measured(run: LanczosRun, advance: Callable[..., None]) -> Eigenpairs:
 def _residuals(A: LinearMap, vecs: Sequence[Vec], images: Sequence[Vec]) -> tuple[list[float], list[float]]:
     """x'Ax of each, and |A x - x (x'Ax)|^2; the images are overwritten. Two all-reduces."""
     pairs = list(zip(vecs, images, strict=True))
-    values = A.space.sum_over(A.space.local_pairs(pairs)).tolist()
+    values = A.space.paired_dots(pairs).tolist()
     for (vec, image), value in zip(pairs, values, strict=True):
         add_(image, vec, -value)
-    squares = A.space.sum_over(A.space.local_pairs([(image, image) for image in images]))
+    squares = A.space.paired_dots(zip(images, images))
     return values, squares.clamp(min=0.0).tolist()
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.curvature.estimates.sampling import SampledNumber, SampleSize, estimate, paired_dots
+from pipeline.curvature.estimates.sampling import SampledNumber, SampleSize, estimate
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
 
@@ -80,6 +80,6 @@ def frobenius_squared(
           3 products, stopped by: exact
     """
     sampling = SampleSize(A, samples, kind, rel, abs, min_samples, seed, show, resume, save_every)
-    drawn = estimate(sampling, lambda _, products: paired_dots(A.space, products, products), "Frobenius norm")
+    drawn = estimate(sampling, lambda _, products: A.space.paired_dots(zip(products, products)), "Frobenius norm")
     value, stderr = float(drawn.mean), float(drawn.stderr)
-    return Norm(value, stderr, drawn.spent, drawn.stopped, drawn.values[:, 0], A.name)
+    return Norm(value, stderr, drawn.spent, drawn.stopped, drawn.values, A.name)

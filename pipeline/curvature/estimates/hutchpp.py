@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
 from pipeline.curvature.estimates.resume import Resumable, from_host
-from pipeline.curvature.estimates.sampling import SampleSize, SampleStatistics, draw, paired_dots, sampled_products
+from pipeline.curvature.estimates.sampling import SampleSize, SampleStatistics, draw, sampled_products
 from pipeline.curvature.linear import finite, products_of
 from pipeline.curvature.space import Vec
 
@@ -53,8 +53,8 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
             append_orthonormal(A.space, basis, product)
         drawn += len(products)
         record("sketch")
-    for vectors, products in products_of(A, basis[len(parts) :]):
-        parts += finite(paired_dots(A.space, vectors, products), A.name)[:, 0].tolist()
+    for pair in products_of(A, basis[len(parts) :]):
+        parts += finite(A.space.paired_dots(zip(*pair, strict=True)), A.name).tolist()
         record("exact part")
 
     exact_part: float = sum(parts)
@@ -64,7 +64,7 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
         return [subtract_(vec, basis, along[:, column]) for column, vec in enumerate(vectors)]
 
     def rest(vectors: list[Vec], products: list[Vec]) -> Tensor:
-        return exact_part + paired_dots(A.space, vectors, products)
+        return exact_part + A.space.paired_dots(zip(vectors, products, strict=True))
 
     spent = columns + len(basis)
     found = draw(

@@ -161,7 +161,7 @@ def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], source: str) -> 
         for lane, part in enumerate(finite(space.sum_over(torch.cat(local_dots)), source).split(counts)):
             bases[lane].subtract_(vecs[lane], part)
             inside[lane] += part
-    squares = finite(space.sum_over(space.local_pairs([(vec, vec) for vec in vecs])), source)
+    squares = finite(space.paired_dots(zip(vecs, vecs)), source)
     norms = squares.clamp(min=0.0).sqrt().tolist()
     return [Split(coordinates, norm) for coordinates, norm in zip(inside, norms, strict=True)]
 

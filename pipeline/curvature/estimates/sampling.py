@@ -23,7 +23,7 @@ from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.linear import LinearMap, blocks, finite, products_of
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import plus_minus
-from pipeline.curvature.space import Space, Vec
+from pipeline.curvature.space import Vec
 from scheduler.errors import refuse_unless_finite
 
 KINDS = ("rademacher", "normal")
@@ -110,7 +110,7 @@ def check_tol(tol: float) -> None:
         raise ValueError(f"tol is {tol}: it bounds a relative residual, between 0 and 1; use a number like 1e-6")
 
 
-Measure: TypeAlias = Callable[[list[Vec], list[Vec]], Tensor]  # vectors, A times each -> [vectors, numbers]
+Measure: TypeAlias = Callable[[list[Vec], list[Vec]], Tensor]  # vectors, A times each -> [vectors, ...]
 OnProgress: TypeAlias = Callable[[int, Any, str], None]  # see `Resumable.record`
 VectorTransform: TypeAlias = Callable[[list[Vec]], list[Vec]]  # what A is multiplied with, from random vectors
 
@@ -169,9 +169,9 @@ class SampledNumber(SampledResult):
 class SampleStatistics(NamedTuple):
     """The result of a run of random vectors."""
 
-    values: Tensor  # [draws, numbers], float64: what each vector says alone
-    mean: Tensor  # [numbers]
-    stderr: Tensor  # [numbers]: inf from one draw, 0 where exact
+    values: Tensor  # [draws, ...], float64: what each vector says alone, one number or several
+    mean: Tensor  # [...]
+    stderr: Tensor  # [...]: inf from one draw, 0 where exact
     spent: int  # products
     stopped: str  # "samples" (all spent), "tolerance" (reached) or "exact"
 
@@ -222,7 +222,7 @@ def _stop_reason(sampling: SampleSize, values: Sequence[Tensor]) -> str:
 
 def _note(sampling: SampleSize, drawn: Tensor) -> str:
     """The mean so far, of one number; parts of a basis say nothing of it."""
-    if sampling.is_exact or drawn.shape[1] != 1:
+    if sampling.is_exact or drawn.dim() > 1:
         return ""
     mean, stderr = mean_and_stderr(drawn)
     return plus_minus(float(mean), float(stderr))
@@ -270,8 +270,3 @@ def _basis(sampling: SampleSize) -> list[Vec]:
             append_orthonormal(space, basis, space.random("normal", sampling.seed, index))
     assert len(basis) == space.size  # random vectors span the space
     return basis
-
-
-def paired_dots(space: Space, left: Sequence[Vec], right: Sequence[Vec]) -> Tensor:
-    """The inner products of each vector on the left with its neighbour on the right: [len(left), 1], one all-reduce."""
-    return space.sum_over(space.local_pairs(list(zip(left, right, strict=True)))[:, None])

@@ -200,7 +200,7 @@ def solve(
         (result,) = solved(system, [vec], guess, run)
     return Solution(
         matrix=A.name,
-        x={name: part.detach().cpu() for name, part in A.space.named(result.x).items()},
+        x=A.space.on_host(result.x),
         residual=result.residual,
         converged=result.residual <= system.tol,
         products=result.products,
@@ -222,4 +222,4 @@ def _settings(system: Inverse, b: Vec, start: Vec | None) -> dict[str, Any]:
 def _digest(space: Space, vec: Vec | None) -> list[float]:
     """Numbers that hardly two vectors have in common, the same on all processes: a norm, and a product with noise."""
     noise = space.random("normal", 0, 0)
-    return [] if vec is None else space.sum_over(space.local_pairs([(vec, vec), (vec, noise)])).tolist()
+    return [] if vec is None else space.paired_dots([(vec, vec), (vec, noise)]).tolist()

@@ -273,8 +273,7 @@ def _run_in_lockstep(
 
 def _dots(A: LinearMap, requests: Mapping[int, DotsRequest]) -> dict[int, list[float]]:
     pairs = [pair for request in requests.values() for pair in request.pairs]
-    total = finite(A.space.sum_over(A.space.local_pairs(pairs)), f"{A.name}, or b itself,")
-    numbers = iter(total.tolist())
+    numbers = iter(finite(A.space.paired_dots(pairs), f"{A.name}, or b itself,").tolist())
     return {index: [next(numbers) for _ in request.pairs] for index, request in requests.items()}
 
 

@@ -17,10 +17,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from pipeline.curvature.estimates.hutchpp import hutchpp
-from pipeline.curvature.estimates.sampling import SampledNumber, SampleSize, estimate, paired_dots
+from pipeline.curvature.estimates.sampling import SampledNumber, SampleSize, estimate
 from pipeline.curvature.estimates.xtrace import xtrace
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus
@@ -112,13 +111,13 @@ def trace(
     if sampling.is_exact or samples < 4:
         method = "hutchinson"
     if method == "hutchinson":
-        drawn = estimate(sampling, partial(paired_dots, A.space), "trace", method=method)
+        drawn = estimate(sampling, lambda *pair: A.space.paired_dots(zip(*pair, strict=True)), "trace", method=method)
     else:
         with sampling.resumable("trace", method=method, sketch=sketch) as run:
             drawn = xtrace(sampling, run) if method == "xtrace" else hutchpp(sampling, run, sketch)
     value, stderr = float(drawn.mean), float(drawn.stderr)
     method = "basis" if drawn.spent == A.space.size else method
-    return Trace(value, stderr, drawn.spent, drawn.stopped, drawn.values[:, 0], A.name, method, A.space.size)
+    return Trace(value, stderr, drawn.spent, drawn.stopped, drawn.values, A.name, method, A.space.size)
 
 
 def _chosen_kind(method: str, kind: str | None, sketch: int | None) -> str:

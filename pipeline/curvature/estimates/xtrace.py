@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.estimates.resume import Resumable, from_host
-from pipeline.curvature.estimates.sampling import SampleSize, SampleStatistics, mean_and_stderr, paired_dots
+from pipeline.curvature.estimates.sampling import SampleSize, SampleStatistics, mean_and_stderr
 from pipeline.curvature.linear import LinearMap, blocks, finite
 from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import HOST, Vec
@@ -88,7 +88,7 @@ class _LeaveOneOutSketch:
         old_size = len(self.basis)
         vectors = self._random(range(self.count, self.count + count))
         products = self.A.products(vectors)
-        self.quadratic_forms.append(finite(paired_dots(self.A.space, vectors, products)[:, 0], self.A.name))
+        self.quadratic_forms.append(finite(self.A.space.paired_dots(zip(vectors, products, strict=True)), self.A.name))
         del vectors
         self.columns += [append_orthonormal(self.A.space, self.basis, product) for product in products]
         if new := self.basis[old_size:]:
@@ -103,14 +103,14 @@ class _LeaveOneOutSketch:
         parts = self._parts()
         values = leave_one_out(self.A.space.size, parts)
         stderr = jackknife(self.A.space.size, parts)
-        return SampleStatistics(values[:, None], values.mean()[None], stderr[None], self.spent, "samples")
+        return SampleStatistics(values, values.mean(), stderr, self.spent, "samples")
 
     def _parts(self) -> _TraceParts:
         along, squares = [], []
         for block in blocks(range(self.count), self.A.block):
             vectors = self._random(block)
             along.append(self.A.space.dots(self.basis, vectors))
-            squares.append(paired_dots(self.A.space, vectors, vectors)[:, 0])
+            squares.append(self.A.space.paired_dots(zip(vectors, vectors)))
         W, quadratic_forms = torch.cat(along, 1), torch.cat(self.quadratic_forms)
         return _TraceParts(pad_sequence(self.columns), W, self.within, quadratic_forms, torch.cat(squares))
 
