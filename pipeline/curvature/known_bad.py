@@ -159,9 +159,7 @@ def _old_weight_norm(hook: Any, module: nn.Module) -> Tensor:
 
 
 def _scaled(direction: Tensor, magnitude: Tensor, dim: int) -> Tensor:
-    axes = [axis for axis in range(direction.dim()) if axis != dim % max(direction.dim(), 1)] if dim != -1 else None
-    norm = direction.abs() if axes == [] else torch.linalg.vector_norm(direction, dim=axes, keepdim=True)
-    return direction * (magnitude / norm)
+    return direction * (magnitude / torch.norm_except_dim(direction, 2, dim))
 
 
 def _old_weight_norms(module: nn.Module) -> Iterator[Any]:

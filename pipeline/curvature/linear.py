@@ -151,7 +151,8 @@ def _columns(space: Space, vecs: list[Vec], like: Tensor) -> Tensor:
     """Vectors as columns, in the shape and on the device of those that were given."""
     if not vecs:
         return torch.empty_like(like, dtype=space.dtype)
-    return torch.stack([flat(space, vec, like.device) for vec in vecs], 1).view(like.shape)
+    parts = [[part.reshape(-1).to(like.device) for part in space.named(vec).values()] for vec in vecs]
+    return torch.stack(list(map(torch.cat, parts)), 1).view(like.shape)
 
 
 def _cut(space: Space, entries: Tensor) -> Vec:
@@ -160,8 +161,3 @@ def _cut(space: Space, entries: Tensor) -> Vec:
         view.copy_(entries[first : first + view.numel()].detach().view(view.shape))
         first += view.numel()
     return vec
-
-
-def flat(space: Space, vec: Vec, device: torch.device | None = None) -> Tensor:
-    """All entries in one tensor, parameter after parameter."""
-    return torch.cat([part.reshape(-1).to(device) for part in space.named(vec).values()])

@@ -61,6 +61,7 @@ class SystemState:
         vectors: x; at the check what may take its place, too.
         residual: of x, relative to b.
         products, rounds: those that led to x.
+        spent: products in all, from the system's beginning.
         steps: of the recurrence, at the check.
         norm: of M with the preconditioner, as far as it is known, a lower bound. MINRES asks for it: a residual that M
             makes nothing of shows only beside what M makes of others.
@@ -72,6 +73,7 @@ class SystemState:
     residual: float = 1.0
     products: int = 0
     rounds: int = 0
+    spent: int = 0
     steps: int = 0
     norm: float = 0.0
     step_vectors: list[Vec] = field(default_factory=list)
@@ -219,32 +221,32 @@ def solved(
         IndefiniteError: by "cg", where A + damping I is not positive definite.
         FloatingPointError: a vector has entries that are not finite.
     """
-    A = system.map
-    saved = {} if run is None or run.saved_state is None else dict(run.saved_state)
-    spent = saved.pop("spent", 0)
-    vectors = {name: from_host(A.space, saved[name]) for name in saved if name.endswith("vectors")}
-    state, results = SystemState(**{**saved, **vectors}), list[SystemResult]()
+    A, saved = system.map, (run and run.saved_state) or {}
+    state, results = SystemState(**_on_devices(A.space, saved)), list[SystemResult]()
 
-    def products(requests: Sequence[ProductRequest]) -> list[Vec]:
-        nonlocal spent
+    def products(vecs: list[Vec], residual: float) -> list[Vec]:
         if run is not None:
-            run.record(spent, {"spent": spent, **vars(state)}, f"residual {requests[0].residual:.1e}")
-        spent += len(requests)
-        return A.products([request.vec for request in requests])
+            run.record(state.spent, dict(vars(state)), f"residual {residual:.1e}")
+        state.spent += len(vecs)
+        return A.products(vecs)
 
     for block in blocks(bs, A.block):
         runs = [_solve_one(system, b, start, SystemState() if run is None else state) for b in block]
         results += _run_in_lockstep(A, system.damping, runs, products)
-    if run is not None and spent:
+    if run is not None and state.spent:
         run.advance(1)  # the last one
     return results
+
+
+def _on_devices(space: Space, saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: from_host(space, value) if name.endswith("vectors") else value for name, value in saved.items()}
 
 
 def _run_in_lockstep(
     A: LinearMap,
     damping: float,
     runs: Sequence[Steps[SystemResult]],
-    products: Callable[[Sequence[ProductRequest]], list[Vec]],
+    products: Callable[[list[Vec], float], list[Vec]],
 ) -> list[SystemResult]:
     """Answers inner products, all by one all-reduce, until all wait for products; then these, by one call."""
     results: dict[int, SystemResult] = {}
@@ -260,21 +262,18 @@ def _run_in_lockstep(
     for index in range(len(runs)):
         answer(index, None)
     while requests:
-        while dots := {index: request for index, request in requests.items() if isinstance(request, DotsRequest)}:
-            for index, numbers in _dots(A, dots).items():
-                answer(index, numbers)
-        waiting = {index: request for index, request in requests.items() if isinstance(request, ProductRequest)}
-        for (index, request), image in zip(
-            waiting.items(), products([*waiting.values()]) if waiting else (), strict=True
-        ):
-            answer(index, add_(image, request.vec, damping))
+        dots = {index: request for index, request in requests.items() if isinstance(request, DotsRequest)}
+        if dots:
+            pairs = [pair for request in dots.values() for pair in request.pairs]
+            numbers = iter(finite(A.space.paired_dots(pairs), f"{A.name}, or b itself,").tolist())
+            for index in dots:
+                answer(index, [next(numbers) for _ in dots[index].pairs])
+        else:
+            waiting = {index: request for index, request in requests.items() if isinstance(request, ProductRequest)}
+            images = products([request.vec for request in waiting.values()], next(iter(waiting.values())).residual)
+            for index, image in zip(waiting, images, strict=True):
+                answer(index, add_(image, waiting[index].vec, damping))
     return [results[index] for index in range(len(runs))]
-
-
-def _dots(A: LinearMap, requests: Mapping[int, DotsRequest]) -> dict[int, list[float]]:
-    pairs = [pair for request in requests.values() for pair in request.pairs]
-    numbers = iter(finite(A.space.paired_dots(pairs), f"{A.name}, or b itself,").tolist())
-    return {index: [next(numbers) for _ in request.pairs] for index, request in requests.items()}
 
 
 def _solve_one(system: Inverse, b: Vec, start: Vec | None, state: SystemState) -> Steps[SystemResult]:
