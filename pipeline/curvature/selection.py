@@ -70,7 +70,7 @@ def chosen(
         return [name for name, parameter in trained.items() if params(name, parameter)]
     wanted: set[str] = set()
     for selector in [params] if isinstance(params, str) else params:
-        matches = {first for name, first in first_names.items() if _stands_for(selector, name)}
+        matches = {first for name, first in first_names.items() if f"{name}.".startswith(f"{selector}.")}
         if not matches:
             names = list(dict.fromkeys(first_names.values()))
             raise ValueError(f"params has {selector!r}, which is no parameter or layer. There are {few(names)}.")
@@ -82,7 +82,3 @@ def chosen(
             )
         wanted |= matches
     return [name for name in trained if name in wanted]
-
-
-def _stands_for(wanted: str, name: str) -> bool:
-    return name == wanted or name.startswith(wanted + ".")

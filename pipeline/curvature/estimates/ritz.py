@@ -47,9 +47,11 @@ class RitzPairs(NamedTuple):
         norms: Tensor = torch.linalg.vector_norm(self.rest, dim=0)
         return norms
 
-    def passage(self, point: float) -> Tensor:
-        """W: what an eigenvector at this point has in the known rows, in terms of its part in the others: [p, f]."""
-        return self.vectors @ (self.rest.T / (point - self.values)[:, None])
+    def passages(self, points: Sequence[float]) -> Tensor:
+        """W at each point: what an eigenvector there has in the known rows, in terms of its part in the others:
+        [points, p, f]."""
+        distances = torch.tensor(points, **HOST)[:, None] - self.values
+        return self.vectors @ (self.rest.T / distances[:, :, None])
 
 
 def ritz(projection: Tensor) -> RitzPairs:
@@ -117,24 +119,19 @@ class EigenvectorMap:
 
     def followed(self, pairs: RitzPairs, first: int) -> EigenvectorMap:
         """The chain to the rows without products, which will be the rows from `first` on."""
-        factors = [self._through(pairs, number) for number in range(len(self.points))]
-        return EigenvectorMap(self.points, first, torch.stack(factors) if factors else self.factors[:, :, :0])
+        return EigenvectorMap(self.points, first, self._through(pairs.passages(self.points)))
 
     def longest(self, pairs: RitzPairs) -> float:
         """No eigenvector at one of the points, or farther out, has a longer part in the start block than this."""
-        return max([self._longest(pairs, number) for number in range(len(self.points))])
-
-    def _through(self, pairs: RitzPairs, number: int) -> Tensor:
-        rows = slice(self.first, self.first + self.factors.shape[2])
-        return self.factors[number] @ pairs.passage(self.points[number])[rows]
-
-    def _longest(self, pairs: RitzPairs, number: int) -> float:
-        passage = pairs.passage(self.points[number])
-        if not passage.shape[1]:
+        passages = pairs.passages(self.points)
+        if not len(pairs.rest):
             return 0.0
-        cholesky = torch.linalg.cholesky(torch.eye(passage.shape[1], **HOST) + passage.T @ passage)
-        scaled = torch.linalg.solve_triangular(cholesky, self._through(pairs, number).T, upper=False)
-        return float(torch.linalg.matrix_norm(scaled, 2))
+        cholesky = torch.linalg.cholesky(torch.eye(len(pairs.rest), **HOST) + passages.mT @ passages)
+        scaled = torch.linalg.solve_triangular(cholesky, self._through(passages).mT, upper=False)
+        return float(torch.linalg.matrix_norm(scaled, 2).max())
+
+    def _through(self, passages: Tensor) -> Tensor:
+        return self.factors @ passages[:, self.first : self.first + self.factors.shape[2]]
 
 
 def shortest(dimensions: int, starts: int, miss: float) -> float:

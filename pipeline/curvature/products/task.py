@@ -108,7 +108,7 @@ class ProductTask:
                     _, _, total = parts.get(key, (stage, owner, None))
                     parts[key] = (stage, owner, grad if total is None else total + grad)
                 else:
-                    _add(views[id(owner)], grad)
+                    views[id(owner)].add_(grad.to(views[id(owner)].device))
 
     def join(self, communicator: Communicator) -> None:
         """Add up the parts of parameters that several stages read, here and on other ranks."""
@@ -116,8 +116,4 @@ class ProductTask:
             totals = communicator.gradients.join(sorted(parts.values(), key=lambda part: part[0]))
             for owner, whole in totals.values():
                 if id(owner) in self.slots:
-                    _add(views[id(owner)], whole)
-
-
-def _add(view: Tensor, grad: Tensor) -> None:
-    view.add_(grad if grad.device == view.device else grad.to(view.device))
+                    views[id(owner)].add_(whole.to(views[id(owner)].device))
