@@ -44,44 +44,31 @@ class MiniBatches:
                 "DataLoader of them."
             )
         self._data = list(data) if iter(data) is data else data
-        self._digests: list[str] = []
-        self._is_complete = False
+        self._digests: list[str] | None = None  # of the first time that all came
 
     def __iter__(self) -> Iterator[MiniBatch]:
         """
         Raises:
             ValueError: there is none, one is no pair, or they are not those of the first time.
         """
-        count = 0
-        for item in self._data:
-            pair = _pair(item, count)
-            yield MiniBatch(*pair, self._checked_digest(count, pair))
-            count += 1
-        if count == 0:
+        digests: list[str] = []
+        for number, item in enumerate(self._data):
+            pair = _pair(item, number)
+            digests.append(str(digest(values_in_words(tensors_in(bare(pair))))))
+            if self._digests is not None and digests[number:] != self._digests[number : number + 1]:
+                raise ValueError(f"mini-batch {number} of the data is not what it was in the first product. " + _REMEDY)
+            yield MiniBatch(*pair, digests[number])
+        if not digests:
             raise ValueError("the data hold no mini-batch. Give at least one (x, target).")
-        if self._is_complete and count != len(self._digests):
-            raise ValueError(f"the data gave {count} mini-batches, and {len(self._digests)} the first time. " + _REMEDY)
-        self._is_complete = True
-
-    def _checked_digest(self, number: int, pair: tuple[Any, Any]) -> str:
-        """A digest of a mini-batch.
-
-        Raises:
-            ValueError: it held something else the first time.
-        """
-        checksum = str(digest(values_in_words(tensors_in(bare(pair)))))
-        if not self._is_complete:
-            self._digests[number:] = [checksum]
-        elif number >= len(self._digests) or self._digests[number] != checksum:
-            raise ValueError(f"mini-batch {number} of the data is not what it was in the first product. " + _REMEDY)
-        return checksum
+        if self._digests is not None and len(digests) != len(self._digests):
+            raise ValueError(
+                f"the data gave {len(digests)} mini-batches, and {len(self._digests)} the first time. " + _REMEDY
+            )
+        self._digests = digests
 
     def fingerprint(self) -> str:
         """A digest of the mini-batches."""
-        if not self._is_complete:
-            for _ in self:
-                pass
-        return " ".join(self._digests)
+        return " ".join(self._digests or [batch.digest for batch in self])
 
 
 _REMEDY = (

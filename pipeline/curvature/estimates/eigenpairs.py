@@ -150,8 +150,7 @@ def top_eigenpairs(
     with Resumable(A, title, max_products, settings, show, resume, save_every) as resumable:
         run = LanczosRun(A, goal, resumable.saved_state)
         _advance(run, max_products, resumable.record)
-        if not run.current.done:
-            resumable.leave()
+        resumable.is_done = run.current.done
         return _measured(run, resumable.advance)
 
 

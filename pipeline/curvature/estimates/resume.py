@@ -190,6 +190,7 @@ class Resumable:
 
     Attributes:
         saved_state: the state to go on from, or None.
+        is_done: whether the file is removed at the end; else it is kept for a call that goes on.
 
     Example:
         >>> from torch import nn
@@ -209,7 +210,7 @@ class Resumable:
         self._shows = A.space.rank == 0 and (sys.stderr.isatty() if show is None else show)
         self._title, self._total, self._bar, self._step = title, total, None, 0
         self._recorded: tuple[int, SavedValue, tuple[int, ...]] | None = None  # step, state, versions of its tensors
-        self._is_done = True
+        self.is_done = True
         self._counting_writes = torch.inference_mode(False)
 
     def __enter__(self) -> Self:
@@ -239,10 +240,6 @@ class Resumable:
                 self._bar.set_postfix_str(note, refresh=not products)
             self._bar.update(products)
 
-    def leave(self) -> None:
-        """Keep the file at the end, for a call that goes on."""
-        self._is_done = False
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -252,7 +249,7 @@ class Resumable:
             self._bar = None
         if self._saves is None:
             return
-        if error is None and self._is_done:
+        if error is None and self.is_done:
             self._saves.remove()
         elif self._recorded is not None:
             step, state, recorded_versions = self._recorded

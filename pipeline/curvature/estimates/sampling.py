@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -203,7 +204,7 @@ def draw(
         values: those of draws before.
     """
     groups = sampled_products(sampling, sum(map(len, values)), first, prepare)
-    while not (stopped := _stop_reason(sampling, values)) and (group := next(groups, None)):
+    while not (is_enough := _is_enough(sampling, values)) and (group := next(groups, None)):
         values.append(finite(measure(*group), sampling.A.name))
         drawn = torch.cat(values)
         on_progress(len(drawn), drawn, _note(sampling, drawn))
@@ -211,13 +212,12 @@ def draw(
     if sampling.is_exact:
         total = drawn.sum(0)
         return SampleStatistics(total[None], total, torch.zeros_like(total), len(drawn), "exact")
-    return SampleStatistics(drawn, *mean_and_stderr(drawn), len(drawn), stopped or "samples")
+    return SampleStatistics(drawn, *mean_and_stderr(drawn), len(drawn), "tolerance" if is_enough else "samples")
 
 
-def _stop_reason(sampling: SampleSize, values: Sequence[Tensor]) -> str:
-    """Whether and why the draws are enough before all are spent."""
-    count = sum(map(len, values))
-    return "tolerance" if count and sampling.is_reached(*mean_and_stderr(torch.cat(list(values))), count) else ""
+def _is_enough(sampling: SampleSize, values: list[Tensor]) -> bool:
+    """Whether the draws are enough before all are spent."""
+    return bool(values) and sampling.is_reached(*mean_and_stderr(torch.cat(values)), sum(map(len, values)))
 
 
 def _note(sampling: SampleSize, drawn: Tensor) -> str:
@@ -264,9 +264,7 @@ def sampled_products(
 
 def _basis(sampling: SampleSize) -> list[Vec]:
     """An orthonormal basis: as many vectors as the matrix has rows are held."""
-    space, basis = sampling.A.space, list[Vec]()
-    for index in range(2 * space.size + 8):  # one that lies in the span of the others is as good as impossible
-        if len(basis) < space.size:
-            append_orthonormal(space, basis, space.random("normal", sampling.seed, index))
-    assert len(basis) == space.size  # random vectors span the space
+    space, basis, numbers = sampling.A.space, list[Vec](), count()
+    while len(basis) < space.size:  # one that lies in the span of the others is as good as impossible
+        append_orthonormal(space, basis, space.random("normal", sampling.seed, next(numbers)))
     return basis

@@ -39,6 +39,7 @@ class Inverse(LinearMap):
     Attributes:
         map: A.
         limit: on A's products, for each system.
+        eps: of the vectors' entries: what rounding leaves.
         scales: the preconditioner: about the inverse of the diagonal of A + damping I, all above 0.
 
     Raises:
@@ -73,13 +74,9 @@ class Inverse(LinearMap):
         self.limit = check_count("max_products", 1000 if max_products is None else max_products, least=2)
         self.map, self.space, self.block = A, A.space, A.block
         self.damping, self.tol, self.method = float(damping), float(tol), method
+        self.eps = torch.finfo(self.space.dtype).eps
         self.scales = None if preconditioner is None else scales_of(A, preconditioner, damping)
         self.name = f"inverse of ({A.name} + {self.damping:g} I)"
-
-    @property
-    def eps(self) -> float:
-        """Of the vectors' entries: what rounding leaves."""
-        return torch.finfo(self.space.dtype).eps
 
     def scaled(self, vec: Vec) -> Vec:
         """The preconditioner times a vector: a new one, or the same where there is none."""

@@ -222,7 +222,8 @@ def solved(
         FloatingPointError: a vector has entries that are not finite.
     """
     A, saved = system.map, (run and run.saved_state) or {}
-    state, results = SystemState(**_on_devices(A.space, saved)), list[SystemResult]()
+    vectors = {name: from_host(A.space, saved[name]) for name in saved if name.endswith("vectors")}
+    state, results = SystemState(**{**saved, **vectors}), list[SystemResult]()
 
     def products(vecs: list[Vec], residual: float) -> list[Vec]:
         if run is not None:
@@ -236,10 +237,6 @@ def solved(
     if run is not None and state.spent:
         run.advance(1)  # the last one
     return results
-
-
-def _on_devices(space: Space, saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: from_host(space, value) if name.endswith("vectors") else value for name, value in saved.items()}
 
 
 def _run_in_lockstep(

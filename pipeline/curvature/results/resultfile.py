@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from itertools import chain, count
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, TypeAlias, Unpack
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ _TEXT = "result"
 StoredResult: TypeAlias = tuple[str, str, dict[str, Any]]  # a class's name, the module that it was in, its fields
 
 
-def write(path: str | PathLike[str], *stored: Unpack[StoredResult]) -> None:
+def write(path: str | PathLike[str], kind: str, module: str, named: Mapping[str, Any]) -> None:
     """Writes a file. Where one of that name is, it stays whole until it is replaced.
 
     Raises:
@@ -48,7 +48,9 @@ def write(path: str | PathLike[str], *stored: Unpack[StoredResult]) -> None:
         FileNotFoundError: the folder is not there.
     """
     path, arrays = Path(path), NamedArrays()
-    text = _text(stored, None if _is_json(path) else arrays)
+    fields = {name: encoded(value, name, None if _is_json(path) else arrays) for name, value in named.items()}
+    top = {"format": _FORMAT, "version": _VERSION, "class": kind, "module": module, "fields": fields}
+    text = json.dumps(top, allow_nan=False)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} (path: {path}). Make it first.")
     with replacing(path, f".{os.getpid()}.part") as file:
@@ -83,13 +85,6 @@ def _is_json(path: Path) -> bool:
     if path.suffix not in (".npz", ".json"):
         raise ResultError(f"a result's file is named *.npz or *.json (path: {path})")
     return path.suffix == ".json"
-
-
-def _text(stored: StoredResult, arrays: NamedArrays | None) -> str:
-    kind, module, named = stored
-    top = {"format": _FORMAT, "version": _VERSION, "class": kind, "module": module}
-    fields = {name: encoded(value, name, arrays) for name, value in named.items()}
-    return json.dumps({**top, "fields": fields}, allow_nan=False)
 
 
 def _stored(text: str, arrays: Mapping[str, Any], path: Path) -> StoredResult:
