@@ -10,7 +10,6 @@ loss divides by: the rows of a mean, the count of (sum, count), 1 for a sum.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
@@ -65,9 +64,11 @@ class HessianProduct(ProductCall):
         return gradients_of([loss], targets, [initial_grad])
 
 
-class FirstOrderProduct(ProductCall):
-    """A matrix J^T A J: the output's tangents, A times them by the loss alone, and plain backwards of these."""
+class GaussNewtonProduct(ProductCall):
+    """The generalized Gauss-Newton matrix J^T A J: the output's tangents, A times them by the loss alone, and plain
+    backwards of these. A is the loss's own Hessian by the output."""
 
+    name = "Gauss-Newton"
     is_linear = False  # whether A needs no second derivative of the loss
 
     def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> LeafGrads:
@@ -94,7 +95,6 @@ class FirstOrderProduct(ProductCall):
     def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> LeafGrads:
         return run.pull_first(graph, groups)
 
-    @abstractmethod
     def cotangents(
         self, chunk: int, tree: Tree, leaves: Sequence[Tensor], grads: Grads, tangents: Sequence[Sequence[Tensor]]
     ) -> list[Grads]:
@@ -107,21 +107,11 @@ class FirstOrderProduct(ProductCall):
             grads: of the loss, at the leaves.
             tangents: at the leaves, for each direction.
         """
-
-
-class GaussNewtonProduct(FirstOrderProduct):
-    """The generalized Gauss-Newton matrix: A is the loss's own Hessian by the output."""
-
-    name = "Gauss-Newton"
-
-    def cotangents(
-        self, chunk: int, tree: Tree, leaves: Sequence[Tensor], grads: Grads, tangents: Sequence[Sequence[Tensor]]
-    ) -> list[Grads]:
         return [hessian_times(grads, leaves, direction) for direction in tangents]
 
 
-class FisherProduct(FirstOrderProduct):
-    """The empirical Fisher: A is the outer product of each row's gradient with itself."""
+class FisherProduct(GaussNewtonProduct):
+    """The empirical Fisher, J^T A J as well: A is the outer product of each row's gradient with itself."""
 
     name = "empirical Fisher"
     is_linear = True
