@@ -33,20 +33,14 @@ class Diagonal(SampledResult):
     Args:
         values: name -> estimates, in the parameter's shape.
         stderr: name -> their standard errors; 0 if exact, inf if one draw is all there is.
-        samples: products spent.
-        stopped: "samples" (all spent), "tolerance" (the error is as small as asked) or "exact".
         rms: of all entries, those of other processes too: the root of the mean square.
         rms_stderr: the same of their standard errors.
-        matrix: the name of the matrix.
     """
 
     values: dict[str, Tensor]
     stderr: dict[str, Tensor]
-    samples: int
-    stopped: str
     rms: float
     rms_stderr: float
-    matrix: str
 
     def lines(self) -> Iterator[str]:
         yield f"diagonal of {self.matrix}  root mean square {plus_minus(self.rms, self.rms_stderr)}"
@@ -179,4 +173,4 @@ class _RunningMoments:
         if stopped == "exact":
             stderr, errors = self.A.space.zeros(), torch.zeros((), device="cpu")
         named_values, named_errors = self.A.space.on_host(self.mean), self.A.space.on_host(stderr)
-        return Diagonal(named_values, named_errors, self.count, stopped, float(values), float(errors), self.A.name)
+        return Diagonal(self.count, stopped, self.A.name, named_values, named_errors, float(values), float(errors))

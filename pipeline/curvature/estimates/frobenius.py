@@ -81,5 +81,4 @@ def frobenius_squared(
     """
     sampling = SampleSize(A, samples, kind, rel, abs, min_samples, seed, show, resume, save_every)
     drawn = estimate(sampling, lambda _, products: A.space.paired_dots(zip(products, products)), "Frobenius norm")
-    value, stderr = float(drawn.mean), float(drawn.stderr)
-    return Norm(value, stderr, drawn.spent, drawn.stopped, drawn.values, A.name)
+    return Norm(drawn.spent, drawn.stopped, A.name, float(drawn.mean), float(drawn.stderr), drawn.values)

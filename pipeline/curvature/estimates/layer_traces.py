@@ -30,17 +30,11 @@ class LayerTraces(SampledResult):
         values: layer -> trace of its block.
         stderr: layer -> standard error; 0 if exact, inf if one draw is all there is.
         entries: layer -> rows of its block; value / entries is the mean eigenvalue.
-        samples: products spent, on all layers together.
-        stopped: "samples" (all spent), "tolerance" (the errors are as small as asked) or "exact".
-        matrix: the name of the matrix.
     """
 
     values: dict[str, float]
     stderr: dict[str, float]
     entries: dict[str, int]
-    samples: int
-    stopped: str
-    matrix: str
 
     def lines(self) -> Iterator[str]:
         yield f"traces of layers of {self.matrix}  ({self.cost})"
@@ -120,12 +114,12 @@ def layer_traces(
     local_sizes = [sum(entries.get(name, 0) for name in group) for group in names_of.values()]
     sizes = A.space.sum_over(torch.tensor(local_sizes, **HOST))
     return LayerTraces(
-        dict(zip(names_of, drawn.mean.tolist(), strict=True)),
-        dict(zip(names_of, drawn.stderr.tolist(), strict=True)),
-        dict(zip(names_of, map(int, sizes.tolist()), strict=True)),
         drawn.spent,
         drawn.stopped,
         A.name,
+        dict(zip(names_of, drawn.mean.tolist(), strict=True)),
+        dict(zip(names_of, drawn.stderr.tolist(), strict=True)),
+        dict(zip(names_of, map(int, sizes.tolist()), strict=True)),
     )
 
 

@@ -116,11 +116,19 @@ OnProgress: TypeAlias = Callable[[int, Any, str], None]  # see `Resumable.record
 VectorTransform: TypeAlias = Callable[[list[Vec]], list[Vec]]  # what A is multiplied with, from random vectors
 
 
+@dataclass(frozen=True, eq=False)
 class SampledResult(Result):
-    """A result that spent a bounded number of products, and has errors."""
+    """A result that spent a bounded number of products, and has errors.
+
+    Args:
+        samples: products spent.
+        stopped: "samples" (all spent), "tolerance" (the errors are as small as asked) or "exact".
+        matrix: the name of the matrix.
+    """
 
     samples: int
     stopped: str
+    matrix: str
 
     @property
     def converged(self) -> bool:
@@ -140,10 +148,7 @@ class SampledNumber(SampledResult):
     Args:
         value: the estimate.
         stderr: its standard error; 0 if exact, inf if one draw is all there is.
-        samples: products spent.
-        stopped: "samples" (all spent), "tolerance" (the error is as small as asked) or "exact".
         draws: [draws], float64: what each random vector says alone; the value is their mean.
-        matrix: the name of the matrix.
 
     Attributes:
         quantity: in words.
@@ -152,10 +157,7 @@ class SampledNumber(SampledResult):
     quantity: ClassVar[str]
     value: float
     stderr: float
-    samples: int
-    stopped: str
     draws: Tensor
-    matrix: str
 
     def draw(self, ax: Any) -> None:
         """The mean after each draw, with its standard error."""

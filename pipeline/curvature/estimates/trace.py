@@ -115,9 +115,9 @@ def trace(
     else:
         with sampling.resumable("trace", method=method, sketch=sketch) as run:
             drawn = xtrace(sampling, run) if method == "xtrace" else hutchpp(sampling, run, sketch)
-    value, stderr = float(drawn.mean), float(drawn.stderr)
-    method = "basis" if drawn.spent == A.space.size else method
-    return Trace(value, stderr, drawn.spent, drawn.stopped, drawn.values, A.name, method, A.space.size)
+    spent, value, stderr = drawn.spent, float(drawn.mean), float(drawn.stderr)
+    method = "basis" if spent == A.space.size else method
+    return Trace(spent, drawn.stopped, A.name, value, stderr, drawn.values, method, A.space.size)
 
 
 def _chosen_kind(method: str, kind: str | None, sketch: int | None) -> str:

@@ -50,7 +50,7 @@ class SharpnessHistory(Result):
         >>> from pipeline.curvature.estimates.trace import Trace
         >>> history = SharpnessHistory("Hessian")
         >>> for step, value in (0, 12.5), (100, 17.25):
-        ...     trace = Trace(value, 0.5, 10, "samples", torch.zeros(10), "Hessian", "hutchinson", 82)
+        ...     trace = Trace(10, "samples", "Hessian", value, 0.5, torch.zeros(10), "hutchinson", 82)
         ...     history = history.with_entry(step, trace=trace, loss=1.0 / (step + 1), lr=0.1)
         >>> print(history)
         sharpness of Hessian over training
