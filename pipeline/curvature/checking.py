@@ -21,7 +21,7 @@ import torch
 
 from pipeline.curvature.products.finite_differences import Precision, least
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
+from pipeline.curvature.space import HOST, Space, Vec, add_, copy, scale_
 
 if TYPE_CHECKING:
     from pipeline.curvature.operators import Operator
@@ -88,8 +88,8 @@ def check(op: Operator, seed: int = 0) -> Report:
     differences = _stages(op, v)
     precision = max([Precision.of([space.dtype]), *[row[2] for row in differences]])
     rows.append(("the same product again", _distance(space, op.products([v])[0], Hv), 0.0))
-    (mixed,) = op.products([combined([u, v], [2.0, -3.0])])
-    rows.append(("linear: H (2 u - 3 v)", _distance(space, mixed, combined([Hu, Hv], [2.0, -3.0])), precision.exact))
+    mixed, expected = (add_(scale_(copy(one), 2.0), other, -3.0) for one, other in ((u, v), (Hu, Hv)))
+    rows.append(("linear: H (2 u - 3 v)", _distance(space, op.products([mixed])[0], expected), precision.exact))
     dots = space.dots([u, v, Hu, Hv], [Hu, Hv])
     u_Hv, v_Hu = float(dots[0, 1]), float(dots[1, 0])
     norm_Hu, norm_Hv = float(dots[2, 0]) ** 0.5, float(dots[3, 1]) ** 0.5

@@ -136,11 +136,3 @@ def add_(vec: Vec, other: Vec, factor: float = 1.0) -> Vec:
     for shard, other_shard in zip(vec, other, strict=True):
         shard.add_(other_shard, alpha=factor)
     return vec
-
-
-def combined(vecs: Sequence[Vec], factors: Sequence[float]) -> Vec:
-    """A new vector: the sum of `vecs`, each times its factor."""
-    total = scale_(copy(vecs[0]), factors[0])
-    for vec, factor in zip(vecs[1:], factors[1:], strict=True):
-        add_(total, vec, factor)
-    return total

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.resume import Resumable, from_host
 from pipeline.curvature.linear import LinearMap, blocks, finite, taken
-from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
+from pipeline.curvature.space import HOST, Space, Vec, add_, copy, scale_
 
 if TYPE_CHECKING:
     from pipeline.curvature.estimates.solve import Inverse
@@ -288,7 +288,7 @@ def _solve_one(system: Inverse, b: Vec, start: Vec | None, state: SystemState) -
     remainder: Vec = []
     if state.phase == "start":
         x = [torch.zeros_like(part) for part in b] if start is None else start
-        remainder = copy(b) if start is None else combined([b, (yield ProductRequest(x))], [1.0, -1.0])
+        remainder = copy(b) if start is None else add_(scale_((yield ProductRequest(x)), -1.0), b)
         (square,) = yield DotsRequest(((remainder, remainder),))
         state.vectors, state.residual, state.products = [x], math.sqrt(square) / size, int(start is not None)
     while state.residual > system.tol and state.products + 2 <= system.limit:
@@ -303,7 +303,7 @@ def _solve_one(system: Inverse, b: Vec, start: Vec | None, state: SystemState) -
             trial = add_(scale_(correction, state.residual * size), state.vectors[0])
             state.phase, state.vectors, state.step_vectors = "check", [state.vectors[0], trial], []
         trial, old_residual = state.vectors[1], state.residual
-        remainder = combined([b, (yield ProductRequest(trial, old_residual))], [1.0, -1.0])
+        remainder = add_(scale_((yield ProductRequest(trial, old_residual)), -1.0), b)
         (square,) = yield DotsRequest(((remainder, remainder),))
         new_residual = math.sqrt(square) / size
         state.products, state.rounds = state.products + state.steps + 1, state.rounds + 1

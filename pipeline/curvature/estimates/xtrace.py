@@ -100,19 +100,15 @@ class _LeaveOneOutSketch:
 
     def drawn(self) -> SampleStatistics:
         """The trace from the vectors so far."""
-        parts = self._parts()
-        values = leave_one_out(self.A.space.size, parts)
-        stderr = jackknife(self.A.space.size, parts)
-        return SampleStatistics(values, values.mean(), stderr, self.spent, "samples")
-
-    def _parts(self) -> _TraceParts:
         along, squares = [], []
         for block in blocks(range(self.count), self.A.block):
             vectors = self._random(block)
             along.append(self.A.space.dots(self.basis, vectors))
             squares.append(self.A.space.paired_dots(zip(vectors, vectors)))
         W, quadratic_forms = torch.cat(along, 1), torch.cat(self.quadratic_forms)
-        return _TraceParts(pad_sequence(self.columns), W, self.within, quadratic_forms, torch.cat(squares))
+        parts = _TraceParts(pad_sequence(self.columns), W, self.within, quadratic_forms, torch.cat(squares))
+        values, stderr = leave_one_out(self.A.space.size, parts), jackknife(self.A.space.size, parts)
+        return SampleStatistics(values, values.mean(), stderr, self.spent, "samples")
 
     def _random(self, indices: Sequence[int]) -> list[Vec]:
         return [self.A.space.random("normal", self.seed, index) for index in indices]

@@ -27,6 +27,7 @@ own the adjoint is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -82,12 +83,10 @@ _OTHER_DERIVATIVES: frozenset[Callable[..., Any]] = frozenset({
 # Arithmetic with a number of Python, and the operation that takes it for one. As a tensor it has a tangent of zeros, of
 # which torch computes products in Python, on the meta device: 0.2 ms each.
 _WITH_NUMBERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    Tensor.mul: torch.ops.aten.mul.Scalar, torch.mul: torch.ops.aten.mul.Scalar,
-    Tensor.div: torch.ops.aten.div.Scalar, torch.div: torch.ops.aten.div.Scalar,
-    Tensor.add: torch.ops.aten.add.Scalar, torch.add: torch.ops.aten.add.Scalar,
-    Tensor.sub: torch.ops.aten.sub.Scalar, torch.sub: torch.ops.aten.sub.Scalar,
-}  # fmt: skip
-_PLAIN = (Tensor, torch.nn.Parameter)
+    getattr(owner, name): getattr(torch.ops.aten, name).Scalar
+    for owner, name in product((torch, Tensor), ("add", "sub", "mul", "div"))
+}
+_TENSOR_AND_NUMBER = frozenset(product((Tensor, torch.nn.Parameter), (int, float)))
 
 
 class ForwardMode:
@@ -168,16 +167,12 @@ class ConstantsWithoutGrad(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.differs = self.differs or func in _OTHER_DERIVATIVES
-        if func in _WITH_NUMBERS and not kwargs and _is_with_number(args):
+        if func in _WITH_NUMBERS and not kwargs and tuple(map(type, args)) in _TENSOR_AND_NUMBER:
             func = _WITH_NUMBERS[func]
         if torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         with forward_ad._set_fwd_grad_enabled(False):
             return func(*args, **(kwargs or {}))
-
-
-def _is_with_number(args: tuple[Any, ...]) -> bool:
-    return len(args) == 2 and type(args[0]) in _PLAIN and type(args[1]) in (int, float)
 
 
 def _pack_shape(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
