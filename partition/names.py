@@ -33,6 +33,7 @@ from partition.modes import Modes
 T = TypeVar("T")
 _TABLES = ("_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes: tables, hooks, the mode
+STALE_MARK = "_stale_mark"  # the attribute of a module that another process trains
 
 
 class ModelNames(NamedTuple):

@@ -79,6 +79,10 @@ class AttributeSnapshot:
             ]  # fmt: skip
         return sorted({name for name in names if name.rpartition(".")[2] not in _TABLES})
 
+    def filled(self) -> list[Any]:
+        """The lists, sets and dicts that hold something else than they did."""
+        return [entries.container for entries in self._entries.values() if not entries.are_same]
+
     def hooks(self) -> dict[int, list[Hook]]:
         """The hooks on what modules return that are the model's own, by the id of a module.
 

@@ -149,6 +149,7 @@ class ModelRecord(NamedTuple):
         in_eval_mode, in_train_mode: what was seen.
         volatile: the attributes that forwards set, and the parameters and buffers that they write, in either mode.
         written: the tensors of the model, and of the sample, that they write.
+        filled: the lists, sets and dicts in attributes that they write.
         hooks: that may collect what they read, by the id of a module: see `AttributeSnapshot.hooks`.
     """
 
@@ -159,6 +160,7 @@ class ModelRecord(NamedTuple):
     in_train_mode: ModelRun
     volatile: VolatileAttributes
     written: list[Tensor]
+    filled: list[Any]
     hooks: Mapping[int, Sequence[Hook]]
 
     @property
@@ -205,11 +207,11 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
             runs.append(ModelRun(sorted(calls, key=lambda call: call.begin), flow, output, draw_times))
             for module in model.modules():
                 vars(module)["training"] = False
-        hooks = snapshot.hooks()
+        hooks, filled = snapshot.hooks(), snapshot.filled()
     in_train_mode, in_eval_mode = runs
     volatile = {key: key in flags for key in attribute_keys} | dict.fromkeys(_names(model, storages), False)
     written = [tensor for tensor in [*model_tensors, *tensors] if storage_of(tensor) in storages]
-    return ModelRecord(model, sample, always, in_eval_mode, in_train_mode, volatile, written, hooks)
+    return ModelRecord(model, sample, always, in_eval_mode, in_train_mode, volatile, written, filled, hooks)
 
 
 def draws_behind(draw_times: Iterable[int], calls: Sequence[ModuleCall]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The copies of a model's modules, in its outline and its parts, follow what is set on these: buffers, numbers, words.
+"""The copies of a model's modules, in its outline and its parts, follow what is set on these: attributes, buffers.
 
     model.rotary --load_state_dict--> writes the buffers, which a copy shares
     model.rotary.scale = 2.0          a copy gets it before the next call; and a buffer that another one has replaced
@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from partition.models.references import is_setting, settings_of
 from partition.models.stand_ins import VolatileAttributes
-from partition.names import plain_of
 
 
 class ModuleCopies:
@@ -62,7 +62,7 @@ class _ModuleCopy:
         ]
         self._count = 0
         self._settings: Sequence[str] = ()
-        self._seen = {**plain_of(module), **module._buffers}
+        self._seen = {**settings_of(module), **module._buffers}
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -77,13 +77,16 @@ class _ModuleCopy:
         copied, original = vars(self._copy), vars(module)
         if len(original) != self._count:  # names have come or gone
             self._count = len(original)
-            self._settings = [name for name in plain_of(module) if name not in self._volatile]
+            self._settings = [name for name in settings_of(module) if name not in self._volatile]
         buffers: Any = module._buffers
         return self._follow(self._settings, copied, original) | self._follow(self._shared, self._copy._buffers, buffers)
 
     def _follow(self, names: Iterable[str], target: dict[str, Any], source: dict[str, Any]) -> bool:
         """Give one table the entries of another that are new there. Returns whether there are any."""
-        changed = {name: source[name] for name in names if name in source and source[name] is not self._seen.get(name)}
+        changed = {
+            name: source[name] for name in names
+            if name in source and source[name] is not self._seen.get(name, self) and is_setting(source[name])
+        }  # fmt: skip
         self._seen.update(changed)
         target.update((name, _on_its_device(value, target.get(name))) for name, value in changed.items())
         return bool(changed)

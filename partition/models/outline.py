@@ -31,7 +31,7 @@ from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
 from partition.models.lost import LostTensor
 from partition.models.passing import PassingPlan
-from partition.models.references import drop_others, references_of, renew_references
+from partition.models.references import drop_others, hooks_of, references_of, renew_references, settings_of
 from partition.models.runs import (
     BlockChain,
     CallArguments,
@@ -97,6 +97,7 @@ class Outline(nn.Module):
         passing: the values that pass blocks by.
         shaping: the numbers of the blocks that are asked for the shapes of what they return.
         hooks: on what blocks return, which hand that to the model's forward, by the id of a block.
+        own: the ids of tensors, lists, sets and dicts that a forward writes: each part has its own.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Outline(nn.Module):
         passing: PassingPlan = PassingPlan(),
         shaping: Container[int] = (),
         hooks: Mapping[int, Sequence[Hook]] = MappingProxyType({}),
+        own: Container[int] = (),
     ) -> None:
         super().__init__()
         self.chains = chains
@@ -122,7 +124,7 @@ class Outline(nn.Module):
         kept = {*map(id, containers.values()), *numbers, *absent}
         for child in [child for container in containers.values() for child in container.children()]:
             if id(child) not in kept and id(child) not in copies:
-                _copy_in_eval_mode(child, volatile, copies)
+                _copy_in_eval_mode(child, volatile, own, copies)
         kept |= copies.keys()
         for module in absent.values():
             AbsentModule(module, volatile).copy_of(module, volatile, copies)
@@ -409,11 +411,14 @@ def _around_blocks(tensor: Tensor) -> Tensor:
     return without_numbers(tensor) if isinstance(tensor, nn.Parameter | MadeUpBuffer) else tensor
 
 
-def _copy_in_eval_mode(module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]) -> None:
-    """Add a copy of a module without parameters, in eval mode, which shares the buffers that no forward writes."""
+def _copy_in_eval_mode(
+    module: nn.Module, volatile: VolatileAttributes, own: Container[int], copies: dict[int, Any]
+) -> None:
+    """Add a copy of a module without parameters, in eval mode, which shares all that no forward writes, and hooks."""
     shared = {
-        id(buffer): buffer for submodule in module.modules() for key, buffer in submodule._buffers.items()
-        if buffer is not None and (id(submodule), key) not in volatile
+        id(value): value for submodule in module.modules()
+        for key, value in {**submodule._buffers, **settings_of(submodule), **hooks_of(submodule)}.items()
+        if value is not None and (id(submodule), key) not in volatile and id(value) not in own
     }
     module_copy = copy.deepcopy(module, shared).eval()
     copies.update(

@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from partition.names import OF_EVERY_MODULE
+from partition.names import OF_EVERY_MODULE, STALE_MARK
 
 _KINDS = (nn.Module, nn.Parameter)
+_OF_ITS_OWN = OF_EVERY_MODULE - {"_is_full_backward_hook"} | {"forward", "_compiled_call_impl", STALE_MARK}
 
 
 def references_of(module: nn.Module) -> dict[str, Any]:
@@ -24,6 +26,22 @@ def references_of(module: nn.Module) -> dict[str, Any]:
         key: value for key, value in attributes
         if key not in OF_EVERY_MODULE and any(isinstance(leaf, _KINDS) for leaf in tree_leaves(value))
     }  # fmt: skip
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that refer to no module or parameter: what a copy of it may have as well."""
+    return {key: value for key, value in vars(module).items() if key not in _OF_ITS_OWN and is_setting(value)}
+
+
+def is_setting(value: Any) -> bool:
+    """Whether a value refers to no module or parameter: nor is it a function that is bound to one."""
+    return not any(isinstance(leaf, (*_KINDS, MethodType)) for leaf in tree_leaves(value))
+
+
+def hooks_of(module: nn.Module) -> dict[str, Any]:
+    """The tables of hooks on a module, but for those with a hook that is bound to something: to the module, say."""
+    tables = {key: table for key, table in vars(module).items() if key.endswith("_hooks")}
+    return {key: table for key, table in tables.items() if all(map(is_setting, table.values()))}
 
 
 def renew_references(module: nn.Module, copies: Mapping[int, Any], keys: Iterable[str] | None = None) -> None:

@@ -176,6 +176,7 @@ def _cut(
     read = tuple([not isinstance(leaf, Tensor) for leaf in leaves])
     written = tuple([any(leaf is tensor for tensor in record.written) for leaf in leaves])
     inputs = ModelInputs(names, tree, always, read, written)
+    own = {*map(id, record.written), *map(id, record.filled)}
     containers: list[nn.Module] = []  # copies of these have nothing that is volatile
     try:
         blocks, chains, shares, part_names, passing = _divided(record, blocks)
@@ -183,7 +184,7 @@ def _cut(
         shaping = _shaping(chains, passing, blocks)
         passing = passing._replace(draws=tuple([any(node.drawn for node in run.flow.nodes) for run in record.runs]))
         while True:
-            outline = Outline(model, chains, inputs, part_names, volatile, passing, shaping, hooks)
+            outline = Outline(model, chains, inputs, part_names, volatile, passing, shaping, hooks, own)
             layers = _layers(model, outline, shares, output)
             try:
                 compare(record, layers, output)

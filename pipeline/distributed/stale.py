@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-_NAME = "_stale_mark"
+from partition.names import STALE_MARK
+
 _REMEDY = (
     "which another rank trains: the values of this rank's model are those of before. Call state = "
     "pipe.full_state_dict() on all ranks, and model.load_state_dict(state) on rank 0, which gets it; "
@@ -65,7 +66,7 @@ class StaleModules:
             module = reference()
             if module is None or _is_stale(module) or all(tensor.is_meta for tensor in _tensors_of(module)):
                 continue
-            vars(module)[_NAME] = _MARK
+            vars(module)[STALE_MARK] = _MARK
             if _refuse_forward not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_refuse_forward, prepend=True)
                 module.register_state_dict_pre_hook(_refuse_state_dict)
@@ -99,7 +100,7 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _lift(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
     """Called as a module is loaded: end its mark if it is in the state, or keeps nothing there."""
     if _keeps_nothing(module) or any(key.startswith(prefix) for key in state_dict):
-        vars(module).pop(_NAME, None)
+        vars(module).pop(STALE_MARK, None)
 
 
 def trained_elsewhere(
@@ -144,11 +145,11 @@ def without_marks(module: nn.Module) -> Iterator[None]:
     marked = [submodule for submodule in module.modules() if _is_stale(submodule)]
     try:
         for submodule in marked:
-            del vars(submodule)[_NAME]
+            del vars(submodule)[STALE_MARK]
         yield
     finally:
         for submodule in marked:
-            vars(submodule)[_NAME] = _MARK
+            vars(submodule)[STALE_MARK] = _MARK
 
 
 def is_mark(hook: Any) -> bool:
@@ -157,7 +158,7 @@ def is_mark(hook: Any) -> bool:
 
 
 def _is_stale(module: nn.Module) -> bool:
-    return _NAME in vars(module)
+    return STALE_MARK in vars(module)
 
 
 def _keeps_nothing(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,6 +270,60 @@ def test_what_blocks_are_given_is_made_anew_in_each_call(cut):
     torch.testing.assert_close(parts(x), model(x))
     model.load_state_dict(Scaled().state_dict())
     torch.testing.assert_close(parts(x), model(x))
+
+
+class Waves(nn.Module):
+    """A module without parameters, with all kinds of attributes."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config, self.sizes, self.phase = config, {"amplitude": 1.0}, torch.rand(WIDE)
+        self.scale: float | None = None
+        self.act = torch.sin
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, length: int) -> Tensor:
+        table = self.tables.setdefault(length, torch.arange(length)[:, None] + torch.zeros(WIDE))
+        waves = self.act(table * self.config.speed + self.phase) * self.sizes["amplitude"]
+        return waves if self.scale is None else waves * self.scale
+
+
+class Waving(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = Waves(SimpleNamespace(speed=1.0))
+
+    def given(self, x, other):
+        return (self.waves(x.shape[1]),)
+
+
+def halved(module: nn.Module, args: Any, returned: Tensor) -> Tensor:
+    return returned / 2
+
+
+SET = {
+    "a field of its config": lambda waves: setattr(waves.config, "speed", 2.0),
+    "its config": lambda waves: setattr(waves, "config", SimpleNamespace(speed=3.0)),
+    "an entry": lambda waves: waves.sizes.update(amplitude=0.5),
+    "a dict": lambda waves: setattr(waves, "sizes", {"amplitude": 3.0}),
+    "numbers of a tensor": lambda waves: waves.phase.mul_(2),
+    "a tensor": lambda waves: setattr(waves, "phase", torch.zeros(WIDE)),
+    "a number for None": lambda waves: setattr(waves, "scale", 0.3),
+    "None for a number": lambda waves: setattr(waves, "scale", None),
+    "a function": lambda waves: setattr(waves, "act", torch.cos),
+    "a hook": lambda waves: waves.register_forward_hook(halved),
+}
+
+
+@WAYS
+def test_blocks_are_given_what_a_module_makes_with_what_is_set_on_it_meanwhile(cut):
+    model, x = Waving(), rows()
+    parts, plain = cut(model, x), copy.deepcopy(model)
+    for what, change in SET.items():
+        for each in (model, plain):
+            change(each.waves)
+        torch.testing.assert_close(parts(x), plain(x), msg=lambda text: f"{what}: {text}")
+        assert model.waves.tables.keys() == plain.waves.tables.keys()
 
 
 class Ignoring(Block):

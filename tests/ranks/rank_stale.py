@@ -51,6 +51,56 @@ def penalty(model: nn.Module) -> None:
     model.zero_grad()
 
 
+class Waves(nn.Module):
+    """A module without parameters, whose buffer lies in the first part."""
+
+    scale: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("speeds", torch.rand(4))
+
+    def forward(self, length: int) -> Tensor:
+        waves = (torch.arange(length)[:, None] * self.speeds).cos()
+        return waves if self.scale is None else waves * self.scale
+
+
+class WaveBlock(nn.Linear):
+    def forward(self, x: Tensor, waves: Tensor) -> Tensor:  # type: ignore[override]  # of a block
+        return x + super().forward(x).sin() * waves
+
+
+class Waving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.waves = nn.Linear(4, 4), Waves()
+        self.blocks = nn.ModuleList(WaveBlock(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, waves = self.embed(x), self.waves(x.shape[1])
+        for block in self.blocks:
+            h = block(h, waves)
+        return h
+
+
+def given() -> tuple[list[float], list[float]]:
+    """The losses of steps, and those of the plain model, with another scale in each."""
+    torch.manual_seed(0)
+    model, x, losses, wanted = Waving().double(), torch.randn(4, 5, 4).double(), [], []
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, sample=x, chunks=2)
+    ours, theirs = (torch.optim.SGD(module.parameters(), 0.1) for module in (pipe, plain))
+    for scale in (None, 0.5, 2.0):
+        model.waves.scale = plain.waves.scale = scale
+        losses.append(float(pipe.step(x, x, loss_fn=mse_loss, optimizer=ours).loss))
+        loss = mse_loss(plain(x), x)
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+        wanted.append(float(loss.detach()))
+    return losses, wanted
+
+
 def refusals(how: str) -> dict[str, str]:
     """What is said before training, after it, of copies, and once the trained values are loaded."""
     model, x, y = built()

@@ -35,6 +35,13 @@ def test_a_layer_that_goes_to_another_rank_is_refused_and_one_that_stays_is_not(
         assert found["same"] == "" and re.match(rf"a Pipe is built with '2' \(Linear\){REMEDY}", found["other"])
 
 
+def test_a_module_that_makes_what_blocks_are_given_follows_what_is_set_on_it_while_its_buffer_is_stale(
+    crew2: Crew,
+) -> None:
+    for found, wanted in crew2.run("rank_stale:given"):
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
 @pytest.mark.parametrize("name", ["gpt", "experts", "resnet", "diffusion", "lstm"])
 def test_a_model_that_was_cut_is_refused_too(name: str, crew2: Crew) -> None:
     found = crew2.run("rank_stale:cut", name)
