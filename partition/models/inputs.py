@@ -97,18 +97,19 @@ class ModelInputs(NamedTuple):
         Raises:
             PartitionError: it is not like it.
         """
-        if self.names is not None and isinstance(x, Mapping) and set(x) == set(self.names):
-            x = {name: x[name] for name in self.names}
-        leaves, tree = tree_flatten(x)
-        if tree != self.tree and tree_flatten((x,))[1] != self.tree:  # pipe(x) is as the sample (x,)
-            names = tuple(x) if isinstance(x, Mapping) else None
-            differing = list(_differing(self.tree, tree, names or ())) if names == self.names else []
-            raise PartitionError(
-                f"the model was cut for inputs like {_in_words(self.tree, self.names)}; it is called with "
-                f"{_in_words(tree, names)}{_listed(differing)}. Call it as with the sample, or cut it with another "
-                "sample. Rows are those of tensors: a list with an entry for each row cannot be cut into chunks."
-            )
-        return leaves
+        names = tuple(x) if isinstance(x, Mapping) else None
+        x = dict(x) if self.names is not None and isinstance(x, Mapping) else x
+        for given in (x, (x,)):  # pipe(x) is as the sample (x,)
+            leaves, tree = tree_flatten(_in_order(given, self.tree))
+            if tree == self.tree:
+                return leaves
+        tree = tree_flatten(x)[1]
+        differing = list(_differing(self.tree, tree, names or ())) if names == self.names else []
+        raise PartitionError(
+            f"the model was cut for inputs like {_in_words(self.tree, self.names)}; it is called with "
+            f"{_in_words(tree, names)}{_listed(differing)}. Call it as with the sample, or cut it with another "
+            "sample. Rows are those of tensors: a list with an entry for each row cannot be cut into chunks."
+        )
 
     def called(self, leaves: Leaves) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the model's forward."""
@@ -139,6 +140,16 @@ class ModelInputs(NamedTuple):
         """The name of a leaf, in words."""
         are_leaves_named = self.names is not None and len(self.names) == len(self.read)
         return f"input {self.names[number]!r}" if are_leaves_named and self.names else f"tensor {number} of the inputs"
+
+
+def _in_order(value: Any, tree: TreeSpec) -> Any:
+    """A value in which dicts have their entries in the order of a tree, where they have the same."""
+    if type(value) is not tree.type or type(value) not in (dict, list, tuple) or len(value) != tree.num_children:
+        return value
+    if type(value) is not dict:
+        return type(value)(map(_in_order, value, tree.children()))
+    entries = zip(tree.context, tree.children(), strict=True)
+    return {key: _in_order(value[key], child) for key, child in entries} if set(value) == set(tree.context) else value
 
 
 def called_with(x: Any, always: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -821,6 +821,25 @@ def test_a_beginning_that_decides_by_what_lies_in_another_part_is_refused(kind):
         to_sequential(kind(), rows())
 
 
+class Entries(Base):
+    def forward(self, x, other=None):
+        entries = x if other is None else other
+        h = super().forward(entries["x"]) * entries["factors"][0]["one"] - entries["factors"][0]["other"]
+        return h if other is None else h + x
+
+
+@WAYS
+def test_the_entries_of_inputs_have_no_order(cut):
+    factors = {"one": 2.0, "other": torch.rand(4, 1, 1)}
+    entries, others = {"x": rows(), "factors": [factors]}, {"factors": [dict([*factors.items()][::-1])], "x": rows()}
+    model = Entries()
+    for sample, other in (((entries,), others), ((entries,), (others,)), ((rows(), entries), (rows(), others))):
+        parts = cut(model, sample)
+        torch.testing.assert_close(parts(other), model(*sample))
+    parts = cut(model, {"x": rows(), "other": entries})
+    torch.testing.assert_close(parts({"other": others, "x": rows()}), model(rows(), entries))
+
+
 REFUSED = {
     "a leaf that was None": (Adds, rows(), rows(7), "block 'blocks.0' returned a tensor, and None on the sample"),
     "fewer blocks": (Shallower, (rows(), 3), (rows(), 2), "ended before it called block 'blocks.2'"),
