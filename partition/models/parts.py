@@ -12,8 +12,8 @@ A part holds modules of the model under their names in the model, and brings the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -136,16 +136,13 @@ class OutlinePart(Part):
         rewind = outline.generator_rewind(device, any(self.modes.values()))
         end = outline.chains[number].first if number < len(outline.chains) else None
         run = OutlineRun(outline.chains, end, arrived, before.last, rewind)
-        read_again = [value for value in outline.passing.behind(number, values) if isinstance(value, Tensor)]
-        versions = list(map(version_of, read_again))
-        returned = self._run(run, outline.inputs.arrived(travelling, device), device)
-        if versions != list(map(version_of, read_again)):  # a later part would write there again
-            raise PartitionError(
-                "the model's own forward writes into what a block returned, or was called with, as it did not on the "
-                "sample by which the model was cut, and another part reads it. Write to a copy, or cut the model with "
-                "a sample that is like this call."
-            )
-        return run, returned
+        words = (
+            "the model's own forward writes into what a block returned, or was called with, as it did not on the "
+            "sample by which the model was cut, and another part reads it. Write to a copy, or cut the model with a "
+            "sample that is like this call."
+        )
+        with _unwritten(outline.passing.behind(number, values), words):
+            return run, self._run(run, outline.inputs.arrived(travelling, device), device)
 
     def _value(self, run: OutlineRun, travelling: _PartLeaves, values: _PartLeaves) -> PartValue:
         """The value for the chain that follows, whose first block a run has come to."""
@@ -189,10 +186,18 @@ class Block(Part):
             _check_dtypes(hidden, chain.dtypes)
         args, kwargs, switches = self.outline.call(self._number, *value)
         with nullcontext() if switches == Switches.now() else switches.entered():
-            returned = self.block(*args, **kwargs)
+            with _unwritten(passing, self._writes):
+                returned = self.block(*args, **kwargs)
         leaves = self._leaves(returned, chain)
         passing = self.outline.passing.filled(self._number, dict(enumerate(leaves)), passing)
         return tuple([leaves[place] for place in chain.exits]), travelling, passing
+
+    @property
+    def _writes(self) -> str:
+        return (
+            f"block {self._names[0]!r} writes into its input, or into what a block before returned, and another part "
+            "reads that. Let the block write to a copy: h = h.clone()."
+        )
 
     @property
     def block(self) -> nn.Module:
@@ -253,6 +258,16 @@ class End(OutlinePart):
     def forward(self, value: PartValue) -> Any:
         run, returned = self._resumed(value)
         return tree_map_only(Tensor, lambda tensor: run.here(tensor, "the output"), self._output(returned))
+
+
+@contextmanager
+def _unwritten(values: Iterable[Any], words: str) -> Iterator[None]:
+    """Within: nothing is written into values that pass by, which a later part would read, or write again."""
+    passing = [value for value in values if isinstance(value, Tensor)]
+    versions = list(map(version_of, passing))
+    yield
+    if versions != list(map(version_of, passing)):
+        raise PartitionError(words)
 
 
 def _check_whole(chain: BlockChain, keys: Iterable[ArgumentKey], call: CallArguments) -> None:

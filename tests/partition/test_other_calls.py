@@ -167,6 +167,38 @@ def test_a_write_into_what_another_part_reads_is_refused_where_the_sample_did_no
         cut(model, long)(short)
 
 
+class WritesItsInput(Block):
+    """A block that scales a long input in place."""
+
+    def forward(self, x: Tensor, factor: Any = 1.0) -> Tensor:
+        return super().forward(x.mul_(1.1) if is_long(x) else x, factor)
+
+
+class OfTheFirst(Base):
+    """What its blocks are given is made of their first input."""
+
+    def __init__(self) -> None:
+        super().__init__(WritesItsInput)
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        h = self.embed(x)
+        factors = torch.arange(8.0)[None, :, None] * h.mean((1, 2), keepdim=True)
+        for block in self.blocks:
+            h = block(h, factors[:, : h.shape[1]].mean(1, keepdim=True))
+        return self.head(h)  # type: ignore[no-any-return]  # a Tensor
+
+
+@WAYS
+@torch.no_grad()
+def test_a_block_that_writes_what_later_arguments_are_made_of_is_refused(cut):
+    model, short, long = OfTheFirst(), rows(5), rows(7)
+    parts = cut(model, short)
+    torch.testing.assert_close(parts(short), model(short))
+    for call in (lambda: parts(long), lambda: cut(model, long)):
+        with pytest.raises(PartitionError, match=r"block 'blocks\.0' writes into its input, .* reads that. Let"):
+            call()
+
+
 def test_an_input_that_blocks_are_called_with_does_not_go_past_them():
     class Averages(Base):
         def forward(self, x, average=False):
