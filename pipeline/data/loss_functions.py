@@ -46,8 +46,8 @@ _ALONG = {  # the place of dim, which counts if it is that of the rows, and what
     "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1), "argmax": (1, None), "argmin": (1, None),
     "count_nonzero": (1, None), "nanmedian": (1, None), "mode": (1, -1), "aminmax": (1, None), "std_mean": (1, None),
     "var_mean": (1, None), "cumprod": (1, None), "cumsum": (1, None), "cummax": (1, None), "cummin": (1, None),
-    "quantile": (2, None),
-    "nanquantile": (2, None), "norm": (2, None), "linalg_norm": (2, None), "linalg_vector_norm": (2, None),
+    "quantile": (2, None), "nanquantile": (2, None), "norm": (2, None), "linalg_norm": (2, None),
+    "linalg_vector_norm": (2, None),
     **dict.fromkeys(_REDUCERS, (1, None)), "diff": (2, -1),
 }  # fmt: skip
 _TAKING = {  # likewise, where rows are taken by their place

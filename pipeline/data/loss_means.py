@@ -45,7 +45,7 @@ class Divisor:
         self.is_count = is_count
 
 
-LossForm: TypeAlias = frozenset[str | int]  # the names of the torch functions that it calls, the numbers of its factors
+LossForm: TypeAlias = frozenset[str | int]  # names of the torch functions that it calls, numbers of its factors; MOVED
 
 
 class Bend(NamedTuple):

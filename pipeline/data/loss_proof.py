@@ -5,9 +5,10 @@ outputs, which are the largest tensors of a language model. So comparisons in st
 it is made, and every step shows whether what it divides by has changed since. A step compares whose first chunk shows
 another form of loss: torch functions or factors that no comparison has seen. Every step of a loss compares where
 nothing is seen, or something uneven that a comparison found right; and where what was summed over rows goes through
-more than sums and factors (`(mean - 1).abs()`): on one side of the kink chunks combine, over it they do not. Steps with
-chunks of unlike rows are counted by themselves: only they tell a constant from a number of rows, and what varies with
-rows in one of them is no constant in another.
+more than sums and factors (`(mean - 1).abs()`): on one side of the kink chunks combine, over it they do not; and where
+Python reads a number, or rows are moved, since what becomes of these is not seen. Steps with chunks of unlike rows are
+counted by themselves: only they tell a constant from a number of rows, and what varies with rows in one of them is no
+constant in another.
 """
 
 from __future__ import annotations
