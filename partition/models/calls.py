@@ -110,6 +110,7 @@ class ModuleCall(NamedTuple):
         output_states: the (id, version) of each leaf that it returned.
         number: of the call, in the order of all begins.
         nodes: of the flow: those of these tensors.
+        writes: whether it wrote into one of them.
     """
 
     name: str
@@ -121,6 +122,7 @@ class ModuleCall(NamedTuple):
     output_states: list[tuple[int, int]]
     number: int
     nodes: dict[ArgumentKey, int]
+    writes: bool
 
 
 class ModelRun(NamedTuple):
@@ -308,8 +310,11 @@ def _calling(
             leaves, tree = tree_flatten(returned)
             output_states = [_state(leaf) for leaf in leaves]
             flow.record_return(number, leaves)
+            writes = any(_state(arguments[key]) != state for state, key in argument_keys.items())
             calls.append(
-                ModuleCall(name, begin, tick(), arguments, (leaves, tree), argument_keys, output_states, number, nodes)
+                ModuleCall(
+                    name, begin, tick(), arguments, (leaves, tree), argument_keys, output_states, number, nodes, writes
+                )
             )
 
         return note

@@ -63,13 +63,10 @@ class _CachedArguments(NamedTuple):
     Attributes:
         inputs: the tensors that they were made from.
         calls: the arguments, by a block's number.
-        tensors, versions: all that is in them and has a version, as it was made.
     """
 
     inputs: list[weakref.ref[Tensor]]
     calls: list[CallArguments]
-    tensors: list[Tensor]
-    versions: list[int]
 
 
 class _ArgumentCache:
@@ -280,11 +277,6 @@ class Outline(nn.Module):
         if cached is not None and all(
             [reference() is tensor for reference, tensor in zip(cached.inputs, tensors, strict=True)]
         ):
-            if cached.versions != [tensor._version for tensor in cached.tensors]:
-                raise PartitionError(
-                    "a block has written into a tensor that the model hands to several blocks. What comes later would "
-                    "depend on which blocks share a stage; write to a copy."
-                )
             return self.call_of_block(cached.calls, number)
         run, rewind = OutlineRun(self.chains, end), self.generator_rewind(device, False)
         self.run(run, self.inputs.arrived(travelling, device), device, {})
@@ -294,11 +286,8 @@ class Outline(nn.Module):
         leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
         self._check_between(run, leaves, chain_of(self.chains, number))
         self._check_arguments(run, leaves)
-        made = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, LostTensor)]
-        versioned = {id(leaf): leaf for leaf in made if not leaf.is_inference()}
-        versions = [leaf._version for leaf in versioned.values()]
         with self._cache.lock:
-            self._cache.entries[key] = _CachedArguments(inputs, run.calls, list(versioned.values()), versions)
+            self._cache.entries[key] = _CachedArguments(inputs, run.calls)
             forget_oldest(self._cache.entries)
         return self.call_of_block(run.calls, number)
 

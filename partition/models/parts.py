@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from partition.contents import storage_of, version_of
 from partition.errors import PartitionError
@@ -186,17 +186,25 @@ class Block(Part):
             _check_dtypes(hidden, chain.dtypes)
         args, kwargs, switches = self.outline.call(self._number, *value)
         with nullcontext() if switches == Switches.now() else switches.entered():
-            with _unwritten(passing, self._writes):
+            with _unwritten([*passing, *self._held(hidden, args, kwargs)], self._writes):
                 returned = self.block(*args, **kwargs)
         leaves = self._leaves(returned, chain)
         passing = self.outline.passing.filled(self._number, dict(enumerate(leaves)), passing)
         return tuple([leaves[place] for place in chain.exits]), travelling, passing
 
+    def _held(self, hidden: _PartLeaves, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Leaves:
+        """The leaves of its arguments that the block may not write: the hidden state it may, as on the sample."""
+        leaves: Leaves = tree_leaves((args, kwargs))
+        if self._number in self.outline.passing.writers:
+            return [leaf for leaf in leaves if all(leaf is not state for state in hidden)]
+        return leaves
+
     @property
     def _writes(self) -> str:
         return (
-            f"block {self._names[0]!r} writes into its input, or into what a block before returned, and another part "
-            "reads that. Let the block write to a copy: h = h.clone()."
+            f"block {self._names[0]!r} writes into what it is called with, as it did not on the sample by which the "
+            "model was cut, or into what another part reads. Let the block write to a copy: h = h.clone(); or, if "
+            "nothing else reads that, cut the model with a sample that is like this call."
         )
 
     @property

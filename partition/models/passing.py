@@ -28,6 +28,7 @@ class PassingPlan(NamedTuple):
         written: values that blocks return, hidden states among them, into which the model writes: each part to a copy.
         carried: for each block which leaf of its arguments is which slot.
         draws: whether torch's generators drew on the sample, in eval mode and in train mode.
+        writers: the numbers of the blocks that wrote into their arguments there.
 
     Example:
         >>> passing = PassingPlan(((1, 0), (3, 2)), (2, 4))
@@ -43,6 +44,7 @@ class PassingPlan(NamedTuple):
     written: frozenset[ValueSlot] = frozenset()
     carried: tuple[tuple[tuple[ArgumentKey, int], ...], ...] = ()
     draws: tuple[bool, ...] = (False, False)
+    writers: frozenset[int] = frozenset()
 
     def filled(self, number: int, made: Mapping[Any, Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values, with those that are made as the block of this number is called, or by it."""

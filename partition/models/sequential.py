@@ -182,7 +182,11 @@ def _cut(
         blocks, chains, shares, part_names, passing = _divided(record, blocks)
         containers = [model.get_submodule(name) for name in containers_of(model, chains)]
         shaping = _shaping(chains, passing, blocks)
-        passing = passing._replace(draws=tuple([any(node.drawn for node in run.flow.nodes) for run in record.runs]))
+        block_calls = [called_again(run.calls, blocks) for run in record.runs]
+        passing = passing._replace(
+            draws=tuple([any(node.drawn for node in run.flow.nodes) for run in record.runs]),
+            writers=frozenset([number for calls in block_calls for number, call in enumerate(calls) if call.writes]),
+        )
         while True:
             outline = Outline(model, chains, inputs, part_names, volatile, passing, shaping, hooks, own)
             layers = _layers(model, outline, shares, output)

@@ -195,8 +195,61 @@ def test_a_block_that_writes_what_later_arguments_are_made_of_is_refused(cut):
     parts = cut(model, short)
     torch.testing.assert_close(parts(short), model(short))
     for call in (lambda: parts(long), lambda: cut(model, long)):
-        with pytest.raises(PartitionError, match=r"block 'blocks\.0' writes into its input, .* reads that. Let"):
+        with pytest.raises(PartitionError, match=r"block 'blocks\.0' writes into what .* another part reads. Let"):
             call()
+
+
+class FirstAgain(Base):
+    """What its first block is called with is read again behind the second; it is made of the input alone."""
+
+    def __init__(self) -> None:
+        super().__init__(WritesItsInput)
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        h = first = x * 1.0
+        for number, block in enumerate(self.blocks):
+            h = block(h) + (first if number == 1 else 0)
+        return self.head(h)  # type: ignore[no-any-return]  # a Tensor
+
+
+class WritesTheFactor(Block):
+    """A block that scales in place what it shares with others, for a long input."""
+
+    def forward(self, x: Tensor, factor: Any = 1.0) -> Tensor:
+        return super().forward(x, factor.mul_(1.1) if is_long(x) else factor)
+
+
+class SharedFactor(Base):
+    def __init__(self) -> None:
+        super().__init__(WritesTheFactor)
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        h, factor = self.embed(x), x.mean((1, 2), keepdim=True)
+        for block in self.blocks:
+            h = block(h, factor)
+        return self.head(h)  # type: ignore[no-any-return]  # a Tensor
+
+
+@pytest.mark.parametrize("in_first", range(5))
+@pytest.mark.parametrize("kind", (FirstAgain, SharedFactor))
+@torch.no_grad()
+def test_a_block_that_writes_what_it_is_called_with_as_it_did_not_on_the_sample_is_refused(kind, in_first):
+    model, short, long = kind(), rows(5), rows(7)
+    layers = to_sequential(model, short, blocks="blocks")
+    balance = [in_first, len(layers) - in_first] if in_first else [1] * len(layers)
+    pipe = Pipe(layers, balance, chunks=2)
+    torch.testing.assert_close(pipe(short), model(short))
+    with pytest.raises(PartitionError, match=r"block 'blocks\.0' writes .* copy: h = h.clone\(\); or, if .* like this"):
+        pipe(long)
+
+
+@WAYS
+@torch.no_grad()
+def test_a_block_may_write_its_hidden_state_in_place_as_on_the_sample(cut):
+    model, short, long = Base(WritesItsInput), rows(5), rows(7)
+    parts = cut(model, long)
+    for x in (long, short):
+        torch.testing.assert_close(parts(x), model(x))
 
 
 def test_an_input_that_blocks_are_called_with_does_not_go_past_them():
