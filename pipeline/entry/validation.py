@@ -30,6 +30,7 @@ from pipeline.distributed.group import RankGroup, ranks_of
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.distributed.stale import refuse_stale
 from pipeline.entry.state.meta_init import ValueSource, materialize
+from pipeline.entry.state.meta_tensors import PlacedLayer
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.skip import SkipScope, within_scope
 from scheduler import Action, Kind, Schedule, ScheduleError
@@ -247,15 +248,14 @@ def settle(
     """
     own_stages = set(own_stages)
     refuse_stale([named_module for stage in sorted(own_stages) for named_module in stages[stage].named_modules()])
-    to_fill: list[tuple[int, str, nn.Module]] = []
-    others: list[tuple[int, str, nn.Module]] = []
-    places = []
+    to_fill: list[PlacedLayer] = []
+    others: list[PlacedLayer] = []
     for stage, layers in enumerate(stages):
         table: Mapping[str, Any] = layers._modules  # not named_children(), which leaves out a layer's second place
         for name, layer in table.items():
-            (to_fill if stage in own_stages else others).append((len(to_fill) + len(others), name, layer))
-            places += [devices[stage]] * (stage in own_stages)
-    materialize(to_fill, source, places, seed() if source is not None else 0, others, anywhere)
+            placed_layer = PlacedLayer(len(to_fill) + len(others), name, layer, devices[stage])
+            (to_fill if stage in own_stages else others).append(placed_layer)
+    materialize(to_fill, source, seed() if source is not None else 0, others, anywhere)
     for stage in sorted(own_stages, reverse=True):
         with moved_in_place(devices[stage]):
             stages[stage].to(devices[stage])  # a layer that several stages share stays with the first

@@ -14,6 +14,7 @@ from torch import nn
 from pipeline import Pipe
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.state.meta_init import materialize, reset_parameters
+from pipeline.entry.state.meta_tensors import PlacedLayer
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
 from pipeline.entry.state.saved import Saved
 
@@ -71,10 +72,10 @@ def materialized(path: str | None) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = net()
     table = list(enumerate(model.named_children()))[cut[rank] : cut[rank + 1]]
-    own = [(index, name, layer) for index, (name, layer) in table]
-    materialize(own, reset_parameters if path is None else path, [torch.device("cpu")] * len(own), seed=4)
+    own = [PlacedLayer(index, name, layer, torch.device("cpu")) for index, (name, layer) in table]
+    materialize(own, reset_parameters if path is None else path, seed=4)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    here = {name for _, name, _ in own}
+    here = {layer.name for layer in own}
     assert all(name.partition(".")[0] in here or tensor.is_meta or name in TIED for name, tensor in named)
     return {name: tensor.detach() for name, tensor in named if name.partition(".")[0] in here}
 

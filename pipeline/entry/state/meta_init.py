@@ -23,19 +23,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from partition.names import sequential
 from pipeline.common.arguments import few, shown
-from pipeline.entry.state.meta_tensors import (
-    MetaMemory,
-    MetaTensor,
-    NumberedLayers,
-    check_reachable,
-    is_marked,
-    places,
-    survey,
-)
+from pipeline.entry.state.meta_tensors import MetaMemory, MetaTensor, PlacedLayer, check_reachable, is_marked, survey
 from pipeline.entry.state.saved import Saved
-from pipeline.recompute.randomness import default_generators, generators_at, layer_seed, states_of
+from pipeline.recompute.randomness import Generator, default_generators, generators_at, layer_seed, states_of
 
 Init: TypeAlias = Callable[[nn.Module], object]
 State: TypeAlias = Mapping[str, Any] | str | PathLike[str]
@@ -49,11 +40,10 @@ _REMEDY = (
 
 
 def materialize(
-    layers: NumberedLayers,
+    layers: Sequence[PlacedLayer],
     source: ValueSource,
-    devices: Sequence[torch.device],
     seed: int,
-    others: NumberedLayers = (),
+    others: Iterable[PlacedLayer] = (),
     anywhere: Callable[[bool], bool] = bool,
 ) -> None:
     """Give memory and values to all parameters and buffers of some layers that are on the meta device.
@@ -62,14 +52,13 @@ def materialize(
     callable's call for that layer, or from the state under any of its names. Every generator is left as it was found.
 
     Args:
-        layers: this process's own: (index in the nn.Sequential, name, layer).
+        layers: this process's own.
         source: where values come from. A callable gets each layer that needs values, once, and fills it in place,
             without gradients; the default generators of torch, Python and numpy are at `layer_seed(seed, 0, index)`
             then. A mapping has the plain module's names, and only those that are needed are read. A path is that of a
             folder of safetensors files, or of a torch.distributed.checkpoint directory, where the names stand as they
             are or under "model".
             (callable, state): the callable fills, and the state replaces all but buffers that no state_dict has.
-        devices: of each layer.
         seed: of the initial values.
         others: the model's other layers. A tensor that these have too may stand under their names in the state.
         anywhere: whether a condition holds in any process.
@@ -82,13 +71,13 @@ def materialize(
 
     Example:
         >>> layer = nn.Linear(2, 3, device="meta")
-        >>> materialize([(0, "0", layer)], reset_parameters, [torch.device("cpu")], seed=7)
+        >>> materialize([PlacedLayer(0, "0", layer, torch.device("cpu"))], reset_parameters, seed=7)
         >>> _ = torch.manual_seed(layer_seed(7, 0, 0))
         >>> torch.equal(layer.weight, nn.Linear(2, 3).weight)
         True
     """
     init, state = _sources(source)
-    empty = survey(layers, devices)
+    empty = survey(layers)
     check_reachable(layers, empty)
     _add_names(empty, others)
     is_read = anywhere(bool(empty))
@@ -103,17 +92,18 @@ def materialize(
     for meta in empty.values():
         memory.give(meta, marked=init is not None)
     if init is not None:
-        with torch.no_grad(), generators_at(states_of(default_generators(devices))):
-            for position in sorted({meta.position for meta in empty.values()}):
-                _initialise(init, layers, position, empty, devices, seed)
+        generators = default_generators([layer.device for layer in layers])
+        with torch.no_grad(), generators_at(states_of(generators)):
+            for layer in dict.fromkeys([meta.layer for meta in empty.values()]):
+                _initialise(init, layer, empty, generators, seed)
     if saved is not None:
         with torch.no_grad():
             for meta in empty.values():
                 _fill(meta, saved)
         _load_by_own_rules(by_own_rules, empty, saved)
     _check_filled([meta for meta in empty.values() if saved is None or not _names_in(saved, meta)])
-    for _, _, layer in layers:
-        for module in layer.modules():
+    for layer in layers:
+        for module in layer.module.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # as when it is moved: into one memory, for cuDNN
 
@@ -176,17 +166,17 @@ def _sources(source: ValueSource) -> tuple[Init | None, State | None]:
     return init, state  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
 
 
-def _add_names(empty: Mapping[int, MetaTensor], others: NumberedLayers) -> None:
+def _add_names(empty: Mapping[int, MetaTensor], others: Iterable[PlacedLayer]) -> None:
     """Note the names that tensors have in other layers: a file has a tied tensor under one of its names."""
-    for _, name, layer in others:
-        for place, tensor, _ in places(name, layer):
+    for layer in others:
+        for place, tensor, _ in layer.places():
             if id(tensor) in empty:
                 empty[id(tensor)].names.append(place)
 
 
-def _refuse_unread_state(state: State | None, layers: NumberedLayers) -> None:
+def _refuse_unread_state(state: State | None, layers: Iterable[PlacedLayer]) -> None:
     """Refuse a state that is read by no rank, since all is initialised already."""
-    if state is not None and any(True for _, name, layer in layers for _ in places(name, layer)):
+    if state is not None and any(True for layer in layers for _ in layer.places()):
         raise ValueError(
             f"materialize= has a state ({shown(state)}), and all of the module has values already, which stay. Build "
             "it on the meta device (with torch.device('meta'): ...), or call pipe.load_state_dict(state), where "
@@ -245,22 +235,20 @@ def _open(state: State, empty: Iterable[MetaTensor]) -> Mapping[str, Any]:
 
 def _initialise(
     init: Init,
-    layers: NumberedLayers,
-    position: int,
+    layer: PlacedLayer,
     empty: Mapping[int, MetaTensor],
-    devices: Sequence[torch.device],
+    generators: Iterable[Generator],
     seed: int,
 ) -> None:
     """Let the callable fill a layer; tensors that were filled before keep their values."""
-    index, name, layer = layers[position]
-    before = {place: tensor for place, tensor, _ in places(name, layer)}
-    others = [tensor for tensor in before.values() if id(tensor) not in empty or empty[id(tensor)].position != position]
+    before = {place: tensor for place, tensor, _ in layer.places()}
+    others = [tensor for tensor in before.values() if id(tensor) not in empty or empty[id(tensor)].layer is not layer]
     copies = [(tensor, tensor.clone()) for tensor in others]
-    for generator in default_generators(devices):
-        generator.manual_seed(layer_seed(seed, 0, index))
+    for generator in generators:
+        generator.manual_seed(layer_seed(seed, 0, layer.number))
     with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
-        init(layer)
-    after = {place: tensor for place, tensor, _ in places(name, layer)}
+        init(layer.module)
+    after = {place: tensor for place, tensor, _ in layer.places()}
     changed = [place for place in {**before, **after} if before.get(place) is not after.get(place)]
     if changed:
         raise RuntimeError(
@@ -316,25 +304,26 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     return wide.max >= narrow.max and wide.eps <= narrow.eps and wide.smallest_normal <= narrow.smallest_normal
 
 
-def _loads_by_own_rules(layer: tuple[int, str, nn.Module], empty: Mapping[int, MetaTensor]) -> bool:
+def _loads_by_own_rules(layer: PlacedLayer, empty: Mapping[int, MetaTensor]) -> bool:
     """Whether a layer has rules of its own for loading, or extra state, and no values yet."""
-    _, name, module = layer
-    is_empty = [id(tensor) in empty for _, tensor, is_saved in places(name, module) if is_saved]
-    return (any(is_empty) or not is_empty) and any(map(_has_rules, module.modules()))
+    is_empty = [id(tensor) in empty for _, tensor, is_saved in layer.places() if is_saved]
+    return (any(is_empty) or not is_empty) and any(map(_has_rules, layer.module.modules()))
 
 
-def _load_by_own_rules(layers: NumberedLayers, empty: Mapping[int, MetaTensor], saved: Mapping[str, Any]) -> None:
+def _load_by_own_rules(
+    layers: Iterable[PlacedLayer], empty: Mapping[int, MetaTensor], saved: Mapping[str, Any]
+) -> None:
     """Let layers with rules of their own for loading, or with extra state, load what was read for them."""
-    for index, name, layer in layers:
-        own = {place: empty[id(tensor)] for place, tensor, _ in places(name, layer) if id(tensor) in empty}
+    for layer in layers:
+        own = {place: empty[id(tensor)] for place, tensor, _ in layer.places() if id(tensor) in empty}
         state = {place: saved[names[0]] for place, meta in own.items() if (names := _names_in(saved, meta))}
-        extra = {key: saved[key] for key in _extra_in((index, name, layer)) if key in saved}
-        sequential({name: layer}).load_state_dict({**state, **extra}, strict=False)
+        extra = {key: saved[key] for key in _extra_in(layer) if key in saved}
+        layer.alone.load_state_dict({**state, **extra}, strict=False)
 
 
-def _extra_in(layer: tuple[int, str, nn.Module]) -> list[str]:
+def _extra_in(layer: PlacedLayer) -> list[str]:
     """The names of the extra states of a layer."""
-    named = sequential({layer[1]: layer[2]}).named_modules()
+    named = layer.alone.named_modules()
     overriding = [name for name, module in named if type(module).set_extra_state is not nn.Module.set_extra_state]
     return [f"{name}._extra_state".removeprefix(".") for name in overriding]
 

@@ -8,17 +8,17 @@
                           |
                        emptied_again       after an error, on any rank: on the meta device, as before
 
-Everything that a layer keeps in its parameters and buffers is found by `places`. Tensors on the meta device anywhere
-else in a layer are refused by `check_reachable`: nothing could give them values.
+Everything that a layer keeps in its parameters and buffers is found by `PlacedLayer.places`. Tensors on the meta device
+anywhere else in a layer are refused by `check_reachable`: nothing could give them values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,34 @@ from torch.utils._pytree import tree_leaves
 
 from partition.names import sequential
 
-NumberedLayers: TypeAlias = Sequence[tuple[int, str, nn.Module]]  # (index in the nn.Sequential, name, layer)
+
+class PlacedLayer(NamedTuple):
+    """A layer of a model.
+
+    Attributes:
+        number: in the nn.Sequential, from 0.
+        name: there.
+        module: the layer.
+        device: on which it is to be.
+    """
+
+    number: int
+    name: str
+    module: nn.Module
+    device: torch.device
+
+    @property
+    def alone(self) -> nn.Sequential:
+        """A Sequential of this layer alone, under its name."""
+        return sequential({self.name: self.module})
+
+    def places(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """(name, tensor, whether a state_dict has it) of every place where it has a parameter or buffer."""
+        for prefix, module in self.alone.named_modules(remove_duplicate=False):
+            tables: tuple[Mapping[str, Tensor | None], ...] = (module._parameters, module._buffers)
+            for key, tensor in [item for table in tables for item in table.items()]:
+                if tensor is not None:
+                    yield f"{prefix}.{key}".removeprefix("."), tensor, key not in module._non_persistent_buffers_set
 
 
 @dataclass(eq=False)
@@ -35,42 +62,31 @@ class MetaTensor:
 
     Attributes:
         tensor: the object, which stays the same.
-        position: the position, among the layers surveyed, of the first that has it.
-        device: where its memory will be.
+        layer: the first that has it, on whose device its memory will be.
         names: of all its places.
         saved: whether a state_dict has it: not a buffer with persistent=False.
         version: of the tensor, before anyone has filled it.
     """
 
     tensor: Tensor
-    position: int
-    device: torch.device
+    layer: PlacedLayer
     names: list[str] = field(default_factory=list)
     saved: bool = False
     version: int = 0
 
 
-def places(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, whether a state_dict has it) of every place where a layer has a parameter or buffer."""
-    for prefix, module in sequential({name: layer}).named_modules(remove_duplicate=False):
-        tables: tuple[Mapping[str, Tensor | None], ...] = (module._parameters, module._buffers)
-        for key, tensor in [item for table in tables for item in table.items()]:
-            if tensor is not None:
-                yield f"{prefix}.{key}".removeprefix("."), tensor, key not in module._non_persistent_buffers_set
-
-
-def survey(layers: NumberedLayers, devices: Sequence[torch.device]) -> dict[int, MetaTensor]:
+def survey(layers: Iterable[PlacedLayer]) -> dict[int, MetaTensor]:
     """The tensors without memory, by id, in the order of their first places.
 
     Raises:
         ValueError: one is no plain tensor.
     """
     by_id: dict[int, MetaTensor] = {}
-    for position, ((_, name, layer), device) in enumerate(zip(layers, devices, strict=True)):
-        for place, tensor, saved in places(name, layer):
+    for layer in layers:
+        for place, tensor, saved in layer.places():
             if tensor.is_meta:
                 _check_plain(place, tensor)
-                empty = by_id.setdefault(id(tensor), MetaTensor(tensor, position, device))
+                empty = by_id.setdefault(id(tensor), MetaTensor(tensor, layer))
                 empty.names.append(place)
                 empty.saved = empty.saved or saved
     return by_id
@@ -87,11 +103,11 @@ def _check_plain(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_reachable(layers: NumberedLayers, empty: Mapping[int, MetaTensor]) -> None:
+def check_reachable(layers: Iterable[PlacedLayer], empty: Mapping[int, MetaTensor]) -> None:
     """Refuse tensors without memory that are neither parameters nor buffers: nothing could give them values."""
     stray = []
-    for _, name, layer in layers:
-        for prefix, module in sequential({name: layer}).named_modules():
+    for layer in layers:
+        for prefix, module in layer.alone.named_modules():
             for key, value in vars(module).items():
                 leaves = tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ()
                 if any(isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in empty for leaf in leaves):
@@ -111,12 +127,12 @@ class MetaMemory:
 
     def give(self, empty: MetaTensor, marked: bool) -> None:
         """Give a tensor memory, in the same object; `marked`, so that `is_marked` tells whether it was filled."""
-        old = empty.tensor.untyped_storage()
+        old, device = empty.tensor.untyped_storage(), empty.layer.device
         if old._cdata not in self._storages:  # an address, which stays the old one's, since that is kept
-            self._storages[old._cdata] = old, torch.UntypedStorage(old.nbytes(), device=empty.device)
+            self._storages[old._cdata] = old, torch.UntypedStorage(old.nbytes(), device=device)
         new = self._storages[old._cdata][1]
         view = (empty.tensor.storage_offset(), empty.tensor.size(), empty.tensor.stride())
-        real = torch.empty(0, dtype=empty.tensor.dtype, device=empty.device).set_(new, *view)
+        real = torch.empty(0, dtype=empty.tensor.dtype, device=device).set_(new, *view)
         if marked:
             _mark(torch.empty(0, dtype=real.dtype, device=real.device).set_(new))
         become(empty.tensor, real)

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from pipeline import Pipe, layer_seed, meta_parameters
 from pipeline.entry.state.meta_init import materialize, reset_parameters
+from pipeline.entry.state.meta_tensors import PlacedLayer
 
 CPU = torch.device("cpu")
 
@@ -77,14 +78,13 @@ def on_meta(build):
 
 
 def own(model, indices=None):
-    """(index, name, layer) of some layers of a Sequential."""
-    table = list(enumerate(model._modules.items()))
-    return [(index, name, layer) for index, (name, layer) in table if indices is None or index in indices]
+    """Some layers of a Sequential."""
+    layers = [PlacedLayer(number, name, layer, CPU) for number, (name, layer) in enumerate(model._modules.items())]
+    return layers if indices is None else [layers[index] for index in indices]
 
 
 def fill(model, how, seed=5, indices=None):
-    found = own(model, indices)
-    materialize(found, how, [CPU] * len(found), seed)
+    materialize(own(model, indices), how, seed)
     return model
 
 
@@ -331,12 +331,11 @@ def test_extra_state_comes_to_a_layer_without_tensors_of_its_own(tmp_path):
     state = saved.state_dict()
     save_shards(tmp_path / "shards", [{name: state[name] for name in state if name != "2.weight"}])  # tied
     for given in (state, tmp_path / "shards"):
-        for own in ([0, 1, 2], [0]):
+        for indices in ([0, 1, 2], [0]):
             with meta_parameters():
                 model = build()
-            here = [(index, str(index), model[index]) for index in own]
-            materialize(here, given, [CPU] * len(own), seed=1, anywhere=lambda _: True)
-            assert [model[0][0].count, model[2].count] == [5, 6 if 2 in own else 0]
+            materialize(own(model, indices), given, seed=1, anywhere=lambda _: True)
+            assert [model[0][0].count, model[2].count] == [5, 6 if 2 in indices else 0]
     with meta_parameters():
         model = build()
     with pytest.raises(ValueError, match="no values for 0.0._extra_state. It has 4 entries"):
@@ -526,7 +525,7 @@ def test_where_all_have_values_nothing_happens_and_a_state_is_refused(how):
     if isinstance(how, dict | str):
         with pytest.raises(ValueError, match="has values already, which stay. Build it on the meta device"):
             fill(model, how)
-        materialize(own(model), how, [CPU] * 2, 0, anywhere=lambda here: not here)  # another rank reads it
+        materialize(own(model), how, 0, anywhere=lambda here: not here)  # another rank reads it
     else:
         fill(model, how)
     assert_same(model, before)
@@ -599,11 +598,11 @@ def test_a_tied_tensor_may_stand_under_a_name_in_layers_of_others():
     model[1].weight = model[0].weight
     value = torch.randn(5, 3)
     table = own(model)
-    materialize(table[1:], {"0.weight": value}, [CPU], 0, table[:1])
+    materialize(table[1:], {"0.weight": value}, 0, table[:1])
     assert same(model[1].weight.detach(), value)
     model.to("meta")
     with pytest.raises(ValueError, match="no values for 1.weight"):
-        materialize(table[1:], {"2.weight": value}, [CPU], 0, table[:1])
+        materialize(table[1:], {"2.weight": value}, 0, table[:1])
 
 
 def test_an_entry_of_another_shape_in_a_directory_is_refused(directory):
@@ -836,5 +835,5 @@ class OfCudnn(nn.GRU):
 
 def test_the_parameters_of_rnns_come_into_one_memory_when_they_have_some():
     rnn = on_meta(lambda: OfCudnn(2, 2))
-    materialize([(0, "0", rnn)], reset_parameters, [torch.device("cpu")], seed=7)
+    materialize([PlacedLayer(0, "0", rnn, CPU)], reset_parameters, seed=7)
     assert rnn.moved == ["cpu"] * 4
