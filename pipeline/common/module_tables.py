@@ -76,6 +76,26 @@ def modules_of(roots: Sequence[nn.Module]) -> list[nn.Module]:
     return list(seen)
 
 
+def children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their names, each once, those that a module has before itself.
+
+    Example:
+        >>> [name for name, _ in children_first(nn.Sequential(nn.Sequential(nn.ReLU()), nn.Tanh()))]
+        ['0.0', '0', '1', '']
+    """
+    names = {id(module): name for name, module in root.named_modules()}
+    seen: set[int] = set()
+
+    def below(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        seen.add(id(module))
+        for child in module.children():
+            if id(child) not in seen:
+                yield from below(child)
+        yield names[id(module)], module
+
+    return below(root)
+
+
 def buffers_of(module: nn.Module) -> ModuleTable:
     """The table of a module's own buffers."""
     return tables_of([module], "_buffers")[0]

@@ -11,7 +11,7 @@ No module is wrapped or replaced, so classes, parameter names and state_dict key
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 from weakref import ref
@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from pipeline.common.arguments import check_count, check_flags, shown
 from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import DeferredSignals
-from pipeline.common.module_tables import modules_of
+from pipeline.common.module_tables import children_first, modules_of
 from pipeline.common.torch_modes import eagerly
 from pipeline.recompute.policy import is_checkpointing
 from pipeline.recompute.replay import replayed
@@ -71,7 +71,7 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
     check_flags(nested=nested)
     every = check_count("every", every)
     _refuse_own_checkpointing(model, modules_of([model]))
-    modules = list(_walk(model))
+    modules = list(children_first(model))
     matching = [(name, module) for name, module in modules if _matches(match, name, module)]
     if not matching:
         raise ValueError(_nothing_matches(match, modules))
@@ -216,21 +216,6 @@ def _owned_patch(block: nn.Module, name: str, nested: bool, configs: list[Any]) 
 def _patch_of(module: nn.Module) -> _Patch | None:
     forward = vars(module).get("forward")
     return forward if isinstance(forward, _Patch) else None
-
-
-def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their names, children before parents, each once."""
-    names = {id(module): name for name, module in model.named_modules()}
-    seen: set[int] = set()
-
-    def below(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        seen.add(id(module))
-        for child in module.children():
-            if id(child) not in seen:
-                yield from below(child)
-        yield names[id(module)], module
-
-    return below(model)
 
 
 def _matches(match: Match, name: str, module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ other references to them (another place, a list, an optimizer) stay valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from os import PathLike, fspath
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.arguments import few, shown
+from pipeline.common.module_tables import children_first
 from pipeline.entry.state.meta_tensors import MetaMemory, MetaTensor, PlacedLayer, check_reachable, is_marked, survey
 from pipeline.entry.state.saved import Saved
 from pipeline.recompute.randomness import Generator, default_generators, generators_at, layer_seed, states_of
@@ -124,7 +125,7 @@ def reset_parameters(layer: nn.Module) -> None:
         >>> layer[1].running_mean
         tensor([0., 0.])
     """
-    modules = list(_children_first("", layer, set()))
+    modules = list(children_first(layer))
     unresettable = [
         f"{name or 'the layer'} ({type(module).__name__})"
         for name, module in modules
@@ -144,15 +145,6 @@ def reset_parameters(layer: nn.Module) -> None:
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
-
-
-def _children_first(name: str, module: nn.Module, done: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, once each, those that a module has before itself."""
-    if id(module) not in done:
-        done.add(id(module))
-        for key, child in module.named_children():
-            yield from _children_first(f"{name}.{key}" if name else key, child, done)
-        yield name, module
 
 
 def _sources(source: ValueSource) -> tuple[Init | None, State | None]:
