@@ -205,7 +205,10 @@ class Loss:
 
     @property
     def _count(self) -> Tensor:
-        counted = self._counted
+        return self.whole_count(self._counted)
+
+    def whole_count(self, counted: Tensor) -> Tensor:
+        """The divisor of a sum that counts so much: what loss_fn makes of that."""
         return counted if self._of_count is None else self._of_count(counted).double()
 
     @property

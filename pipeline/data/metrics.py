@@ -42,8 +42,8 @@ class Metrics:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The metrics of the mini-batch, in the default dtype; nan for a count of 0."""
-        return {name: divided_sum(total, self._whole(name, count)) for name, (total, count) in self.sums.items()}
+        """The metrics of the mini-batch."""
+        return {name: self.value(name, *pair) for name, pair in self.sums.items()}
 
     @property
     def sums(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -54,8 +54,11 @@ class Metrics:
             for name in (chunks[0] if chunks else ())
         }
 
-    def _whole(self, name: str, count: Tensor) -> Tensor:
-        return self._of_count[name](count) if name in self._of_count else count
+    def value(self, name: str, total: Tensor, count: Tensor) -> Tensor:
+        """A metric of this sum and this count, in the default dtype; nan for a count of 0."""
+        whole = self._of_count[name](count) if name in self._of_count else count
+        with without_function_modes():
+            return (total / whole.to(total.device)).to(torch.get_default_dtype())
 
     def _pair(self, name: Any, metric: Any, trace: DivisorTrace) -> tuple[Tensor, Tensor]:
         if not isinstance(name, str):
@@ -82,12 +85,6 @@ class Metrics:
             else repr(part)
         )  # fmt: skip
         raise TypeError(f"{self._name} returned {shown} in the metric {name!r}. Return two numbers: (sum, count).")
-
-
-def divided_sum(total: Tensor, count: Tensor) -> Tensor:
-    """A metric, in the default dtype; nan for a count of 0."""
-    with without_function_modes():
-        return (total / count.to(total.device)).to(torch.get_default_dtype())
 
 
 def without_metrics(value: Any) -> Any:

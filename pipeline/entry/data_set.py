@@ -4,6 +4,8 @@
     "sum"          loss = sum_b loss_b
     (sum, count)   loss = sum_b sum_b / sum_b count_b                       metrics: sum of sums / sum of counts
 
+What loss_fn makes of a count, such as n.clamp(min=1), is done to the sum of the counts.
+
 Each mini-batch is a call, and so is the end: over ranks a loader that fails, or ends sooner, fails on all.
 """
 
@@ -18,7 +20,6 @@ from torch import Tensor
 from pipeline.common.call_lock import turn
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss import Loss
-from pipeline.data.metrics import divided_sum
 from pipeline.distributed.agreement import MINI_BATCHES
 from pipeline.entry import entry_points
 from pipeline.entry.minibatches import pairs
@@ -108,10 +109,11 @@ class LossSums:
 
     def verdict(self) -> Verdict:
         """The loss and the metrics of all mini-batches, where they are."""
-        if self._first is None:
+        first = self._first
+        if first is None:
             return Verdict(None, None, True)
         with without_function_modes():
             loss, weight = self._sums.pop(None)
-            loss = loss if self._first.rule == "sum" else loss / weight
-            metrics = {str(name): divided_sum(*pair) for name, pair in self._sums.items()}
-            return Verdict(loss.to(self._first.value.dtype), None, True, metrics=metrics)
+            loss = loss if first.rule == "sum" else loss / first.whole_count(weight)
+            metrics = {str(name): first.metrics.value(str(name), *pair) for name, pair in self._sums.items()}
+            return Verdict(loss.to(first.value.dtype), None, True, metrics=metrics)

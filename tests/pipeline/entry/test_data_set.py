@@ -91,6 +91,29 @@ def test_the_sum_of_a_mini_batch_that_counts_nothing_is_part_of_the_whole() -> N
     torch.testing.assert_close(step.loss, pipe.evaluate(x, mask, loss_fn=loss_fn).loss, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("bound", [{"min": 1}, {"min": 5}, {"max": 5}])
+@pytest.mark.parametrize("least", [-1, 0.5, 2])
+def test_what_loss_fn_makes_of_a_count_is_done_to_that_of_all_mini_batches(bound: dict[str, int], least: float) -> None:
+    pipe, x = Pipe(classifier(), [5], chunks=2), data().tensors[0]
+    chances = torch.linspace(0, 1, len(x), dtype=torch.float64)
+
+    def loss_fn(output: Tensor, chances: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        mask = chances > least
+        return output.square().mean(), {"first": ((output[:, 0] * mask).sum(), mask.sum().clamp(**bound))}
+
+    of_all = pipe.evaluate(DataLoader(TensorDataset(x, chances), batch_size=6), loss_fn=loss_fn).metrics["first"]
+    torch.testing.assert_close(of_all, pipe.evaluate(x, chances, loss_fn=loss_fn).metrics["first"], equal_nan=True)
+
+
+def test_the_loss_of_mini_batches_that_count_nothing_is_that_of_one() -> None:
+    pipe, x = Pipe(classifier(), [5], chunks=2), data().tensors[0]
+
+    def loss_fn(output: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return (output.sum(1) * mask).sum(), mask.sum().clamp(min=1)
+
+    assert pipe.evaluate(DataLoader(TensorDataset(x, x[:, 0] * 0), batch_size=6), loss_fn=loss_fn).loss == 0
+
+
 def test_mini_batches_of_which_one_counts_and_another_does_not_are_refused() -> None:
     x = data().tensors[0]
 
