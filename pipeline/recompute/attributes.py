@@ -53,7 +53,7 @@ class Attributes:
     """The present contents of the attributes of some modules.
 
     Args:
-        modules: the modules. Those of torch's own classes without hooks keep no state.
+        modules: the modules. Those of torch's own classes keep no state, unless it was set on them, or they have hooks.
         tables: of parameters, where none stand in for them: of a block, whose attributes may also be set before its
             forward (a weight that a hook computes).
         buffers: the ids of tensors that are left out.
@@ -373,7 +373,8 @@ def kind_of(kind: type) -> ContainerKind | None:
         return ContainerKind(reader_of(kind), _write_nothing)
     if issubclass(kind, numpy.ndarray):
         return ARRAY
-    if issubclass(kind, _OTHERS) or package_of(kind) in OTHER_PACKAGES and kind is not types.SimpleNamespace:
+    is_plain = kind.__module__ in ("types", "collections")  # SimpleNamespace, UserDict, UserList
+    if issubclass(kind, _OTHERS) or package_of(kind) in OTHER_PACKAGES and not is_plain:
         return None
     if not _slots(kind):
         return _OBJECT if kind.__dictoffset__ else None

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from partition.names import OF_EVERY_MODULE
 from pipeline.common import accelerators
 from pipeline.common.touches import Touches
 from pipeline.recompute.host_generators import Bits, NumpyBits, NumpyGenerator, PythonGenerator
@@ -83,28 +84,29 @@ def unobserved() -> bool:
 
 
 def is_torchs_own(module: nn.Module) -> bool:
-    """Whether a module is exactly one of torch's that never draw and never write an attribute, and has no hook."""
+    """Whether a module is exactly one of torch's that never draw and never write an attribute, as its class made it.
+
+    It has no hook then, and no attribute that others have set: a number, a method.
+    """
     kind = type(module)
     forward = _FORWARDS.get(kind)
     if forward is None or kind.forward is not forward:  # of another class, or patched
         return False
-    return not (module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
+    has_hooks = module._forward_pre_hooks or module._forward_hooks
+    return not has_hooks and module.__dict__.keys() <= _QUIET[kind]
 
 
 def _is_quiet(module: nn.Module) -> bool:
-    methods = _QUIET.get(type(module))
     return (
-        methods is not None
-        and is_torchs_own(module)
-        and methods.isdisjoint(vars(module))
+        is_torchs_own(module)
         and not (module._backward_pre_hooks or module._backward_hooks)
         and all([type(tensor) in _PLAIN for tensor in (*module._parameters.values(), *module._buffers.values())])
     )
 
 
 _PLAIN = (nn.Parameter, torch.Tensor, type(None))
-_QUIET: dict[type[nn.Module], frozenset[str]] = {  # with the names of methods that an instance may override
-    kind: frozenset(["_compiled_call_impl", *[name for name in dir(kind) if callable(getattr(kind, name))]])
+_QUIET: dict[type[nn.Module], frozenset[str]] = {  # with the names of their attributes, which their __init__ sets
+    kind: OF_EVERY_MODULE.union(*[getattr(base, "__init__").__code__.co_names for base in kind.__mro__[:-1]])
     for kind in (
         nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten,
         nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d,

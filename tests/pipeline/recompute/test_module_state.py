@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -205,6 +205,12 @@ def add_one(holder: Any, name: Any) -> None:
         setattr(holder, name, getattr(holder, name) + 1)
 
 
+def numbered() -> nn.Identity:
+    layer = nn.Identity()
+    layer.n = 0
+    return layer
+
+
 STATES: dict[str, Callable[[], Counting]] = {
     "number": lambda: Counting(0, of_calls(lambda me: add_one(me, "state"), lambda me: me.state)),
     "dict": lambda: Counting({"n": 0}, of_calls(lambda me: add_one(me.state, "n"), lambda me: me.state["n"])),
@@ -239,6 +245,10 @@ STATES: dict[str, Callable[[], Counting]] = {
         lambda me: me.state.add_(1), lambda me: float(me.state))),
     "tensor in a list, in place": lambda: Counting([torch.zeros(())], of_calls(
         lambda me: me.state[0].add_(1), lambda me: float(me.state[0]))),
+    "object of the standard library": lambda: Counting(UserDict({"n": 0}), of_calls(
+        lambda me: add_one(me.state.data, "n"), lambda me: me.state["n"])),
+    "attribute of a layer of torch's": lambda: Counting(numbered(), of_calls(
+        lambda me: add_one(me.state, "n"), lambda me: me.state.n)),
     "new attribute": lambda: Counting(None, of_calls(
         lambda me: setattr(me, "more", getattr(me, "more", 0) + 1), lambda me: me.more)),
 }  # fmt: skip
@@ -252,7 +262,9 @@ def reference(model: nn.Sequential, x: Tensor, chunks: int) -> None:
 
 def state_of(layer: Any) -> tuple[object, ...]:
     state = layer.state
-    shown = vars(state) if isinstance(state, SimpleNamespace) else state.count if isinstance(state, Slotted) else state
+    shown = state.count if isinstance(state, Slotted) else state
+    shown = vars(state) if isinstance(state, SimpleNamespace) else shown
+    shown = state.n if isinstance(state, nn.Identity) else shown
     return str(shown), layer.forwards, getattr(layer, "more", None)
 
 
