@@ -175,10 +175,10 @@ class DivisorTrace(TorchFunctionMode):
         """The form of the loss, as far as it shows: another one may weigh rows in another way."""
         return frozenset({*self._names, *range(self._factors)})
 
-    def origin(self, tensor: Tensor) -> LossOrigin | None:
-        """The origin of a tensor. None: it was not computed from output or target."""
-        entry = self._origins.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
+    def origin(self, value: Any) -> LossOrigin | None:
+        """The origin of a tensor. None: it was not computed from output or target, or is no tensor."""
+        entry = self._origins.get(id(value))
+        return entry[1] if entry is not None and entry[0]() is value else None
 
     def _note(self, tensor: Tensor, origin: LossOrigin) -> None:
         self._origins[id(tensor)] = weakref.ref(tensor), origin
@@ -199,7 +199,9 @@ class DivisorTrace(TorchFunctionMode):
         along_rows = function.looks and self._looks_along_rows(function, args, kwargs)
         if along_rows and takes_all(function, args):
             self._names.add(MOVED)
-        elif along_rows and not function.sums_rows or function.is_opaque or function.weighs and self._has_sums(args):
+        elif along_rows and not function.sums_rows or function.is_opaque:
+            self.is_blind = True
+        elif function.weighs and any(map(self._is_several_sums, args)):
             self.is_blind = True
         if function.reads:
             origin = self._joined(args, kwargs)
@@ -259,7 +261,7 @@ class DivisorTrace(TorchFunctionMode):
         self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor, earlier: Bend | None
     ) -> Bend | None:
         """The bend of one number of the target after one more function. None: it is not of that number alone."""
-        places = [place for place, value in enumerate(args) if isinstance(value, Tensor) and self.origin(value)]
+        places = [place for place, value in enumerate(args) if self.origin(value) is not None]
         if len(places) != 1 or function.name != function.plain or function.name.startswith("__i") or tensors_in(kwargs):
             return None
         place, number = places[0], args[places[0]]
@@ -283,7 +285,7 @@ class DivisorTrace(TorchFunctionMode):
 
     def count(self, value: Any) -> Count:
         """The count of the chunk, a tensor or a number; one that the host has made of what it has read is not seen."""
-        origin = self.origin(value) if isinstance(value, Tensor) else None
+        origin = self.origin(value)
         if origin is None:
             number = value.item() if isinstance(value, Tensor) and self.read and value.numel() == 1 else value
             return Count(value, None, not self.read or number in (0, *self.read))
@@ -291,12 +293,9 @@ class DivisorTrace(TorchFunctionMode):
             return Count(origin.bend.number, origin.bend.function, True, origin.bend.divisor is not None)
         return Count(value, None, BENT not in origin.marks)
 
-    def _has_sums(self, args: Sequence[Any]) -> bool:
-        """Whether several sums over the target's rows (the rows that count of each column) are among arguments."""
-        return any([self._is_several_sums(value) for value in args])
-
     def _is_several_sums(self, value: Any) -> bool:
-        origin = self.origin(value) if isinstance(value, Tensor) else None
+        """Whether a value is several sums over the target's rows: the rows that count of each column."""
+        origin = self.origin(value)
         return origin is not None and SEVERAL in origin.marks and OUTPUT not in origin.marks
 
     def _looks_along_rows(self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -304,7 +303,7 @@ class DivisorTrace(TorchFunctionMode):
         return any([
             dim in (place, place - value.dim())
             for value, dims in dims_along(function, args, kwargs)
-            if isinstance(value, Tensor) and self.origin(value) is not None
+            if self.origin(value) is not None
             for place in [self._place(value)]
             for dim in dims
         ])
@@ -390,7 +389,7 @@ class DivisorTrace(TorchFunctionMode):
         return count
 
     def _total_of(self, value: Any) -> Tensor | None:
-        origin = self.origin(value) if isinstance(value, Tensor) else None
+        origin = self.origin(value)
         return None if origin is None else origin.total
 
     def _token_mean(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
