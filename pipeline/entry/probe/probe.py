@@ -248,7 +248,7 @@ class Probe:
             return
         once_more = self._run(alone)
         if stage is not None and all_same(once_more.stage_outputs[stage], in_order.stage_outputs[stage]):
-            name = in_order.by_index[stage].layers.name
+            name = in_order.stages[stage].layers.name
             raise RuntimeError(
                 f"{name} gives other values for the same input when other chunks have run before it: it reads what "
                 "another stage, or an earlier chunk, left elsewhere (in a shared dict, on a module, in a closure). "

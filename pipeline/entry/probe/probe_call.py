@@ -5,8 +5,8 @@ What it does to modules and generators is undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -50,8 +50,7 @@ class ProbeCall:
     """One forward of an uncut chunk. A stage that raises, and all after it, have no output; the error is dropped.
 
     Attributes:
-        stages: those in this process.
-        by_index: the same, by their numbers.
+        stages: those in this process, by their numbers.
         stage_outputs: by stage, its output. None: it raised.
         output: of the last stage, if it is here and made any.
     """
@@ -65,8 +64,7 @@ class ProbeCall:
     ) -> None:
         self._put_back = put_back
         self._execution = Execution(setup, batch)
-        self.stages = stages_of(self._execution, ends_in_loss=False)
-        self.by_index = {stage.layers.index: stage for stage in self.stages}
+        self.stages = {run.layers.index: run for run in stages_of(self._execution, ends_in_loss=False)}
         self.stage_outputs: dict[int, list[Activations] | None] = {}
         self._inboxes: dict[int, tuple[list[Activations], States]] = {}
         self._generators = generators
@@ -76,24 +74,29 @@ class ProbeCall:
         outputs = self.stage_outputs.get(self._execution.last)
         return None if outputs is None else outputs[0].tree
 
-    def run(self, then: Callable[[], None] | None = None) -> None:
-        """Stage after stage, and then something else. What they do to modules and generators is undone."""
+    def run(self) -> None:
+        """Run stage after stage."""
+        with self._ran():
+            pass
+
+    @contextmanager
+    def _ran(self) -> Iterator[None]:
+        """Within: all stages have run. At the end what they have done to modules and generators is undone."""
         kept = generators_at(states_of(self._generators))
         with self._put_back(), self._execution.generators, weights_cast_anew(True), kept:
             try:
                 self._execution.feed(grad=False)
                 self._execution.run(0, {Kind.F: self._forward}, draws=True)
-                if then is not None:
-                    then()
+                yield
             finally:
-                for stage in self.stages:
+                for stage in self.stages.values():
                     stage.rewind()
                     stage.release()
 
     def run_recorded(self) -> list[LayerRun]:
         """The same, with a record of each layer."""
         layers: list[LayerRun] = []
-        numbers = {id(layer): number for run in reversed(self.stages) for number, layer in run.layers.numbered}
+        numbers = {id(layer): number for run in reversed(self.stages.values()) for number, layer in run.layers.numbered}
         defaults = default_generators(self._execution.setup.layout.devices)
         before: dict[int, tuple[list[Tensor], list[Any], dict[str, Tensor]]] = {}
 
@@ -125,20 +128,15 @@ class ProbeCall:
 
     def first_astray(self, in_order: ProbeCall) -> int | None:
         """Run, then the stages of another call from the last to the first; the first stage that differs, every time."""
-        stages: list[int] = []
-
-        def descend() -> None:
-            for run in reversed(self.stages):
-                inputs, expected = in_order._inboxes[run.layers.index], in_order.stage_outputs[run.layers.index]
+        is_whole = None not in in_order.stage_outputs.values()
+        with self._ran():
+            for stage, run in reversed(self.stages.items()) if is_whole else ():
+                inputs, expected = in_order._inboxes[stage], in_order.stage_outputs[stage]
                 outputs = self._again(run, *inputs)
                 if not all_same(outputs, expected):
                     if all([all_same(self._again(run, *inputs), outputs) for _ in range(_REPEATS)]):
-                        stages.append(run.layers.index)
-                        return
-
-        is_whole = None not in in_order.stage_outputs.values()
-        self.run(descend if is_whole else None)
-        return stages[0] if stages else None
+                        return stage
+        return None
 
     def _again(self, run: StageRun, inbox: Sequence[Activations], states: States) -> list[Activations] | None:
         """Run a stage as before, but after others."""
@@ -148,7 +146,7 @@ class ProbeCall:
             return self._outputs_of(run, inbox)
 
     def _forward(self, stage: int, chunk: int) -> None:
-        execution, run = self._execution, self.by_index[stage]
+        execution, run = self._execution, self.stages[stage]
         inbox = execution.take(stage, chunk)
         self._inboxes[stage] = inbox, states_of(self._generators)
         self.stage_outputs[stage] = outputs = self._outputs_of(run, inbox) if inbox[0].tree.tensors else None
