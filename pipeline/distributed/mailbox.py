@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads
 from pipeline.data.values import CALLER, Value, Values
 from pipeline.distributed.group import RankGroup
-from pipeline.execution.mailbox import Mailbox, sent
+from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.p2p_plan import MessageKey, P2PPlan
-from pipeline.transports.local import Local, Parcel
+from pipeline.transports.local import Local
 from pipeline.transports.message import Message
 
 MemoryOrigin: TypeAlias = tuple[int, int, int]
@@ -39,14 +39,11 @@ class RankMailbox(Mailbox):
     def __init__(
         self, values: Values, rank_of: Sequence[int], ranks: RankGroup, series: str, transport: Local
     ) -> None:
-        self._values = values
-        self._rank_of = rank_of
+        super().__init__(values, dict.fromkeys(range(len(rank_of)), Place(ranks.device)), transport)
+        self._is_here = {CALLER, *[stage for stage, rank in enumerate(rank_of) if rank == ranks.rank]}.__contains__
         self._ranks = ranks
         self._series = series
-        self._transport = transport
         self._messages: P2PPlan | None = None  # of the phase that runs
-        self._activations: dict[Any, tuple[Activations, Parcel | None]] = {}  # by MessageKey
-        self._gradients: dict[Any, Grads] = {}
 
     def begin(self, phase: int, messages: P2PPlan | None) -> None:
         assert messages is not None  # a plan over ranks has them
@@ -72,49 +69,38 @@ class RankMailbox(Mailbox):
         return self._messages
 
     def put(self, stage: int, chunk: int, outputs: Sequence[Activations]) -> None:
-        rows = self._values.made_by[stage]
-        for row, message in zip(rows, _with_last_readers(rows, outputs), strict=True):
-            key = row.name, chunk, False
-            if stage == CALLER:
-                parcel = self._transport.send(message.tree.tensors, None, Place(self._ranks.device))
-                self._activations[key] = sent(message, parcel), parcel
-            elif row.reader == CALLER or self._rank_of[row.reader] == self._ranks.rank:
-                self._activations[key] = message, None
-            else:
-                tree = message.tree
-                self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, message.memory))
+        super().put(stage, chunk, _with_last_readers(self._made_by[stage], outputs))
 
     def take(self, stage: int, chunk: int) -> list[Activations]:
-        inbox = [self._taken((row.name, chunk, False), row) for row in self._values.read_by[stage]]
+        inbox = super().take(stage, chunk)
         last: dict[MemoryOrigin, int] = {}
         for memory in [memory for message in inbox for memory in message.memory]:  # one memory may have come two ways
             last[memory.origin] = max(memory.until, last.get(memory.origin, memory.until))
         return _until(inbox, last)
 
-    def _taken(self, key: MessageKey, row: Value) -> Activations:
-        if key in self._activations or row.producer == CALLER:
-            activations, parcel = self._activations.pop(key)
-            if parcel is not None:
-                self._transport.receive(parcel)
-            return activations
-        message = self._receive(key)
+    def _put(self, row: Value, chunk: int, message: Activations) -> None:
+        if self._is_here(row.reader):
+            super()._put(row, chunk, message)
+        else:
+            (tensors, skeleton), needs_grad, memory = message
+            self._send((row.name, chunk, False), Message(tensors, skeleton, needs_grad, memory))
+
+    def _take(self, row: Value, chunk: int) -> Activations:
+        if self._is_here(row.producer):
+            return super()._take(row, chunk)
+        message = self._receive((row.name, chunk, False))
         return Activations(message.tree, message.needs_grad, message.memory)
 
-    def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
-        for row, row_grads in zip(self._values.read_by[stage], grads, strict=True):
-            key = row.name, chunk, True
-            if stage == CALLER or row.producer == CALLER or self._rank_of[row.producer] == self._ranks.rank:
-                self._gradients[key] = row_grads
-            else:
-                self._send(key, Message(row_grads))
+    def _put_grads(self, row: Value, chunk: int, grads: Grads) -> None:
+        if self._is_here(row.producer):
+            super()._put_grads(row, chunk, grads)
+        else:
+            self._send((row.name, chunk, True), Message(grads))
 
-    def take_grads(self, stage: int, chunk: int) -> list[Grads]:
-        return [self._taken_grads((row.name, chunk, True), row) for row in self._values.made_by[stage]]
-
-    def _taken_grads(self, key: MessageKey, row: Value) -> Grads:
-        if key in self._gradients or row.reader == CALLER:
-            return self._gradients.pop(key)
-        return self._receive(key).tensors
+    def _take_grads(self, row: Value, chunk: int) -> Grads:
+        if self._is_here(row.reader):
+            return super()._take_grads(row, chunk)
+        return self._receive((row.name, chunk, True)).tensors
 
     def _send(self, key: MessageKey, message: Message) -> None:
         messages = self._current()

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import Any
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads, MemoryId, Tree
-from pipeline.data.values import CALLER, Values
+from pipeline.data.values import CALLER, Name, Value, Values
 from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.transports.local import Local, Parcel
 
@@ -40,8 +39,8 @@ class Mailbox:
         self._place = places.get
         self._is_one_place = len(set(places.values())) <= 1
         self._transport = transport
-        self._activations: dict[Any, tuple[Activations, Parcel | None]] = {}  # by name and chunk
-        self._gradients: dict[Any, Any] = {}
+        self._activations: dict[tuple[Name, int], tuple[Activations, Parcel | None]] = {}  # by name and chunk
+        self._gradients: dict[tuple[Name, int], tuple[Grads, Parcel | None]] = {}
 
     def begin(self, phase: int, messages: P2PPlan | None) -> None:
         """Begin a phase, before its first action.
@@ -56,42 +55,49 @@ class Mailbox:
 
     def put(self, stage: int, chunk: int, outputs: Sequence[Activations]) -> None:
         """Post the values that `stage` (or the caller) made of `chunk`."""
-        stays = self._is_one_place and stage != CALLER
         for row, message in zip(self._made_by[stage], outputs):
-            if stays:
-                self._activations[row.name, chunk] = message, None
-            else:
-                parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(row.reader))
-                self._activations[row.name, chunk] = sent(message, parcel), parcel
+            self._put(row, chunk, message)
 
     def take(self, stage: int, chunk: int) -> list[Activations]:
         """Take the values that `stage` (or the caller) reads of `chunk`."""
-        inbox = []
-        for row in self._read_by[stage]:
-            activations, parcel = self._activations.pop((row.name, chunk))
-            if parcel is not None:
-                self._transport.receive(parcel)
-            inbox.append(activations)
-        return inbox
+        return [self._take(row, chunk) for row in self._read_by[stage]]
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
         """Post the gradients that `stage` (or the caller) has for the values it read."""
-        stays = self._is_one_place or stage == CALLER  # an output's gradient is where the output is
         for row, of_row in zip(self._read_by[stage], grads):
-            parcel = None if stays else self._transport.send(of_row, self._place(stage), self._place(row.producer))
-            self._gradients[row.name, chunk] = of_row if parcel is None else parcel.tensors, parcel
+            self._put_grads(row, chunk, of_row)
 
     def take_grads(self, stage: int, chunk: int) -> list[Grads]:
         """Take the gradients of the values that `stage` (or the caller) made."""
-        of_rows = []
-        for row in self._made_by[stage]:
-            grads, parcel = self._gradients.pop((row.name, chunk))
-            of_rows.append(grads if parcel is None else self._transport.receive(parcel))
-        return of_rows
+        return [self._take_grads(row, chunk) for row in self._made_by[stage]]
+
+    def _put(self, row: Value, chunk: int, message: Activations) -> None:
+        parcel = None
+        if not self._is_one_place or row.producer == CALLER:
+            parcel = self._transport.send(message.tree.tensors, self._place(row.producer), self._place(row.reader))
+            message = sent(message, parcel)
+        self._activations[row.name, chunk] = message, parcel
+
+    def _take(self, row: Value, chunk: int) -> Activations:
+        activations, parcel = self._activations.pop((row.name, chunk))
+        if parcel is not None:
+            self._transport.receive(parcel)
+        return activations
+
+    def _put_grads(self, row: Value, chunk: int, grads: Grads) -> None:
+        parcel = None
+        if not self._is_one_place and row.reader != CALLER:  # an output's gradient is where the output is
+            parcel = self._transport.send(grads, self._place(row.reader), self._place(row.producer))
+            grads = parcel.tensors
+        self._gradients[row.name, chunk] = grads, parcel
+
+    def _take_grads(self, row: Value, chunk: int) -> Grads:
+        grads, parcel = self._gradients.pop((row.name, chunk))
+        return grads if parcel is None else self._transport.receive(parcel)
 
     def under_way(self, chunk: int) -> Iterator[MemoryId]:
         """Identities of the memory of those tensors of `chunk` that were made and are not read yet."""
-        of_chunk = [message for (_, number, *_), (message, _) in list(self._activations.items()) if number == chunk]
+        of_chunk = [message for (_, number), (message, _) in list(self._activations.items()) if number == chunk]
         return (memory for message in of_chunk for memory in message.memory)
 
     def __len__(self) -> int:
