@@ -129,7 +129,12 @@ class RankGroup:
     # ------------------------------------------------------------------------------------------------------ values
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank: what JSON can hold. Numbers arrive bit by bit."""
+        """The values of all ranks, by rank: what JSON can hold. Numbers arrive bit by bit.
+
+        A call exchanges before all else, so the first one of a generation connects the ranks.
+        """
+        if self.connections.are_closed:
+            self.connections.connect(tree_pairs(self.size))
         self.monitor.at = "a meeting of all ranks"
         values = all_to_all(self.connections, self.rank, self.size, value)
         self.monitor.latest.has_met = True
@@ -172,27 +177,25 @@ class RankGroup:
 
     def enter(self, call: str) -> None:
         """Begin a call. A failure from now on fails it on all ranks."""
+        self.refuse_within_call(call)
+        try:
+            with Deferral():  # in the call, or not
+                self.calls += 1
+                self.calls_since += 1
+                self.is_in_call = True
+                self.connections.open()  # before the monitor can give it up
+                self.monitor.enter(self.generation, call, self.connections.abort)
+        except BaseException as error:
+            self.fail(error, call)
+
+    def refuse_within_call(self, call: str) -> None:
+        """Raise if a call is under way: the other ranks cannot know of one within it."""
         if self.is_in_call:
             raise RuntimeError(
                 f"{call} was begun within another call over ranks, which the other ranks cannot know of. A loss_fn, a "
                 "layer or a hook may not call a Pipe that runs over ranks: give that one devices=[...]. Nor may the x "
                 "of pipe.step be computed by one: use loss_fn(pipe(x), target).backward(), or give x.detach()."
             )
-        interrupts = Deferral()
-        interrupts.begin()  # in the call, or not
-        try:
-            try:
-                self.calls += 1
-                self.calls_since += 1
-                self.is_in_call = True
-                self.connections.open()  # before the monitor can give it up
-                self.monitor.enter(self.generation, call, self.connections.abort)
-            finally:
-                interrupts.end()
-            if self.connections.are_closed:
-                self.connections.connect(tree_pairs(self.size))
-        except BaseException as error:
-            self.fail(error, call)
 
     def leave(self) -> None:
         """Note that the call has succeeded here."""

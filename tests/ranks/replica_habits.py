@@ -261,6 +261,7 @@ def refused() -> list[tuple[str, Told]]:
     x, y = batch(0, 0, 6)
     pipe = build(mesh)
     alone = Pipe(plain(), [2, 3], 3, devices=["cpu"] * 2, replicas=dist.group.WORLD)
+    beside = Pipe(plain(), [2, 3], 3, devices=["cpu"] * 2, replicas=mesh["dp"])
     ddp = nn.Sequential(nn.Linear(4, 4), DistributedDataParallel(nn.Linear(4, 4)), nn.Tanh())
     sync = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.SyncBatchNorm(4)))
     loss = mean_loss(alone(x), y)
@@ -275,6 +276,7 @@ def refused() -> list[tuple[str, Told]]:
         "no group": lambda: Pipe(plain(), [2, 3], 3, devices=["cpu"] * 2, replicas="dp"),
         "second order": lambda: torch.autograd.grad(loss, list(alone.parameters()), create_graph=True),
         "within": lambda: alone.step(x, y, loss_fn=nest),
+        "within replicas": lambda: beside.step(x, y, loss_fn=lambda output, target: mean_loss(pipe(x), target)),
         "ddp": lambda: Pipe(ddp, [2, 1], devices=["cpu"] * 2),
         "sync": lambda: Pipe(sync, [1, 1], group=mesh["pp"]),
         "sync replicas": lambda: Pipe(sync, [1, 1], devices=["cpu"] * 2, replicas=mesh["dp"]),

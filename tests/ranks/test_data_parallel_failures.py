@@ -124,6 +124,7 @@ REFUSALS = {
     "no group": "group is 'dp'",
     "second order": "create_graph=True cannot go through a Pipe",
     "within": "was begun within another call over ranks",
+    "within replicas": "was begun within another call over ranks",
     "ddp": r"DistributedDataParallel within the nn.Sequential: 1 \(DistributedDataParallel\)",
     "sync": r"SyncBatchNorm in a Pipe over ranks: 1.0 \(SyncBatchNorm\)",
     "sync replicas": r"SyncBatchNorm in a Pipe over ranks: 1.0 \(SyncBatchNorm\)",

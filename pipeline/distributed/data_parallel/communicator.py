@@ -23,7 +23,7 @@ from pipeline.distributed.data_parallel.averager import ReplicaAverager
 from pipeline.distributed.data_parallel.gradient_means import ReplicaLostError, among_replicas
 from pipeline.distributed.data_parallel.replicas import Replicas
 from pipeline.distributed.data_parallel.shards import BucketLayout
-from pipeline.distributed.failure.errors import Failure, RankError, silence
+from pipeline.distributed.failure.errors import Failure, RankError
 from pipeline.distributed.group import GRACE, RankGroup
 from pipeline.execution.communicator import CommonTensors, Communicator, Describe, Verdict
 from scheduler import Action
@@ -73,22 +73,13 @@ class DataParallelCommunicator(Communicator):
     # ------------------------------------------------------------------------------------------------ begin and end
 
     def __enter__(self) -> DataParallelCommunicator:
-        ranks, pipeline = self._replicas.ranks, self._replicas.pipeline
-        is_nested = ranks.is_in_call or (pipeline is not None and pipeline.is_in_call)
-        try:
-            self._inner.__enter__()
-        except BaseException:
-            if not is_nested:
-                ranks.monitor.enter(ranks.generation, self._name, ranks.connections.abort)
-                self._pass_on()
-            raise
+        ranks = self._replicas.ranks
+        ranks.refuse_within_call(self._name)
+        self._inner.__enter__()
         try:
             ranks.enter(self._name)
         except BaseException as error:
-            if pipeline is None or is_nested:
-                raise
-            pipeline.monitor.fail(self._failure_among_replicas(error))
-            self._inner.__exit__(ReplicaLostError, ReplicaLostError(str(error)), None)
+            self._inner.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
@@ -114,28 +105,23 @@ class DataParallelCommunicator(Communicator):
 
     def _fail(self, error: BaseException, pipeline: RankGroup) -> NoReturn:
         """The call failed here: make it everyone's failure, first the pipeline's, then the replicas'."""
+        ranks = self._replicas.ranks
         if isinstance(error, ReplicaLostError):
-            pipeline.monitor.fail(self._failure_among_replicas(error))
+            failure = ranks.monitor.verdict(GRACE) or ranks.lost(error, self._call)
+            location = f"{_WHERE[1]}(ranks {ranks.members} of the world, here 0 to {ranks.size - 1})"
+            pipeline.monitor.fail(_located(failure, location))
         try:
             self._inner.__exit__(type(error), error, error.__traceback__)
         finally:
             self._pass_on()
         raise error
 
-    def _failure_among_replicas(self, error: BaseException) -> Failure:
-        """The failure that the replicas' monitor knows, described for the pipeline."""
-        ranks = self._replicas.ranks
-        failure = ranks.monitor.verdict(GRACE) or ranks.lost(error, self._call)
-        location = f"{_WHERE[1]}(ranks {ranks.members} of the world, here 0 to {ranks.size - 1})"
-        return _located(failure, location)
-
     def _pass_on(self) -> None:
         """Make the pipeline's failure that of the replicas."""
         ranks, pipeline = self._replicas.ranks, self._replicas.pipeline
         assert pipeline is not None  # or nothing failed but here
         failure = pipeline.monitor.verdict(0.0)
-        if failure is None:
-            failure = silence(pipeline.rank, self._call, "the call failed before it began.")
+        assert failure is not None  # the pipeline's call has failed
         location = f"{_WHERE[0]}{ranks.rank} (ranks {pipeline.members} of the world, here 0 to {pipeline.size - 1})"
         ranks.is_in_call = False
         ranks.monitor.fail(_located(failure, location))
