@@ -66,7 +66,6 @@ class DistributedCommunicator(Communicator):
         self._comparison = Comparison(topology, f"{self._entry} of Pipe {topology.number}, {self._name}")
         self._messages = CallMessages(ranks, series)
         self._interrupts = Deferral()  # from the last vote to the end
-        self._action: Action | None = None  # under way
         self._progress = ""  # the progress of the step, for errors
         self.topology: PipeTopology = topology
         self.exchange = RankExchange(topology, self._messages, self._interrupts)
@@ -92,7 +91,7 @@ class DistributedCommunicator(Communicator):
                 return
             if self._entry.startswith("Pipe("):
                 self._ranks.pipes = self.topology.number  # there is no such Pipe; other ranks may not have begun one
-            self._ranks.fail(error, self._call, self._action, self._progress)
+            self._ranks.fail(error, self._call, self._progress)
         finally:
             self._interrupts.end_with_call(self._entry, error, self._is_backward)
 
@@ -122,10 +121,7 @@ class DistributedCommunicator(Communicator):
         return DistributedCommunicator(self.topology, self.gradients.copies, entry, self._name, series)
 
     def at(self, action: Action | None) -> None:
-        self._action = action
-        monitor = self._ranks.monitor
-        monitor.at = "the end of a phase" if action is None else (action,)
-        monitor.steps += 1
+        self._ranks.at(action)
 
     # ------------------------------------------------------------------------------------------------------ together
 

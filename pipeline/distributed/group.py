@@ -64,9 +64,8 @@ class RankGroup:
         self.size: int = dist.get_world_size(group)
         self.device = _device(group)
         self.calls = 0
-        self.calls_since = 0  # calls since the last failure, after which ranks may differ in `calls`
         self.pipes = 0
-        self.is_in_call = False
+        self._action: Action | None = None  # under way
         prefix = f"penstock/{group.group_name}/{number}"
         store = dist.distributed_c10d._get_default_store()
         self.monitor = FailureMonitor(heartbeat)
@@ -92,9 +91,14 @@ class RankGroup:
 
     @property
     def next_call(self) -> str:
-        """The number of the next call, in words: the same on all ranks."""
+        """The number of the next call, in words: the same on all ranks, which may differ in `calls` after a failure."""
         failures = f" after failure {self.generation}" if self.generation else ""
-        return f"call {self.calls_since + 1}{failures}"
+        return f"call {self.monitor.next_number(self.generation)}{failures}"
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call is under way."""
+        return self.monitor.latest.abort is not None
 
     @property
     def generation(self) -> int:
@@ -181,8 +185,7 @@ class RankGroup:
         try:
             with Deferral():  # in the call, or not
                 self.calls += 1
-                self.calls_since += 1
-                self.is_in_call = True
+                self._action = None
                 self.connections.open()  # before the monitor can give it up
                 self.monitor.enter(self.generation, call, self.connections.abort)
         except BaseException as error:
@@ -197,26 +200,30 @@ class RankGroup:
                 "of pipe.step be computed by one: use loss_fn(pipe(x), target).backward(), or give x.detach()."
             )
 
+    def at(self, action: Action | None) -> None:
+        """Note the action that runs next. None: those of the phase have run."""
+        self._action = action
+        self.monitor.at = "the end of a phase" if action is None else (action,)
+        self.monitor.steps += 1
+
     def leave(self) -> None:
         """Note that the call has succeeded here."""
         self.monitor.leave()
-        self.is_in_call = False
 
-    def fail(self, error: BaseException, call: str, action: Action | None = None, progress: str = "") -> NoReturn:
+    def fail(self, error: BaseException, call: str, progress: str = "") -> NoReturn:
         """Report a failure of the call here to all ranks, and raise the error that all raise.
 
         Args:
             progress: of this rank, in words: added where another one went silent, whose progress is unknown.
         """
         with Deferral():
-            self.is_in_call = False
             is_lost = isinstance(error, ChannelError)  # usually another rank knows the reason
-            own_failure = self.lost(error, call) if is_lost else of_exception(error, self.rank, call, action)
+            own_failure = self.lost(error, call) if is_lost else of_exception(error, self.rank, call, self._action)
             first = self.monitor.verdict(GRACE) if is_lost else None
             if first is None:
                 self.monitor.fail(own_failure)
                 first = self.monitor.verdict(GRACE) or own_failure
-            self.close()
+            self.connections.close()
             self.monitor.leave()
             shared = exception_of(first, self.rank)
             if progress and isinstance(shared, RankError) and not first.traceback:
@@ -235,16 +242,11 @@ class RankGroup:
         waited = f"rank {self.rank} waited at {in_words(self.monitor.at)}."
         return silence(self.rank, call, f"rank {self.rank} lost a connection: {error}", waited)
 
-    def close(self) -> None:
-        """Drop the connections; the next call builds the next generation."""
-        self.connections.close()
-        self.calls_since = 0
-
     def farewell(self) -> None:
         """End the monitor and drop the connections: the script ends."""
         self.monitor.farewell()
         self.connections.drain(self.monitor.heartbeat)
-        self.close()
+        self.connections.close()
 
 
 def _device(group: Any) -> torch.device:

@@ -62,7 +62,6 @@ class DataParallelCommunicator(Communicator):
         self._entry = entry
         self._is_backward = forward_descriptions is not None
         self._name = f"{entry} (call {ranks.calls + 1} among the replicas)"
-        self._action: Action | None = None  # under way
         self._interrupts = Deferral()  # from the last vote to the end
         calls = f"{entry} of Pipe {replicas.number}, {ranks.next_call}"
         if forward_descriptions is not None:
@@ -92,7 +91,7 @@ class DataParallelCommunicator(Communicator):
                 self._inner.__exit__(None, None, None)
                 self._replicas.ranks.leave()
             elif self._replicas.pipeline is None:
-                self._replicas.ranks.fail(error, self._call, self._action)
+                self._replicas.ranks.fail(error, self._call)
             else:
                 self._fail(error, self._replicas.pipeline)
         finally:
@@ -123,9 +122,8 @@ class DataParallelCommunicator(Communicator):
         failure = pipeline.monitor.verdict(0.0)
         assert failure is not None  # the pipeline's call has failed
         location = f"{_WHERE[0]}{ranks.rank} (ranks {pipeline.members} of the world, here 0 to {pipeline.size - 1})"
-        ranks.is_in_call = False
         ranks.monitor.fail(_located(failure, location))
-        ranks.close()
+        ranks.connections.close()
         ranks.monitor.leave()
 
     def open(self, words: Describe, draws: bool = True, tensors: CommonTensors = CommonTensors()) -> int:
@@ -136,10 +134,7 @@ class DataParallelCommunicator(Communicator):
         return seed
 
     def at(self, action: Action | None) -> None:
-        self._action = action
-        monitor = self._replicas.ranks.monitor
-        monitor.at = "the end of a phase" if action is None else (action,)
-        monitor.steps += 1
+        self._replicas.ranks.at(action)
         self._inner.at(action)
 
     def again(self, entry: str = "backward") -> DataParallelCommunicator:

@@ -95,13 +95,17 @@ class FailureMonitor:
         with self.changed:
             if self.ended:
                 raise RuntimeError(f"this rank {self.ended}: it cannot enter {call}")
-            number = self.latest.number + 1
+            number = self.next_number(generation)
             if generation < self.latest.generation:
                 raise ValueError(f"generation {generation} is over: this rank is in {self.latest.generation}")
             if generation > self.latest.generation:
-                number, self.failure = 1, None
+                self.failure = None
             has_met = number == 1  # there is no call before, which others may be in
             self.latest = LatestCall(generation, number, call, abort, has_met)
+
+    def next_number(self, generation: int) -> int:
+        """The number that the next call has in a generation."""
+        return self.latest.number + 1 if generation == self.latest.generation else 1
 
     def leave(self) -> None:
         """Leave the call, which succeeded on this rank. From here on its abort is not called, nor under way."""

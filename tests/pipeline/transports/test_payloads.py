@@ -395,9 +395,11 @@ def test_whoever_leaves_waits_for_payloads_under_way_but_not_for_ever():
 
 def test_ranks_that_leave_wait_for_payloads_before_they_close():
     done = []
-    connections = SimpleNamespace(drain=lambda seconds: done.append(f"drain {seconds}"))
+    connections = SimpleNamespace(
+        drain=lambda seconds: done.append(f"drain {seconds}"), close=lambda: done.append("close")
+    )
     monitor = SimpleNamespace(farewell=lambda: done.append("farewell"), heartbeat=3.0)
-    ranks = SimpleNamespace(monitor=monitor, connections=connections, close=lambda: done.append("close"))
+    ranks = SimpleNamespace(monitor=monitor, connections=connections)
     RankGroup.farewell(ranks)
     assert done == ["farewell", "drain 3.0", "close"]
 
