@@ -111,7 +111,7 @@ class Driver:
             [action for action in phase.merged if self._lane_of[action.stage] in group] for group in self._groups
         ]
         enter = _thread_like_this(ambient, self._places, len(orders) - 1)
-        drive_threads(orders, phase.needs, self._on_device(locked), enter, phase.before)
+        drive_threads(orders, phase.needs, self._on_device(locked), enter)
 
     def _on_device(self, perform: Perform) -> Perform:
         """Perform with the stage's accelerator as the current device, which a new thread does not begin with."""

@@ -13,7 +13,7 @@ the checkpoint policy and the memory bounds read. The plan holds it, and a call 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from pipeline.common.errors import StuckError
@@ -22,18 +22,33 @@ from scheduler import Action, Kind, requires
 Needs: TypeAlias = Mapping[Action, tuple[Action, ...]]
 
 
-def needs_of(orders: Sequence[Sequence[Action]], stages: int, split: frozenset[tuple[int, int]] = frozenset()) -> Needs:
-    """The actions that each action waits for."""
-    return {action: requires(action, stages, split) for order in orders for action in order}
+def needs_of(
+    orders: Sequence[Sequence[Action]],
+    stages: int,
+    split: frozenset[tuple[int, int]] = frozenset(),
+    before: Collection[Action] = frozenset(),
+) -> Needs:
+    """The actions that each action waits for.
+
+    Args:
+        orders: the actions of each lane.
+        stages: their number.
+        split: the (stage, chunk) pairs whose backward is cut in two.
+        before: actions that ran in an earlier phase of the same call (the F half of `pipe(x)`): none waits for these.
+    """
+    return {
+        action: tuple([need for need in requires(action, stages, split) if need not in before])
+        for order in orders
+        for action in order
+    }
 
 
-def merged_order(orders: Sequence[Sequence[Action]], needs: Needs, before: Iterable[Action] = ()) -> tuple[Action, ...]:
+def merged_order(orders: Sequence[Sequence[Action]], needs: Needs) -> tuple[Action, ...]:
     """The one order in which all lanes run.
 
     Args:
         orders: the actions of each lane.
         needs: what each action waits for.
-        before: actions that ran in an earlier phase of the same call (the F half of `pipe(x)`).
 
     Raises:
         StuckError: no lane can go on; the message lists what each one waits for.
@@ -46,7 +61,7 @@ def merged_order(orders: Sequence[Sequence[Action]], needs: Needs, before: Itera
         '0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1'
     """
     merged: list[Action] = []
-    done, lefts = set(before), [list(reversed(order)) for order in orders]
+    done, lefts = set[Action](), [list(reversed(order)) for order in orders]
     while any(lefts):
         count = len(merged)
         for wave, is_forward in ((lefts, True), (reversed(lefts), False)):

@@ -194,7 +194,7 @@ class Execution:
         if self.setup.traces or not self.communicator.is_alone:
             perform = partial(self._perform_and_tell, perform)
         if on_final is not None:
-            perform = partial(_then_final, perform, _last_backwards(phase.orders), on_final)
+            perform = partial(_then_final, perform, _last_backwards(phase.merged), on_final)
         # The walk over a chunk's graph gives each node an object in Python, which torch keeps until the backward.
         with no_collecting(), weights_cast_anew(self.setup.grad):
             self.mailbox.begin(number, phase.messages)
@@ -244,7 +244,7 @@ def _then_final(
         on_final(action.stage)
 
 
-def _last_backwards(orders: Sequence[Sequence[Action]]) -> frozenset[Action]:
+def _last_backwards(order: Sequence[Action]) -> frozenset[Action]:
     """For each stage the action after which its sums are final."""
-    last = {action.stage: action for order in orders for action in order if action.kind is not Kind.F}
+    last = {action.stage: action for action in order if action.kind is not Kind.F}
     return frozenset(last.values())

@@ -20,16 +20,14 @@ from scheduler import Action, Schedule
 
 
 class Phase(NamedTuple):
-    """Orders that are driven in one go, after the actions of `before`; by one thread, in the order `merged`.
+    """Actions that are driven in one go; by one thread, in the order `merged`.
 
-    `needs` None: one order, whose every action waits for other ranks by itself. `messages`: to and from these; None: in
-    one process.
+    `needs`: what each waits for in this phase; None: each waits for other ranks by itself. `messages`: to and from
+    these; None: in one process.
     """
 
-    orders: tuple[tuple[Action, ...], ...]
     merged: tuple[Action, ...]
     needs: Needs | None
-    before: tuple[Action, ...]
     messages: P2PPlan | None = None
 
 
@@ -73,13 +71,13 @@ def _plan(
         rank, values = one_rank
         for orders in parts:
             p2p_plan = P2PPlan(orders, values, schedule.placement, rank)
-            phases.append(Phase((orders[rank],), orders[rank], None, (), p2p_plan))
+            phases.append(Phase(orders[rank], None, p2p_plan))
             merged += orders[rank]
         device_orders = [merged]
     else:
         for orders in parts:
-            needs = needs_of(orders, schedule.stages, schedule.split)
-            phases.append(Phase(orders, merged_order(orders, needs, merged), needs, merged))
+            needs = needs_of(orders, schedule.stages, schedule.split, frozenset(merged))
+            phases.append(Phase(merged_order(orders, needs), needs))
             merged += phases[-1].merged
         distinct = dict.fromkeys(devices)
         device_orders = [tuple(action for action in merged if devices[action.stage] == device) for device in distinct]

@@ -24,20 +24,19 @@ INTERRUPTS = 3  # interrupts that are deferred while threads come to their end
 class SharedProgress:
     """The actions that are done, and whether to go on, shared by all groups."""
 
-    def __init__(self, before: Iterable[Action]) -> None:
+    def __init__(self) -> None:
         self.error: BaseException | None = None
-        self._done: set[Action | int] = set(before)  # and the groups that have come to their end
+        self._done = set[Action | int]()  # and the groups that have come to their end
         self._is_over = False  # stays: a thread whose start was interrupted may come when the error is gone
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # entered by its lock: Condition.__enter__ can be interrupted
 
-    def wait(self, needs: Iterable[Action]) -> None:
-        """Wait until these actions are done."""
+    def wait(self, needs: Iterable[Action]) -> bool:
+        """Whether these actions are done, for which it waits. False: another group has failed."""
         with self._lock:
             while not self._is_over and not self._done.issuperset(needs):
                 self._changed.wait()
-            if self._is_over:
-                raise _GroupStop
+            return not self._is_over
 
     def note(self, done: Action | int) -> None:
         """Note that an action is done, or that a group has come to its end."""
@@ -65,7 +64,6 @@ def drive_threads(
     needs: Needs,
     perform: Perform,
     within: Callable[[int], AbstractContextManager[object]],
-    before: Iterable[Action] = (),
 ) -> None:
     """Run orders, each in a thread, the last one in the calling one. Returns when all have ended.
 
@@ -74,22 +72,20 @@ def drive_threads(
         needs: what each action waits for.
         perform: does the work of one action; holds what locks it needs.
         within: sets up the thread of a group as its layers expect it (switches, device).
-        before: actions that ran in an earlier run of the same call.
 
     Raises:
         BaseException: the first that an action raised. The others stop after their present action.
     """
-    progress = SharedProgress(before)
+    progress = SharedProgress()
 
     def run(number: int) -> None:
         try:
             with within(number):
                 for action in orders[number]:
-                    progress.wait(needs[action])
+                    if not progress.wait(needs[action]):
+                        break
                     perform(action)
                     progress.note(action)
-        except _GroupStop:
-            pass
         except BaseException as error:
             progress.fail(error)
         finally:
@@ -134,7 +130,3 @@ def _join_whatever(progress: SharedProgress, threads: Sequence[threading.Thread]
             return
         except KeyboardInterrupt as interrupt:
             progress.fail(interrupt)
-
-
-class _GroupStop(Exception):
-    """Raised in a group after another group has failed."""

@@ -75,7 +75,7 @@ def lowered(plans: Sequence[P2PPlan], schedule: Schedule, orders: Sequence[Seque
     hosts: Hosts = [[] for _ in orders]
     place = {action: at for order in orders for at, action in enumerate(order)}
     before = set(schedule.actions) - set(place)  # of the phase before
-    for action in merged_order(orders, needs_of(orders, schedule.stages, schedule.split), before):
+    for action in merged_order(orders, needs_of(orders, schedule.stages, schedule.split, before)):
         rank = schedule.placement.lane_of[action.stage]
         for channel, messages in plans[rank].channels.items():
             for message in messages:

@@ -34,7 +34,7 @@ def test_a_setup_is_that_of_a_step_and_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert setup.grad and not setup.keep and setup.communicator is communicator and setup.seed == 0
     (phase,) = setup.plan.phases
-    assert {str(action) for order in phase.orders for action in order} >= {"0F0", "1B2"}
+    assert set(map(str, phase.merged)) >= {"0F0", "1B2"}
 
 
 def test_a_runtime_is_frozen_and_tells_of_the_layers_of_now() -> None:

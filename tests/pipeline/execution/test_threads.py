@@ -933,7 +933,7 @@ def test_what_ran_before_counts_as_done_in_threads() -> None:
     orders = [(Action.parse("0B0"),), (Action.parse("1B0"),)]
     before = [Action.parse("0F0"), Action.parse("1F0")]
     performed: list[Action] = []
-    drive_threads(orders, needs_of(orders, 2), performed.append, nullcontext, before)
+    drive_threads(orders, needs_of(orders, 2, before=before), performed.append, nullcontext)
     assert " ".join(map(str, performed)) == "1B0 0B0"
 
 
