@@ -106,11 +106,6 @@ class DistributedCommunicator(Communicator):
         return seed
 
     def compare(self) -> None:
-        """Compare now what `agree` would compare later.
-
-        Raises:
-            MismatchError: something differs between ranks.
-        """
         values = self._comparison.values()
         if values != [0]:
             self._comparison.compare(self._ranks.exchange(values))

@@ -82,14 +82,12 @@ class RankMailbox(Mailbox):
         if self._is_here(row.reader):
             super()._put(row, chunk, message)
         else:
-            (tensors, skeleton), needs_grad, memory = message
-            self._send((row.name, chunk, False), Message(tensors, skeleton, needs_grad, memory))
+            self._send((row.name, chunk, False), Message.of(message))
 
     def _take(self, row: Value, chunk: int) -> Activations:
         if self._is_here(row.producer):
             return super()._take(row, chunk)
-        message = self._receive((row.name, chunk, False))
-        return Activations(message.tree, message.needs_grad, message.memory)
+        return self._receive((row.name, chunk, False)).activations
 
     def _put_grads(self, row: Value, chunk: int, grads: Grads) -> None:
         if self._is_here(row.producer):
@@ -103,14 +101,13 @@ class RankMailbox(Mailbox):
         return self._receive((row.name, chunk, True)).tensors
 
     def _send(self, key: MessageKey, message: Message) -> None:
-        messages = self._current()
-        _, to = messages.channel_of[key]
-        self._ranks.connections.sender(to).send(messages.name_of[key], message)
+        (_, to), name = self._current().route_of[key]
+        self._ranks.connections.sender(to).send(name, message)
 
     def _receive(self, key: MessageKey) -> Message:
         """Wait for a message, and free what it proves to have been received."""
         messages, monitor = self._current(), self._ranks.monitor
-        channel, name = messages.channel_of[key], messages.name_of[key]
+        channel, name = messages.route_of[key]
         source, target = channel
         action = monitor.at
         assert isinstance(action, tuple)  # the action that reads it

@@ -24,13 +24,13 @@ from pipeline.common.call_lock import LockHold, turn
 from pipeline.common.graph import asks_for_all_leaves
 from pipeline.common.torch_modes import outside_vmap
 from pipeline.data.microbatch import gather
-from pipeline.data.pytrees import Grads, Tree, unshared, versions
+from pipeline.data.pytrees import Activations, Grads, Tree, unshared, versions
 from pipeline.distributed.agreement import OPTIONS
 from pipeline.entry.attached_call import AttachedCall
 from pipeline.entry.nodes import OutputGrads, attach, is_batched, is_in_vmap
 from pipeline.entry.second_backward import SecondBackward
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import CommonTensors, Output, Pair, Verdict, share_output
+from pipeline.execution.communicator import CommonTensors, Pair, Verdict, share_output
 from pipeline.execution.final_gradients import EarlyUse
 from pipeline.stage.hooks import deliver, skip_none
 
@@ -47,16 +47,16 @@ def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everyw
     call.run_forward()
     with call:
         messages, call.outputs = call.outputs, []
-        output: Output | None = None
+        output: Activations | None = None
         sizes: tuple[tuple[int, ...], ...] = ()
         if call.execution.has_last:
             tree, sizes = gather([message.tree for message in messages], call.batch.rows, call.batch.batch_dim)
             columns = zip(*[message.needs_grad for message in messages], strict=True)
-            output = Output(tree, [any(column) for column in columns])
+            output = Activations(tree, tuple([any(column) for column in columns]))
         reached = call.communicator.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
         if everywhere:
             output = share_output(call.communicator.exchange, output)
-        tree, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [reached])
+        tree, needs_grad, _ = output or Activations(Tree((torch.zeros((), device="cpu"),), None), (reached,))
         owners = call.owners() if any(needs_grad) else []
         if call.batch.chunks == 1:  # else they are joined, in new memory
             tree = Tree(unshared(tree.tensors, [*call.batch.tensors, *owners]), tree.skeleton)

@@ -17,11 +17,11 @@ from pipeline.common.cadence import validates
 from pipeline.data.loss import Loss, LossFn, name_of
 from pipeline.data.loss_proof import LossCount
 from pipeline.data.microbatch import Batch, describe, gather
-from pipeline.data.pytrees import flatten
+from pipeline.data.pytrees import Activations, flatten
 from pipeline.entry.loss_end import LossEnd
 from pipeline.entry.runtime import Runtime
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Output, share_output
+from pipeline.execution.communicator import share_output
 from pipeline.execution.execution import Execution
 from pipeline.execution.final_gradients import EarlyUse
 from pipeline.gradients.store import GradStore
@@ -142,9 +142,9 @@ class RunWithLoss:
         output = None
         if self.arguments.outputs and call.execution.has_last:
             trees = [message.tree for message in call.outputs]
-            output = Output(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
+            output = Activations(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
         call.release()
         if not self.arguments.outputs:
             return None
-        tree, _ = share_output(call.communicator.exchange, output)
+        tree = share_output(call.communicator.exchange, output).tree
         return tree.build(tree.tensors)

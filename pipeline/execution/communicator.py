@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.places import Place
-from pipeline.data.pytrees import Grads, Tree, add_grads
+from pipeline.data.pytrees import Activations, Grads, add_grads
 from pipeline.data.values import Values
 from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.trace import Span
@@ -58,13 +58,6 @@ class CommonTensors(NamedTuple):
         "all must compute the same: give all the same targets and weights, and the same seed to generators that the "
         'loss draws from; or let the last rank alone compute it, with pipe(x, output="last")'
     )
-
-
-class Output(NamedTuple):
-    """The joined output of a call, and which of its tensors need a gradient."""
-
-    tree: Tree
-    needs_grad: Sequence[bool]
 
 
 class Verdict(NamedTuple):
@@ -288,6 +281,13 @@ class Communicator:
         """The divisor of a step, which the process of the last stage knows, for updates before `agree`."""
         return divisor
 
+    def compare(self) -> None:
+        """Compare now what `agree` would compare later.
+
+        Raises:
+            MismatchError: something differs between ranks.
+        """
+
     def agree(self, verdict: Verdict) -> Verdict:
         """Wait for all ranks, and merge their verdicts."""
         return verdict
@@ -311,13 +311,12 @@ def joined(parts: Sequence[StageGrad]) -> dict[int, Pair]:
     return sums
 
 
-def share_output(exchange: Exchange, output: Output | None) -> Output:
-    """The output, also on processes that did not compute it.
+def share_output(exchange: Exchange, output: Activations | None) -> Activations:
+    """The joined output of a call, also on processes that did not compute it.
 
     Args:
         exchange: reaches them.
         output: on the process of the last stage; else None.
     """
-    message = None if output is None else Message(output.tree.tensors, output.tree.skeleton, tuple(output.needs_grad))
-    message = exchange.broadcast("the output", -1, message)
-    return Output(message.tree, message.needs_grad)
+    message = exchange.broadcast("the output", -1, None if output is None else Message.of(output))
+    return message.activations

@@ -45,8 +45,7 @@ class P2PPlan:
     Attributes:
         pairs: the channels of all ranks.
         channels: the messages of each channel from or to this rank, in order.
-        name_of: for each message its name.
-        channel_of: for each message its channel.
+        route_of: for each message its channel and its name.
 
     Example:
         >>> from pipeline.data.values import chain
@@ -78,8 +77,9 @@ class P2PPlan:
                         message = P2PMessage(name, (row.name, chunk, is_grad), index, taken_at)
                         self.channels.setdefault((sender, route.lane), []).append(message)
         self.pairs = frozenset(pairs)
-        self.name_of = {message.key: message.name for messages in self.channels.values() for message in messages}
-        self.channel_of = {message.key: channel for channel, messages in self.channels.items() for message in messages}
+        self.route_of = {
+            message.key: (channel, message.name) for channel, messages in self.channels.items() for message in messages
+        }
         self._delivered = {channel: self._proved(channel) for channel in self.channels if channel[1] == rank}
 
     def delivered(self, channel: RankPair, count: int) -> int:

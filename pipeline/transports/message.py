@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipeline.data.pytrees import MemoryId, Skeleton, Tree
+from pipeline.data.pytrees import Activations, MemoryId, Skeleton, Tree
 from pipeline.transports.codec import decode, encode, may_be_shared, same_skeleton
 from pipeline.transports.packing import Packing
 
@@ -32,10 +32,21 @@ class Message(NamedTuple):
     needs_grad: tuple[bool, ...] = ()
     memory: tuple[MemoryId, ...] = ()
 
+    @classmethod
+    def of(cls, activations: Activations) -> Message:
+        """The message of a value whose tensors may need gradients."""
+        (tensors, skeleton), needs_grad, memory = activations
+        return cls(tensors, skeleton, needs_grad, memory)
+
     @property
     def tree(self) -> Tree:
         """The value, none of whose tensors is missing."""
         return Tree(tuple([tensor for tensor in self.tensors if tensor is not None]), self.skeleton)
+
+    @property
+    def activations(self) -> Activations:
+        """The inverse of `of`."""
+        return Activations(self.tree, self.needs_grad, self.memory)
 
 
 class MessageSpec(NamedTuple):

@@ -18,7 +18,6 @@ from typing import NoReturn
 from torch import Tensor
 
 from pipeline.common.interrupts import Deferral
-from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.averager import ReplicaAverager
 from pipeline.distributed.data_parallel.gradient_means import ReplicaLostError, among_replicas
 from pipeline.distributed.data_parallel.replicas import Replicas
@@ -148,6 +147,9 @@ class DataParallelCommunicator(Communicator):
         self._interrupts.begin()
         return self._inner.share_divisor(divisor)
 
+    def compare(self) -> None:
+        self._inner.compare()
+
     def agree(self, verdict: Verdict) -> Verdict:
         """Vote among the processes with the same stages, then in the pipeline: so all replicas have come this far.
 
@@ -156,8 +158,7 @@ class DataParallelCommunicator(Communicator):
         self._interrupts.begin()
         votes = self.averager.waits_for_vote
         if votes:
-            if isinstance(self._inner, DistributedCommunicator):
-                self._inner.compare()  # what refuses one replica's call refuses all
+            self.compare()  # what refuses one replica's call refuses all
             self._replicas.ranks.monitor.at = "the vote of all replicas"
             with among_replicas():
                 rows = self._replicas.ranks.exchange([self._replicas.number, verdict.hooks])
