@@ -88,10 +88,8 @@ class DistributedCommunicator(Communicator):
         try:
             if error is None:
                 self._ranks.leave()
-                return
-            if self._entry.startswith("Pipe("):
-                self._ranks.pipes = self.topology.number  # there is no such Pipe; other ranks may not have begun one
-            self._ranks.fail(error, self._call, self._progress)
+            else:
+                self._ranks.fail(error, self._call, self._progress)
         finally:
             self._interrupts.end_with_call(self._entry, error, self._is_backward)
 

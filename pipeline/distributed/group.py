@@ -64,7 +64,7 @@ class RankGroup:
         self.size: int = dist.get_world_size(group)
         self.device = _device(group)
         self.calls = 0
-        self.pipes = 0
+        self.pipes = 0  # that all ranks have joined
         self._action: Action | None = None  # under way
         prefix = f"penstock/{group.group_name}/{number}"
         store = dist.distributed_c10d._get_default_store()

@@ -42,7 +42,7 @@ class PipeTopology(Topology):
 
     def __init__(self, stages: Sequence[nn.Sequential], rank_of: Sequence[int], ranks: RankGroup) -> None:
         self.ranks = ranks
-        self.number, ranks.pipes = ranks.pipes, ranks.pipes + 1
+        self.number = ranks.pipes
         self.assignment: StageAssignment = assign(stages, rank_of, ranks.rank)
         self.nothing: nn.Parameter = nn.Parameter(torch.empty(0, device="cpu"))
         self.opened = Cadence()

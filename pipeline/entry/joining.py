@@ -53,5 +53,6 @@ def join_ranks(
         copies = runtime.tied()
         communicator.gradients.share_values(copies)
         communicator.agree(Verdict(None, None, True))
+        topology.ranks.pipes += 1
     runtime.history.stale = stale_modules
     return copies

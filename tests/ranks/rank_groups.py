@@ -56,6 +56,17 @@ def _trained(make: Make, size: int, data: int, **settings: Any) -> Found:
     return {**found, **state_of(pipe)}
 
 
+def refused_on_one() -> tuple[str, list[str]]:
+    """(what rank 0 alone is told of its first Pipe, what differs from one process in the one that all build then)"""
+    told = ""
+    if dist.get_rank() == 0:
+        try:
+            Pipe(layered(8), even(8, dist.get_world_size()), 3, batch_dim=-1)
+        except ValueError as error:
+            told = str(error)
+    return told, differences(*[_trained(make, dist.get_world_size(), 0) for make in (over_ranks, in_one_process)])
+
+
 def averaged() -> tuple[list[Tensor], list[Tensor]]:
     """Two replicas of two ranks: gradients averaged over replicas after each step; and both batches in one process."""
     rank = dist.get_rank()

@@ -26,6 +26,12 @@ def test_pipes_of_several_groups_train_side_by_side(crew4: Crew, members: list[l
     assert found == [(mine, []) for rank in range(4) for mine, ranks in enumerate(members) if rank in ranks]
 
 
+def test_ranks_build_a_pipe_together_after_one_of_them_was_refused_its_own(crew2: Crew) -> None:
+    (told, differing), *others = crew2.run("rank_groups:refused_on_one")
+    assert told.startswith("batch_dim is -1") and differing == []
+    assert others == [("", [])]
+
+
 def test_replicas_of_a_pipe_average_their_gradients(crew4: Crew) -> None:
     for ours, theirs in crew4.run("rank_groups:averaged"):
         assert len(ours) > 0

@@ -39,7 +39,7 @@ class Replicas:
     def __init__(self, ranks: RankGroup, pipeline: RankGroup | None) -> None:
         self.ranks = ranks
         self.pipeline = pipeline
-        self.number, ranks.pipes = ranks.pipes, ranks.pipes + 1
+        self.number = ranks.pipes
         self.index, self.count = ranks.rank, ranks.size
 
     def __deepcopy__(self, memo: Any) -> Replicas:
@@ -71,6 +71,8 @@ class Replicas:
             if self.pipeline is not None:  # else devices were given
                 ranks.refuse_shared_devices()
             self._share([*module.parameters(), *module.buffers()])
+            ranks.exchange_alike("has joined the replicas", None)
+            ranks.pipes += 1
         except BaseException as error:
             ranks.fail(error, call)
         ranks.leave()
