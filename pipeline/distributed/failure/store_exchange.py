@@ -61,9 +61,10 @@ class StoreExchange(threading.Thread):
     def _guarded(self, work: Callable[[], object]) -> None:
         self.turn_began = monotonic()
         try:
-            work() if self._loss_reason is None else self._without_store(self._loss_reason)
+            work() if self._loss_reason is None else self.judge_alone(self._loss_reason)
         except Exception as error:
-            self._loss_reason = f"{type(error).__name__}: {error}"
+            rank = self._detector.rank
+            self._loss_reason = f"rank {rank} lost the store of torch.distributed: {type(error).__name__}: {error}"
             if isinstance(error, dist.DistError):
                 self._loss_reason += (
                     ". The process that hosts it (rank 0, or torchrun's agent) has ended or was killed. Start again."
@@ -141,15 +142,11 @@ class StoreExchange(threading.Thread):
         if now - start > min(PARTING, self._monitor.heartbeat) or not needy_ranks:
             self._monitor.part()
 
-    def _without_store(self, reason: str) -> None:
-        """The turn after the store was lost, for this reason: this rank can only judge for itself."""
+    def judge_alone(self, reason: str) -> None:
+        """End the call under way for this reason: without the store this rank can only judge for itself."""
         own_beat = self._monitor.beat(0)
-        while self._monitor.unposted:
-            self._monitor.deliver(*self._monitor.unposted.popleft())
         if self._monitor.asked() is not None:
-            rank = self._detector.rank
-            cause = f"rank {rank} lost the store of torch.distributed: {reason}"
-            self._monitor.deliver(own_beat.generation, self._detector.failure(own_beat, rank, cause))
+            self._monitor.lose(self._detector.failure(own_beat, self._detector.rank, reason))
         self._monitor.wake()
         if self._is_parting(own_beat):
             self._monitor.part()

@@ -35,7 +35,7 @@ def watch(monitor: FailureMonitor, store: dist.Store, prefix: str, rank: int, si
     """
     detector = FailureDetector(rank, size, monitor.heartbeat, timeout)
     exchange = StoreExchange(monitor, StoreKeys(store, prefix, rank, size), detector)
-    monitor.threads = exchange, StoreWatchdog(monitor, exchange, detector)
+    monitor.threads = exchange, StoreWatchdog(monitor, exchange, rank)
     for thread in monitor.threads:
         thread.start()
 
@@ -46,14 +46,14 @@ class StoreWatchdog(threading.Thread):
     Args:
         monitor: of this rank.
         exchange: the thread that uses the store. A turn of it may take `heartbeat` seconds.
-        detector: knows where the others wait.
+        rank: this rank.
     """
 
-    def __init__(self, monitor: FailureMonitor, exchange: StoreExchange, detector: FailureDetector) -> None:
+    def __init__(self, monitor: FailureMonitor, exchange: StoreExchange, rank: int) -> None:
         super().__init__(name="pipe watchdog", daemon=True)
         self._monitor = monitor
         self._exchange = exchange
-        self._detector = detector
+        self._rank = rank
         self._last_awake = self._counted_from = monotonic()
 
     def run(self) -> None:
@@ -68,15 +68,9 @@ class StoreWatchdog(threading.Thread):
         self._last_awake = now
         start = self._exchange.turn_began
         turn_seconds = 0.0 if start is None else now - max(start, self._counted_from)
-        if turn_seconds <= heartbeat:
-            return
-        if self._monitor.ended:
-            self._monitor.part()
-        if self._monitor.asked() is not None:
-            rank = self._detector.rank
-            reason = (
-                f"the store of torch.distributed does not answer rank {rank} since {turn_seconds:.1f} s "
+        if turn_seconds > heartbeat:
+            self._exchange.judge_alone(
+                f"the store of torch.distributed does not answer rank {self._rank} since {turn_seconds:.1f} s "
                 f"(heartbeat={heartbeat}): the process that hosts it (rank 0, or torchrun's agent) is stopped, "
                 "swapped out or cut off."
             )
-            self._monitor.lose(self._detector.failure(self._monitor.beat(0), rank, reason))

@@ -539,7 +539,7 @@ def test_the_watchdog_speaks_when_a_turn_takes_longer_than_heartbeat_of_which_th
         status.enter(0, "step 1", lambda: None)
         detector = judge()
         thread = StoreExchange(status, StoreKeys(dist.HashStore(), "w", 0, 2), detector)
-        watchdog = StoreWatchdog(status, thread, detector)
+        watchdog = StoreWatchdog(status, thread, detector.rank)
         thread.turn_began = began = time.monotonic()
         for second in range(1, 30):
             awake_since = 6 if stopped else 0
