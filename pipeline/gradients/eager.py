@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
+from math import inf
 from typing import Any, TypeAlias
 
 import torch
@@ -190,6 +191,7 @@ class EagerStep:
         self.only_norms = update.needs_two_runs
         self.updated: set[int] = set()
         self.external: list[tuple[Tensor, Tensor]] = []
+        self._max_norm = inf if update.max_norm is None else update.max_norm
         self._factor: Tensor | None = None
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id: it, and its gradient's
         self._lock = threading.Lock()
@@ -202,7 +204,7 @@ class EagerStep:
 
     def clip_to(self, total: Tensor) -> None:
         """End the run that takes norms, with that of all gradients. The next one updates, with clipped gradients."""
-        self._factor = _factor_of(self.update, total)
+        self._factor = clip_factor(self._max_norm, total)
         self.only_norms = False
         self.external.clear()
 
@@ -253,7 +255,7 @@ class EagerStep:
             grad = grad.coalesce() if grad.is_sparse else grad
             (grad._values() if grad.is_sparse else grad).clamp_(-update.clip_value, update.clip_value)
         elif update.clip == "per_parameter":
-            factor = _factor_of(update, norm_of(grad))
+            factor = clip_factor(self._max_norm, norm_of(grad))
         return grad if factor is None else grad.mul_(factor.to(grad.device))
 
     def finish(self) -> None:
@@ -261,12 +263,6 @@ class EagerStep:
         self.update.without_gradient = [
             param for param in self.update.params if id(param) not in self.updated and param.requires_grad
         ]
-
-
-def _factor_of(update: EagerUpdate, total: Tensor) -> Tensor:
-    """The factor that clips gradients of a norm, as in torch.nn.utils.clip_grad_norm_."""
-    assert update.max_norm is not None  # checked
-    return clip_factor(update.max_norm, total)
 
 
 def check_free(named: Iterable[tuple[str, Tensor]]) -> None:
