@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,20 +28,6 @@ from pipeline.stage.earlier_forwards import EarlierForwards
 from pipeline.stage.stage import StageRun
 from pipeline.stage.stage_parameters import StageParameters
 from pipeline.stage.stage_rule import ProductGraph, StageRule
-
-
-class Derivatives(NamedTuple):
-    """The derivatives of phi.
-
-    Attributes:
-        inputs: by the tensors of the input, for each chunk, in the process of the first stage.
-        parts: by the parameters of this process, for each stage.
-        outputs: by the gradients of each chunk's outputs, in the process of the last stage.
-    """
-
-    inputs: list[Grads]
-    parts: list[StageGrad]
-    outputs: list[Grads]
 
 
 class GradientProduct(Product):
@@ -97,8 +82,14 @@ class GradientProduct(Product):
 
     # --------------------------------------------------------------------------------------------------------- run
 
-    def run(self) -> Derivatives:
-        """Run both phases of the call."""
+    def run(self) -> tuple[list[Grads], list[StageGrad], list[Grads]]:
+        """Run both phases of the call.
+
+        Returns:
+            The derivatives of phi: by the tensors of the input, for each chunk, in the process of the first stage; by
+            the parameters of this process, for each stage; by the gradients of each chunk's outputs, in the process of
+            the last stage.
+        """
         execution = self._execution
         try:
             with execution.generators, torch.enable_grad():
@@ -113,7 +104,7 @@ class GradientProduct(Product):
             for stage in self._run.values():
                 stage.release()
         chunks = range(execution.batch.chunks)
-        return Derivatives(inputs, list(self._sums.values()), [self._outputs[i] for i in chunks if self._outputs])
+        return inputs, list(self._sums.values()), [self._outputs[i] for i in chunks if self._outputs]
 
     def _feed(self) -> None:
         """Post the chunks of the input with their tangents."""
