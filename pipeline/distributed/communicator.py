@@ -19,7 +19,6 @@ from pipeline.common.interrupts import Deferral
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.comparison import Comparison
 from pipeline.distributed.exchange import CallMessages, RankExchange, read, written
-from pipeline.distributed.group import RankGroup
 from pipeline.distributed.tied import TiedGradients
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import CommonTensors, Communicator, Describe, Verdict
@@ -58,7 +57,7 @@ class DistributedCommunicator(Communicator):
         forward_call: str | None = None,
         series: str = "",
     ) -> None:
-        ranks = topology.ranks
+        self._ranks = ranks = topology.ranks
         self._entry = entry if forward_call is None else f"{entry} of {forward_call}"
         self._is_backward = forward_call is not None
         self._name = ranks.next_call
@@ -70,10 +69,6 @@ class DistributedCommunicator(Communicator):
         self.topology: PipeTopology = topology
         self.exchange = RankExchange(topology, self._messages, self._interrupts)
         self.gradients: TiedGradients = TiedGradients(topology.assignment, tied, self._messages)
-
-    @property
-    def _ranks(self) -> RankGroup:
-        return self.topology.ranks
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
@@ -109,8 +104,8 @@ class DistributedCommunicator(Communicator):
             self._comparison.compare(self._ranks.exchange(values))
 
     def again(self, entry: str = "backward") -> DistributedCommunicator:
-        """The backward of this call. One with another name has other messages."""
-        series = self._messages.series if entry == "backward" else f"{self._messages.series}/{entry}"
+        """The backward of this call. Messages of another entry are others."""
+        series = f"{self._messages.series}/{entry}"
         return DistributedCommunicator(self.topology, self.gradients.copies, entry, self._name, series)
 
     def at(self, action: Action | None) -> None:

@@ -58,7 +58,6 @@ class RankGroup:
     """
 
     def __init__(self, group: Any, heartbeat: float, timeout: float, number: int) -> None:
-        self.group = group
         self.members = dist.get_process_group_ranks(group)
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
@@ -282,7 +281,7 @@ def ranks_of(group: Any, heartbeat: float, timeout: float) -> RankGroup | None:
         return None
     key = (os.getpid(), group, heartbeat, timeout)
     if key not in _groups:
-        of_group = [ranks for ranks in _groups.values() if ranks.group.group_name == group.group_name]
+        of_group = [other for _, other, _, _ in _groups if other.group_name == group.group_name]
         _groups[key] = RankGroup(group, heartbeat, timeout, len(of_group))  # the same number on the group's other ranks
         atexit.register(_farewell)  # before _destroy, since the store may live in this process
     return _groups[key]

@@ -127,7 +127,7 @@ class DataParallelCommunicator(Communicator):
 
     def open(self, words: Describe, draws: bool = True, tensors: CommonTensors = CommonTensors()) -> int:
         """As the pipeline's own. What replicas must agree on is compared when their gradients meet."""
-        place = {"the replicas": f"number {self._replicas.index} of {self._replicas.count}"}
+        place = {"the replicas": f"number {self._replicas.ranks.rank} of {self._replicas.ranks.size}"}
         seed = self._inner.open(lambda values: {**words(values), **place}, draws, tensors)
         self.averager.describe(words(False))
         return seed

@@ -32,19 +32,12 @@ class Replicas:
 
     Attributes:
         number: of the Pipe among those on these ranks.
-        index: which replica this process belongs to.
-        count: how many there are.
     """
 
     def __init__(self, ranks: RankGroup, pipeline: RankGroup | None) -> None:
         self.ranks = ranks
         self.pipeline = pipeline
         self.number = ranks.pipes
-        self.index, self.count = ranks.rank, ranks.size
-
-    def __deepcopy__(self, memo: Any) -> Replicas:
-        """A copy of a Pipe has the same replicas."""
-        return self
 
     def join(self, module: nn.Module, settings: str) -> None:
         """Join the replicas into one Pipe: check that all are set up alike, and take replica 0's values.
@@ -81,7 +74,7 @@ class Replicas:
         """Write replica 0's values into the tensors of all replicas."""
         messages = CallMessages(self.ranks, f"{self.number}")
         for portion in _in_messages(tensors):
-            message = Message(tuple([tensor.detach() for tensor in portion])) if self.index == 0 else None
+            message = Message(tuple([tensor.detach() for tensor in portion])) if self.ranks.rank == 0 else None
             values = messages.broadcast(0, "the initial values", message).tensors
             if message is None:
                 with torch.no_grad():
