@@ -42,14 +42,12 @@ class ParameterPlacement:
         """Parameters as a place has them: themselves, or copies where another place owns them."""
         if not self._owning_places:
             return parameters
-        return [self._brought(place, parameter) for parameter in parameters]
-
-    def _brought(self, place: Place, parameter: Tensor) -> Tensor:
-        owner = self._owning_places.get(id(parameter), place)
-        if owner == place:
-            return parameter
+        owned = [(self._owning_places.get(id(parameter), place), parameter) for parameter in parameters]
         with torch.inference_mode(False):  # a copy has a version counter, in every mode
-            return self._transport.carry(parameter.detach(), owner, place)
+            return [
+                parameter if owner == place else self._transport.carry(parameter.detach(), owner, place)
+                for owner, parameter in owned
+            ]
 
     def to_owners(self, pairs: list[Pair], place: Place) -> list[Pair]:
         """(Parameter, gradient) that were computed at a place, with the gradients where the parameters are owned."""
