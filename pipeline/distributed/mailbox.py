@@ -117,7 +117,7 @@ class RankMailbox(Mailbox):
         self.arrived = max(self.arrived, receiver.arrived)
         monitor.at = action
         if (target, source) in messages.channels:
-            self._ranks.connections.sender(source).reap(messages.delivered(channel, receiver.position))
+            self._ranks.connections.sender(source).reap(messages.delivered[channel][receiver.position])
         return message
 
 

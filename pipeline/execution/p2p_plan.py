@@ -45,6 +45,8 @@ class P2PPlan:
     Attributes:
         pairs: the channels of all ranks.
         channels: the messages of each channel from or to this rank, in order.
+        delivered: for each channel to this rank, by how many messages have come in on it: how many have arrived of the
+            opposite channel.
         route_of: for each message its channel and its name.
 
     Example:
@@ -80,11 +82,7 @@ class P2PPlan:
         self.route_of = {
             message.key: (channel, message.name) for channel, messages in self.channels.items() for message in messages
         }
-        self._delivered = {channel: self._proved(channel) for channel in self.channels if channel[1] == rank}
-
-    def delivered(self, channel: RankPair, count: int) -> int:
-        """The number of messages of the opposite channel that have arrived once `count` have come in on this one."""
-        return self._delivered[channel][count]
+        self.delivered = {channel: self._proved(channel) for channel in self.channels if channel[1] == rank}
 
     def _proved(self, channel: RankPair) -> list[int]:
         ours = self.channels.get((channel[1], channel[0]), [])

@@ -98,7 +98,7 @@ def test_what_a_message_proves_delivered_had_been_taken_before_it_was_sent(ranks
                 for count in range(len(messages) + 1):
                     sent_at = messages[count - 1].sent_at if count else -1
                     taken = {message.name for message in ours if message.taken_at <= sent_at}
-                    found = plan.delivered((source, to), count)
+                    found = plan.delivered[source, to][count]
                     assert {message.name for message in ours[:found]} <= taken
                     in_order = next((i for i, message in enumerate(ours) if message.name not in taken), len(ours))
                     assert found == in_order
