@@ -17,6 +17,7 @@ its memory away before (torch.Tensor.record_stream). The idea of copy streams is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -29,10 +30,10 @@ from pipeline.data.pytrees import line_offset, resolved, span_of, unrolled
 
 
 class Parcel(NamedTuple):
-    """Tensors under way, and the event after which they have arrived."""
+    """Tensors under way, and the events after which they have arrived."""
 
     tensors: tuple[Tensor | None, ...]
-    arrival: torch.Event | None
+    arrivals: tuple[torch.Event, ...] = ()
 
 
 class Local:
@@ -55,25 +56,21 @@ class Local:
         """
         values = tuple(tensors)
         if target is None or source == target or all([t is None or _is_there(t, source, target) for t in values]):
-            return Parcel(values, None)
+            return Parcel(values)
         streams: set[torch.Stream] = set()
         moved = tuple([None if tensor is None else self._moved(tensor, source, target, streams) for tensor in values])
-        if not streams:
-            return Parcel(moved, None)
-        last = self._last_of(streams)
-        return Parcel(moved, last.record_event())
+        return Parcel(moved, tuple([stream.record_event() for stream in streams]))
 
     def receive(self, parcel: Parcel) -> tuple[Tensor | None, ...]:
         """The tensors, for use in the stream that is current now on their device."""
-        if parcel.arrival is not None:
-            for tensor in parcel.tensors:
-                if tensor is not None and is_accelerator(tensor.device):
-                    reader = torch.accelerator.current_stream(tensor.device)
-                    reader.wait_event(parcel.arrival)
-                    for part in unwrapped(tensor):
-                        part.record_stream(reader)
-                elif tensor is not None:
-                    parcel.arrival.synchronize()  # the host itself reads it
+        for tensor, arrival in product(parcel.tensors, parcel.arrivals):
+            if tensor is not None and is_accelerator(tensor.device):
+                reader = torch.accelerator.current_stream(tensor.device)
+                reader.wait_event(arrival)
+                for part in unwrapped(tensor):
+                    part.record_stream(reader)
+            elif tensor is not None:
+                arrival.synchronize()  # the host itself reads it
         return parcel.tensors
 
     def carry(self, tensor: Tensor, source: Place | None, target: Place | None) -> Tensor:
@@ -133,13 +130,6 @@ class Local:
         if stream is None:
             stream = self._streams.setdefault(key, torch.Stream(device))
         return stream
-
-    def _last_of(self, streams: set[torch.Stream]) -> torch.Stream:
-        """A stream after all of these."""
-        first, *others = streams
-        for stream in others:
-            first.wait_stream(stream)
-        return first
 
 
 def _lies_otherwise(tensor: Tensor) -> bool:

@@ -190,14 +190,14 @@ class Missing(NamedTuple):
 HOST, ZIGZAG = "host between", "zigzag"
 OF_COPY = "torch.accelerator.current_stream(tensor.device)"
 MISSING = {
-    "the reader does not wait": Missing(Local, "receive", "reader.wait_event(parcel.arrival)", training, ZIGZAG),
+    "the reader does not wait": Missing(Local, "receive", "reader.wait_event(arrival)", training, ZIGZAG),
     "what arrives is not recorded": Missing(Local, "receive", "part.record_stream(reader)", training, ZIGZAG),
-    "the host does not wait": Missing(Local, "receive", "parcel.arrival.synchronize()", training, HOST),
+    "the host does not wait": Missing(Local, "receive", "arrival.synchronize()", training, HOST),
     "no event is recorded": Missing(
-        Local, "send", "last.record_event()", training, "named", instead="torch.Event(last.device)"
+        Local, "send", "stream.record_event()", training, "named", instead="torch.Event(stream.device)"
     ),
     "one of two copies is not waited for": Missing(
-        Local, "_last_of", "first.wait_stream(stream)", several_places, HOST
+        Local, "send", "for stream in streams])", several_places, HOST, instead="for stream in streams][:1])"
     ),
     "the copy to the host begins early": Missing(
         Local, "_moved", "stream.wait_stream(torch.accelerator.current_stream(source_device))", training, HOST
