@@ -220,24 +220,23 @@ class DivisorTrace(TorchFunctionMode):
         origin = self._joined(args, kwargs, function.weighs)
         if origin is None:
             return
+        marks, divisors, total, pending, bend = origin
         amounts = self._amounts(function, args, kwargs, result)
-        if amounts or origin.total is not None or origin.pending is not None:
-            new_divisors = [Divisor(amount) for amount in amounts]
+        if amounts or total is not None or pending is not None:
+            divisors += tuple([Divisor(amount) for amount in amounts])
             self._factors += sum([isinstance(amount, Tensor) or amount != 0 for amount in amounts])
-            total = None if origin.total is None else self._total(function, args, kwargs)
-            origin = origin._replace(divisors=(*origin.divisors, *new_divisors), total=total, pending=None)
+            total, pending = None if total is None else self._total(function, args, kwargs), None
         several = not (isinstance(result, Tensor) and result.numel() == 1)
-        marks = origin.marks
-        if origin.bend is not None or REDUCED in marks and not function.is_linear:
-            bend = None if several or OUTPUT in marks else self._bend(function, args, kwargs, result, origin.bend)
-            marks, origin = marks if bend is not None else marks | {BENT}, origin._replace(bend=bend)
+        if bend is not None or REDUCED in marks and not function.is_linear:
+            bend = None if several or OUTPUT in marks else self._bend(function, args, kwargs, result, bend)
+            marks = marks if bend is not None else marks | {BENT}
         if sums_rows or isinstance(result, Tensor) and not result.dim():  # one number is of all rows
             marks |= {REDUCED, SEVERAL} if several else {REDUCED}
             if OUTPUT in marks and function.sums_rows and not function.is_linear:  # their largest, their norm
                 marks |= {BENT}
         if marks >= {OUTPUT, REDUCED} and isinstance(result, Tensor) and result.is_floating_point():
             self.dtypes.add(result.dtype)
-        origin = origin if marks is origin.marks else origin._replace(marks=marks)
+        origin = LossOrigin(marks, divisors, total, pending, bend)
         for tensor in tensors_in(result):
             self._note(tensor, origin)
 
