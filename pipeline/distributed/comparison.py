@@ -17,8 +17,8 @@ from pipeline.execution.communicator import CommonTensors, Describe
 
 _SECOND = (
     " All ranks make a second backward, or none does: what each rank differentiates must depend on gradients that it "
-    "took with create_graph=True, of the same calls (add 0 * grad.sum() where it does not), and be differentiated by "
-    "its parameters or by x."
+    "took with create_graph=True, of the same calls (add 0 * grad.sum() where it does not; freeze the parameters of a "
+    "rank whose gradients are all None), and be differentiated by its parameters or by x."
 )
 _REMEDIES = {  # by what differs
     MODES: (

@@ -25,7 +25,7 @@ from tied_models import embedding_and_head, layer_three_times
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipeline import Pipe
+from pipeline import MismatchError, Pipe
 
 Script = Callable[..., Found]
 BOUND = 1e-10
@@ -428,6 +428,32 @@ def refused(which: Sequence[str]) -> list[tuple[str, float]]:
             words = f"{type(error).__name__}: {error}"
         found.append((words, _error_of(asked)))
     return found
+
+
+class Detach(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+def unreached(is_frozen: bool) -> tuple[str, float]:
+    """The words of an error, and how far a second derivative is off, where no gradient reaches the first rank."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(not is_frozen), Detach(), nn.Linear(4, 4), nn.Tanh()).double()
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, [1, 3], chunks=2, timeout=20.0)
+    x, targets = rows(6), trained(pipe)
+    grads = torch.autograd.grad(pipe(x).square().sum(), targets, create_graph=True, allow_unused=True)
+    assert [grad is None for grad in grads] == [dist.get_rank() == 0 and not is_frozen] * len(grads)
+    try:
+        here = torch.autograd.grad(pipe.grad_norm(grads) + 0 * pipe.grad_norm(targets), targets, allow_unused=True)
+        pipe(x)
+    except MismatchError as error:
+        return str(error), 0.0
+    own = list(plain[2].parameters())
+    wanted = torch.autograd.grad(plain(x).square().sum(), own, create_graph=True)
+    wanted = torch.autograd.grad(torch.stack([grad.square().sum() for grad in wanted]).sum().sqrt(), own)
+    pairs = [(one, other) for one, other in zip(here, wanted, strict=False) if one is not None and one.numel()]
+    return "", max((float((one - other).abs().max()) for one, other in pairs), default=0.0)
 
 
 def _error_of(asked: Asked) -> float:

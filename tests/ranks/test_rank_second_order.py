@@ -148,3 +148,9 @@ def test_what_ranks_do_otherwise_is_an_error_on_all_and_the_next_call_is_right(c
             for how, (words, error) in zip(which, answers, strict=True):
                 assert re.search(WORDS[how], words, re.DOTALL), f"{how}, rank {rank}: {words}"
                 assert error <= 1e-10, f"{how}, rank {rank}: {error}"
+
+
+def test_a_rank_that_no_gradient_reaches_takes_part_once_its_parameters_are_frozen(crew2: Crew) -> None:
+    for words, _ in crew2.run("rank_second_order:unreached", False):
+        assert "freeze the parameters of a rank whose gradients are all None" in words
+    assert all(words == "" and error <= 1e-12 for words, error in crew2.run("rank_second_order:unreached", True))
