@@ -272,7 +272,7 @@ def check_free(named: Iterable[tuple[str, Tensor]]) -> None:
         RuntimeError: a `.grad` is set; another library's hook would see it, or see none.
     """
     for name, param in named:
-        if param.grad is not None:
+        if param.grad is not None and param.numel():  # an empty one stands for none of a rank's
             raise RuntimeError(
                 f"{name} has a .grad already, which this step would not use. An EagerUpdate lets each gradient go as "
                 "soon as it is used: call zero_grad() first, or use the optimizer itself to add to what is there."

@@ -114,6 +114,19 @@ def steps(losses: Sequence[str], clip: float | None = None, count: int = 3, size
     return train
 
 
+def after_a_backward(make: Make) -> Found:
+    """An eager step after a backward whose gradients the script has dropped by its model; a rank has no parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    nn.init.constant_(model[0].weight, 0.1)
+    nn.init.zeros_(model[0].bias)
+    pipe = make(model, [1, 1], 2)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    square(pipe(rows(6)), rows(6, seed=2)).backward()
+    model.zero_grad()
+    step = pipe.step(rows(6), rows(6, seed=2), loss_fn=square, optimizer=EagerUpdate(optimizer))
+    return {"loss": step.loss, **state_of(pipe)}
+
+
 # -------------------------------------------------------------------------------------------------- what is trained
 
 

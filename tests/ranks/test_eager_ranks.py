@@ -48,6 +48,10 @@ def test_ranks_without_parameters_or_without_trained_ones_take_part(crew2: Crew,
     ])  # fmt: skip
 
 
+def test_a_rank_without_parameters_has_no_gradient_to_drop(crew2: Crew) -> None:
+    agree_on([crew2], "rank_eager:after_a_backward", lambda size: [()])
+
+
 def test_rules_do_what_they_do_to_the_gradients_of_a_step(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
     agree_on((crew2, crew3, crew4), "rank_eager:ruled", lambda size: [(size, "mean"), (size, "counted")])
 
