@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.distributed.agreement import SETTINGS
+from pipeline.distributed.agreement import SETTINGS, MismatchError, difference, digest
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.stale import trained_elsewhere
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.meta_init import ValueSource
 from pipeline.entry.validation import settle
-from pipeline.execution.communicator import Verdict
+from pipeline.execution.communicator import Exchange, Verdict
 
 
 def join_ranks(
@@ -42,7 +44,8 @@ def join_ranks(
         seed = communicator.open(lambda values: descriptions, draws=materialize is not None)
         topology.ranks.refuse_shared_devices()
         own_stages, devices = topology.assignment.own_stages, runtime.settings.layout.devices
-        settle(stages, own_stages, devices, materialize, lambda: seed, communicator.exchange.any)
+        anywhere = partial(_fills_anywhere, communicator.exchange, _on_meta(runtime.module))
+        settle(stages, own_stages, devices, materialize, lambda: seed, anywhere)
         modules: dict[str, Any] = runtime.module._modules
         modes = runtime.settings.origin.modes
         own_layers = [layer for name, layer in modules.items() if name not in placeholders]
@@ -56,3 +59,33 @@ def join_ranks(
         topology.ranks.pipes += 1
     runtime.history.stale = stale_modules
     return copies
+
+
+def _on_meta(module: nn.Module) -> str:
+    """The names of what a module has on the meta device, a line each."""
+    named = chain(nn.Module.named_parameters(module), module.named_buffers())
+    return "\n".join([name for name, tensor in named if tensor.is_meta])
+
+
+def _fills_anywhere(exchange: Exchange, on_meta: str, fills: bool) -> bool:
+    """Whether any rank gives values to tensors on the meta device.
+
+    Args:
+        exchange: between the ranks.
+        on_meta: the names of what this rank's whole model has there.
+        fills: whether this rank gives values.
+
+    Raises:
+        MismatchError: one does, and models differ: the stages would have their values of several sources.
+    """
+    rows = exchange.rows([fills, digest(on_meta)])
+    if not any([rank_fills for rank_fills, _ in rows]):
+        return False
+    if len({rank_digest for _, rank_digest in rows}) > 1:
+        what = difference([{"the tensors on the meta device": names} for names in exchange.rows(on_meta)])
+        raise MismatchError(
+            f"{what}. An earlier Pipe, with another balance say, has given each rank's part of the model its values, "
+            "and materialize= would give others to the rest. Build the model anew on the meta device; what that Pipe "
+            "has trained is in its full_state_dict()."
+        )
+    return True

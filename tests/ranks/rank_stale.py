@@ -139,6 +139,19 @@ def recut() -> dict[str, str]:
     return {"same": same, "other": said(lambda: Pipe(model, [3, 2], 2))}
 
 
+def refilled() -> dict[str, str]:
+    """Pipes of one model on the meta device after the first: in the first of them no layer goes to another rank."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
+    first, second = ({f"{i}.{name}": torch.full(shape, value) for i in range(4) for name, shape in
+                      (("weight", (2, 2)), ("bias", (2,)))} for value in (1.0, 2.0))  # fmt: skip
+    Pipe(model, [1, 3], 2, materialize=first)
+    same = Pipe(model, [1, 3], 4).full_state_dict()
+    assert same is None or all(torch.equal(value, first[name]) for name, value in same.items())
+    other = said(lambda: Pipe(model, [3, 1], 2, materialize=second))
+    return {"other": other, "later": said(lambda: Pipe(model, [1, 3]))}
+
+
 def cut(name: str) -> dict[str, str]:
     """A model that `to_sequential` has cut."""
     torch.manual_seed(3)

@@ -35,6 +35,15 @@ def test_a_layer_that_goes_to_another_rank_is_refused_and_one_that_stays_is_not(
         assert found["same"] == "" and re.match(rf"a Pipe is built with '2' \(Linear\){REMEDY}", found["other"])
 
 
+def test_a_model_that_an_earlier_pipe_has_filled_in_parts_is_not_filled_from_a_second_source(crew2: Crew) -> None:
+    for found in crew2.run("rank_stale:refilled"):
+        assert found["later"] == ""  # the failed one has taken nothing away
+        assert re.match(
+            r"the tensors on the meta device differ between the ranks: rank 0: 1\.weight; .*; rank 1: 0\.weight; "
+            r"0\.bias\. An earlier Pipe, .* Build the model anew on the meta device", found["other"]
+        )  # fmt: skip
+
+
 def test_a_module_that_makes_what_blocks_are_given_follows_what_is_set_on_it_while_its_buffer_is_stale(
     crew2: Crew,
 ) -> None:
