@@ -120,7 +120,7 @@ class FisherProduct(GaussNewtonProduct):
         self, chunk: int, tree: Tree, leaves: Sequence[Tensor], grads: Grads, tangents: Sequence[Sequence[Tensor]]
     ) -> list[Grads]:
         first, per_row = list(_detached(grads)), self._per_row(chunk, leaves)
-        if self._execution.setup.compares and chunk == 0:
+        if self._execution.setup.compares:
             self.loss_end.check_rows(chunk, tree, first, per_row)
         share = self.loss_end.share(per_row)
         return [tuple(_row_by_row(first, direction, share)) for direction in tangents]

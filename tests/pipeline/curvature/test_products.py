@@ -871,6 +871,22 @@ def test_a_row_that_another_one_weighs_has_no_empirical_fisher(row, other, chunk
         op @ columns(op.shape[0])
 
 
+@pytest.mark.parametrize("mixing", range(3))
+def test_rows_that_weigh_each_other_in_any_chunk_have_no_empirical_fisher(mixing):
+    """Neighbours of two kinds repel each other."""
+    def loss_fn(out, target):
+        y, kind = target
+        pairs, kinds = (rows[: len(rows) // 2 * 2].unflatten(0, (-1, 2)) for rows in (out, kind))
+        repulsion = pairs.prod(1) * (kinds[:, 0] != kinds[:, 1])
+        return (out - y).square().mean() + repulsion.sum() / len(out)
+
+    x, y, kind = normal(12, 3), normal(12, 1), torch.zeros(12, 1, dtype=torch.float64)
+    kind[4 * mixing] = 1.0
+    op = EmpiricalFisher(Pipe(nn.Sequential(nn.Linear(3, 1)).double(), [1], 3), (x, (y, kind)), loss_fn)
+    with pytest.raises(ValueError, match="the loss of a row depends on other rows"):
+        op @ columns(op.shape[0])
+
+
 @pytest.mark.parametrize("lengths", sorted({*itertools.permutations([3, 5, 1, 3])}))
 def test_a_mean_over_tokens_by_hand_has_no_empirical_fisher_also_where_a_row_has_the_mean_length(lengths):
     """The loss of a row is not its part then: the first one's is, where its length is the mean one."""
