@@ -25,6 +25,8 @@ __all__ = ["by_name", "for_placement", "names"]
 
 Builder = Callable[..., Schedule]
 
+_MOST = 2**18  # chunks of all lanes; some builders take a minute for four times as many
+
 
 def by_name(name: str, lanes: int, chunks: int, **options: object) -> Schedule:
     """Builds the schedule of this name; the same call gives the same object.
@@ -37,7 +39,8 @@ def by_name(name: str, lanes: int, chunks: int, **options: object) -> Schedule:
 
     Raises:
         ScheduleError: there is no such schedule, it takes no such option, or a value cannot be: `lanes` or `chunks`
-            is not a whole number of at least 1, the schedule is not defined for so few chunks, or an option is wrong.
+            is not a whole number of at least 1, both are so large that nobody could list all actions, the schedule is
+            not defined for so few chunks, or an option is wrong.
 
     >>> print(by_name("1f1b", lanes=2, chunks=2))
     schedule 1f1b, chunks 2, stages on lanes 0 1
@@ -49,6 +52,11 @@ def by_name(name: str, lanes: int, chunks: int, **options: object) -> Schedule:
     lane 1: 1F0 3F0 3B0 1B0
     """
     lanes, chunks = whole_number("lanes", lanes, least=1), whole_number("chunks", chunks, least=1)
+    if lanes * chunks > _MOST:
+        raise ScheduleError(
+            f"lanes is {lanes} and chunks {chunks}, but a schedule lists every action, so their product is at most "
+            f"{_MOST}. Use fewer chunks."
+        )
     options = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
     for option, value in options.items():
         if not _is_hashable(value):

@@ -171,3 +171,10 @@ def test_a_wrong_value_is_refused_although_an_equal_right_one_was_taken():
         by_name("eager-1f1b", 2, 4, warmup=(2, True))
     with pytest.raises(ScheduleError, match="stages_per_lane is 1.0, but must be a whole number"):
         by_name("interleaved", 2, 4, stages_per_lane=1.0)
+
+
+@pytest.mark.parametrize("lanes, chunks", [(1, 10**9), (10**9, 1), (512, 513)])
+def test_more_actions_than_anyone_could_list_are_refused_before_they_are_made(lanes, chunks):
+    for name in names():
+        with pytest.raises(ScheduleError, match=f"lanes is {lanes} and chunks {chunks}, .* Use fewer chunks"):
+            by_name(name, lanes, chunks)
