@@ -50,6 +50,8 @@ def balance_costs(costs: Iterable[SupportsFloat | SupportsIndex], stages: int) -
         >>> balance_costs([0.5, 0.5, 0.5, 0.5, 99.0], stages=3)
         [2, 2, 1]
     """
+    if not isinstance(costs, Iterable):
+        raise PartitionError(f"costs is {costs!r}. Give what each layer costs, such as [4, 1, 1, 4, 2].")
     weights = _weights(list(costs))
     stages = check_stages(stages, len(weights))
     sums = [0, *accumulate(weights)]

@@ -618,6 +618,7 @@ class Pipe(FixedModule, StateDictMixin):
             A Report, see `scheduler.report`. It prints as a table.
 
         Raises:
+            TypeError: `steps` or `sampling` is none.
             ValueError: a step has no timeline.
             ScheduleError: the timelines are not of whole steps of one order.
 
@@ -631,8 +632,7 @@ class Pipe(FixedModule, StateDictMixin):
             >>> report.schedule, report.chunks, [stage.stage for stage in report.stages]
             ('1f1b', 2, [0, 1])
         """
-        several = [steps] if isinstance(steps, (Step, Timeline)) else list(steps)
-        return reported(self.runtime, several, planned, sampling)
+        return reported(self.runtime, [steps] if isinstance(steps, (Step, Timeline)) else steps, planned, sampling)
 
     @property
     def runtime(self) -> Runtime:

@@ -61,6 +61,8 @@ def cut(
         >>> cut(layers, 3), cut(layers, [StageSpec(speed=2), StageSpec(), StageSpec()])
         ([3, 3, 3], [5, 2, 2])
     """
+    if not isinstance(profile, Profile):
+        raise PartitionError(f"profile is {profile!r}. Give what partition.profile(module, sample) returned.")
     specs = list(stages) if isinstance(stages, Iterable) else [StageSpec()] * check_stages(stages, len(profile.layers))
     if any([not isinstance(spec, StageSpec) for spec in specs]):
         raise PartitionError(f"stages is {specs}. Give the number of stages, or a StageSpec for each.")

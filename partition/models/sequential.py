@@ -117,6 +117,11 @@ def to_sequential(
         raise PartitionError(
             f"{', '.join(lazy[:5])} have no shape before the model is called. Call it with a batch, then cut it."
         )
+    if output is not None and not callable(output):
+        raise PartitionError(
+            f"output is {output!r}, which is not callable. Give a function of what the model returns, such as "
+            "lambda out: out.logits."
+        )
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     twin = twin_of(model, sample)
     if twin is not None:

@@ -107,6 +107,8 @@ def plan(
     labels, speeds, caps, messages = _devices(devices, memory, speed, link)
     count = rows_of(sample) if rows is None else whole_number("rows", rows, least=1, error=PartitionError)
     chunk_counts = _chunks(chunks, count, len(speeds))
+    if schedules is not None and (isinstance(schedules, str) or not isinstance(schedules, Iterable)):
+        raise PartitionError(f"schedules is {schedules!r}. Give a list of names, such as ['1f1b', 'zb-h1'], or None.")
     schedule_names = names() if schedules is None else tuple(schedules)
     for name in set(schedule_names) - set(names()):
         by_name(name, len(speeds), 1)  # says which there are

@@ -80,6 +80,8 @@ def profile(
     """
     check_module(module)
     refuse_unless_finite("timeout", timeout, error=PartitionError)
+    if loss_fn is not None and not callable(loss_fn):
+        raise PartitionError(f"loss_fn is {loss_fn!r}, which is not callable. Give (output, target) -> loss, or None.")
     rows = rows_of(sample)
     count = math.ceil(rows / whole_number("chunks", chunks, least=1, error=PartitionError))
     chunk = with_rows(sample, count)

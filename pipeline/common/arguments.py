@@ -121,7 +121,7 @@ def check_scaler(scaler: Any) -> None:
         raise TypeError(f"the scaler is {shown(scaler)}. Give a torch.amp.GradScaler(...), or None.")
 
 
-def check_group(group: Any) -> None:
+def check_group(group: Any, name: str = "group") -> None:
     """Raise TypeError unless this is a group of ranks, or None."""
     if group is None or hasattr(group, "get_group") and not isinstance(group, type):  # a DeviceMesh
         return
@@ -129,6 +129,6 @@ def check_group(group: Any) -> None:
         isinstance(group, distributed.ProcessGroup) or group is distributed.GroupMember.NON_GROUP_MEMBER
     ):
         raise TypeError(
-            f"group is {shown(group)}. Give a ProcessGroup (torch.distributed.new_group(ranks)) or a "
+            f"{name} is {shown(group)}. Give a ProcessGroup (torch.distributed.new_group(ranks)) or a "
             "DeviceMesh of one dimension; None is all ranks."
         )

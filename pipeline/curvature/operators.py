@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from partition.names import NamedLayer
-from pipeline.common.arguments import check_count
+from pipeline.common.arguments import check_count, check_flags
 from pipeline.common.torch_modes import Ambient
 from pipeline.curvature.by_layers import layer_densities, per_layer
 from pipeline.curvature.checking import Report, check
@@ -104,6 +104,9 @@ class Operator(LinearMap):
         Raises:
             TypeError, ValueError: an argument is invalid; the message says why, and what is valid.
         """
+        check_flags(verify=verify)
+        if training is not None:
+            check_flags(training=training)
         self.pipe, prefix = as_pipe(model)
         refuse_parts(
             self.pipe.named_parameters(), "an operator of curvature",

@@ -61,6 +61,8 @@ def eager_backward(
     """
     if not isinstance(update, EagerUpdate):
         raise TypeError(f"update is {shown(update)}. Make it once before the steps: EagerUpdate(optimizer).")
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss is {shown(loss)}. Give the tensor that loss.backward() would be called on.")
     if retain_graph or create_graph:
         raise ValueError(
             f"{'create_graph' if create_graph else 'retain_graph'}=True keeps the graph for another backward, but an "

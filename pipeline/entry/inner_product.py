@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.common.arguments import shown
 from pipeline.common.call_lock import turn
 from pipeline.entry.runtime import Runtime
 
@@ -44,8 +45,12 @@ def _owners(runtime: Runtime, one: PartialGrads, other: PartialGrads) -> list[Te
     """The parameters that the tensors belong to.
 
     Raises:
+        TypeError: no list of them was given.
         ValueError: their numbers differ, or a shape does.
     """
+    for grads in (one, other):
+        if not isinstance(grads, Sequence):
+            raise TypeError(f"the tensors are {shown(grads)}. Give a list with one for each of pipe.parameters().")
     parameters: list[Tensor] = list(runtime.module.parameters())
     trained = [owner for owner in parameters if owner.requires_grad]
     owners = parameters if len(one) == len(parameters) else trained

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 
 from partition.hardware.sampling import DeviceSampling, Usage
 from pipeline.common.accelerators import is_accelerator, peak_bytes
+from pipeline.common.arguments import shown
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.step import Step
 from scheduler import Costs, Report, Timeline, report
@@ -21,21 +22,27 @@ from scheduler.reporting import HasCosts
 
 def reported(
     runtime: Runtime,
-    steps: Sequence[Step | Timeline],
+    steps: Iterable[Step | Timeline],
     planned: Costs | HasCosts | None,
     sampling: DeviceSampling | None,
 ) -> Report:
     """`pipe.report`. Over ranks all call it.
 
     Raises:
+        TypeError: `steps` or `sampling` is none.
         ValueError: a step has no timeline.
         ScheduleError: the timelines are not of whole steps of one order.
     """
+    if not isinstance(steps, Iterable):
+        raise TypeError(f"steps is {shown(steps)}. Give what pipe.step(..., trace=True) returned, or a list of these.")
+    if sampling is not None and not hasattr(sampling, "usage"):
+        raise TypeError(f"sampling is {shown(sampling)}. Give partition.devices().sampling(pipe.devices), or None.")
     timelines = []
-    for number, step in enumerate(steps):
+    several = list(steps)
+    for number, step in enumerate(several):
         timeline = step.timeline if isinstance(step, Step) else step
         if timeline is None:
-            raise ValueError(f"step {number} of {len(steps)} has no timeline. Trace it: pipe.step(..., trace=True).")
+            raise ValueError(f"step {number} of {len(several)} has no timeline. Trace it: pipe.step(..., trace=True).")
         timelines.append(timeline)
     usage = {} if sampling is None else {usage.device.label: usage for usage in sampling.usage}
     peaks, watts, busy = _of_lanes(runtime, usage)

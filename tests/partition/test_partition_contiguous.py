@@ -229,3 +229,9 @@ def test_stages_that_are_no_whole_number_are_refused(stages: Any) -> None:
 def test_a_row_without_layers_is_refused() -> None:
     with pytest.raises(PartitionError, match=r"there are no layers to cut into stages \(stages: 1\)"):
         balance_costs([], 1)
+
+
+@pytest.mark.parametrize("costs", [None, 3])
+def test_costs_that_are_no_list_are_refused(costs):
+    with pytest.raises(PartitionError, match=f"costs is {costs}. Give what each layer costs, such as"):
+        balance_costs(costs, 2)

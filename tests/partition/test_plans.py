@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_profiles import Table, models
 from torch import Tensor, nn
 
-from partition import LayerProfile, PartitionError, Plan, Profile, plan, profile
+from partition import LayerProfile, PartitionError, Plan, Profile, cut, plan, profile, to_sequential
 from partition.halves import as_it_was
 from partition.plans import device_orders, planning
 from partition.plans.device_orders import fitting, reordered, tried_in_orders
@@ -471,3 +471,18 @@ def test_what_cannot_be_planned_is_said() -> None:
             plan(model, x, **{"devices": 2, "device": "meta", **wrong})
     numpys = plan(model, x, devices=2, device="meta", memory=np.float32(1e6), speed=[1, np.int64(2)])
     assert numpys == plan(model, x, devices=2, device="meta", memory=1e6, speed=[1, 2])
+
+
+@pytest.mark.parametrize("name, words", {
+    "cut": r"profile is None\. Give what partition\.profile", "profile": "loss_fn is 3, which is not callable",
+    "plan": r"schedules is '1f1b'\. Give a list of names", "to_sequential": "output is 3, which is not callable",
+}.items())  # fmt: skip
+def test_what_is_no_profile_function_or_list_is_refused(name, words):
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(4, 2)
+    calls = {
+        "cut": lambda: cut(None, 2), "profile": lambda: profile(model, x, loss_fn=3, device="meta"),
+        "plan": lambda: plan(model, x, devices=2, schedules="1f1b", device="meta"),
+        "to_sequential": lambda: to_sequential(nn.Bilinear(2, 2, 2), (x, x), output=3),
+    }  # fmt: skip
+    with pytest.raises(PartitionError, match=words):
+        calls[name]()

@@ -121,7 +121,7 @@ def test_a_rank_that_comes_too_late_to_a_call_comes_in_time_to_the_next(crew4: C
 REFUSALS = {
     "nowhere": r"replicas=\.\.\. says who has the same stages, but nothing says where the stages are",
     "the same": r"replicas has ranks \[0, 1, 2, 3\] and group has ranks \[., .\], so ranks \[., .\] would be replicas",
-    "no group": "group is 'dp'",
+    "no group": "replicas is 'dp'",
     "second order": "create_graph=True cannot go through a Pipe",
     "within": "was begun within another call over ranks",
     "within replicas": "was begun within another call over ranks",

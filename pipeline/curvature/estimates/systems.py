@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from pipeline.common.arguments import shown
 from pipeline.curvature.estimates.resume import Resumable, from_host
 from pipeline.curvature.linear import LinearMap, blocks, finite, taken
 from pipeline.curvature.space import HOST, Space, Vec, add_, copy, scale_
@@ -333,8 +334,12 @@ def fitting(space: Space, vector: VecLike, name: str) -> Vec:
     """A vector of the space with the entries that were given, in memory of its own.
 
     Raises:
-        KeyError, ValueError: it does not fit; `name` names it.
+        TypeError: it is no vector; `name` names it.
+        KeyError, ValueError: it does not fit.
     """
+    is_vec = isinstance(vector, Sequence) and all(isinstance(part, Tensor) for part in vector)
+    if not (is_vec or isinstance(vector, Tensor | Mapping)):
+        raise TypeError(f"{name} is {shown(vector)}. Give a vector: a dict of tensors by name, or one of shape [n].")
     if isinstance(vector, Tensor) and vector.dim() != 1:
         raise ValueError(f"{name} has shape {list(vector.shape)}. Give one vector, of shape [n].")
     vec = taken(space, vector)[0][0] if isinstance(vector, (Tensor, Mapping)) else vector

@@ -10,14 +10,14 @@ Parameters are found by name at each use, never kept: they may be replaced betwe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.common.arguments import few
+from pipeline.common.arguments import few, shown
 from pipeline.common.call_lock import turn
 from pipeline.curvature.selection import ParamSelection, chosen
 from pipeline.curvature.space import HOST, Space, Vec
@@ -50,6 +50,7 @@ class ParameterSpace(Space):
         slots: the place of each parameter of this process, by its first name, in the order of the model.
 
     Raises:
+        TypeError: params is neither names nor a function.
         ValueError: nothing is left, or a parameter is complex.
         MismatchError: the ranks were given different params.
     """
@@ -57,6 +58,8 @@ class ParameterSpace(Space):
     def __init__(self, pipe: Pipe, prefix: str, params: ParamSelection) -> None:
         self._pipe, self._prefix, runtime = pipe, prefix, pipe.runtime
         self.rank, self.ranks = runtime.rank, runtime.ranks
+        if isinstance(params, nn.Module) or params is not None and not isinstance(params, Iterable | Callable):
+            raise TypeError(f"params is {shown(params)}. Give names of layers or parameters, or a function of both.")
         if params is not None and not isinstance(params, str) and not callable(params):
             params = list(params)
         words = getattr(params, "__qualname__", "a function") if callable(params) else repr(params)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from pipeline.common.arguments import check_group
 from pipeline.distributed.agreement import MismatchError, difference, digest, shapes_in_words
 from pipeline.distributed.exchange import CallMessages
 from pipeline.distributed.group import RankGroup, ranks_of
@@ -113,6 +114,7 @@ def find_replicas(group: Any, ranks: RankGroup | None, heartbeat: float, timeout
     """
     if group is None:
         return None
+    check_group(group, "replicas")
     replicas = ranks_of(group, heartbeat, timeout)
     if replicas is not None and ranks is not None:
         common = sorted(set(replicas.members) & set(ranks.members))

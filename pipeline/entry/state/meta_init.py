@@ -116,6 +116,7 @@ def reset_parameters(layer: nn.Module) -> None:
     ones. A method named `_reset_parameters` counts too, as in nn.MultiheadAttention.
 
     Raises:
+        TypeError: the layer is no module.
         ValueError: some modules have parameters of their own but no such method; all are named. Nothing was done.
 
     Example:
@@ -125,6 +126,8 @@ def reset_parameters(layer: nn.Module) -> None:
         >>> layer[1].running_mean
         tensor([0., 0.])
     """
+    if not isinstance(layer, nn.Module):
+        raise TypeError(f"the layer is {shown(layer)}. Give the module that is to be initialised.")
     modules = list(children_first(layer))
     unresettable = [
         f"{name or 'the layer'} ({type(module).__name__})"

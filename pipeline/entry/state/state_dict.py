@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partition.names import LayeredModule, in_order, starts, units_of
+from pipeline.common.arguments import shown
 from pipeline.common.call_lock import turn
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.runtime import Runtime
@@ -210,3 +211,5 @@ def _check_state(state_dict: object, method: str) -> None:
             f"state_dict is None: over ranks {method}() gives it to rank 0 alone. Send it to the others with "
             "torch.distributed.broadcast_object_list."
         )
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict is {shown(state_dict)}. Give a mapping by names, as {method}() returns it.")

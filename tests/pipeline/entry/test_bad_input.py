@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 
 from partition import PartitionError
-from pipeline import NoChunk, Pipe
+from pipeline import EagerUpdate, NoChunk, Pipe, eager_backward, reset_parameters
 from pipeline.curvature import Hessian
 from scheduler import Schedule, ScheduleError, by_name, verify
 
@@ -489,3 +489,44 @@ def test_hooks_of_a_pipe_run_where_it_has_an_output_and_are_refused_elsewhere(ki
             call()
     handle.remove()
     pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
+
+
+NAMED = {
+    "report": (lambda pipe, value: pipe.report(value), r"Give what pipe\.step\(\.\.\., trace=True\) returned"),
+    "sampling": (lambda pipe, value: pipe.report([], None, value), r"Give partition\.devices\(\)\.sampling"),
+    "state_dict": (lambda pipe, value: pipe.load_state_dict(value), "as full_state_dict\\(\\) returns it"),
+    "optimizer": (
+        lambda pipe, value: pipe.load_optimizer_state_dict(torch.optim.SGD(pipe.parameters()), value),
+        "as full_optimizer_state_dict\\(\\) returns it",
+    ),
+    "dot": (lambda pipe, value: pipe.dot(value, value), r"Give a list with one for each of pipe\.parameters\(\)"),
+    "replicas": (lambda pipe, value: Pipe(net(), [2, 1], replicas=value, devices=["cpu"] * 2), "replicas is 3"),
+    "loss": (
+        lambda pipe, value: eager_backward(value, EagerUpdate(torch.optim.SGD(pipe.parameters()))),
+        r"Give the tensor that loss\.backward\(\)",
+    ),
+    "layer": (lambda pipe, value: reset_parameters(value), "Give the module that is to be initialised"),
+    "training": (lambda pipe, value: Hessian(pipe, DATA, mean, training=value), "training is 3. Use True or False"),
+    "verify": (lambda pipe, value: Hessian(pipe, DATA, mean, verify=value), "verify is 3. Use True or False"),
+    "params": (lambda pipe, value: Hessian(pipe, DATA, mean, params=value), "params is 3. Give names of layers"),
+    "vector": (lambda pipe, value: Hessian(pipe, DATA, mean).solve(value, damping=1.0), "b is 3. Give a vector"),
+}  # fmt: skip
+DATA = torch.ones(ROWS, WIDE), None
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_number_in_the_place_of_an_object_is_refused_with_what_to_give(name):
+    call, words = NAMED[name]
+    with pytest.raises(TypeError, match=words):
+        call(Pipe(net(), [2, 1], 2, devices=["cpu"] * 2), 3)
+
+
+def test_a_module_does_not_choose_parameters():
+    pipe = Pipe(net(), [2, 1], 2, devices=["cpu"] * 2)
+    with pytest.raises(TypeError, match="params is Linear.*Give names of layers or parameters, or a function"):
+        Hessian(pipe, DATA, mean, params=pipe[0])
+
+
+def test_so_many_chunks_that_no_schedule_could_list_them_are_refused_at_once():
+    with pytest.raises(ValueError, match="lanes is . and chunks 1000000000, .* at most 262144. Use fewer chunks"):
+        Pipe(net(), [2, 1], 10**9, devices=["cpu"] * 2)
