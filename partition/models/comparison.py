@@ -192,8 +192,9 @@ def _compare_grads(
             if reference is not None and not reference.isfinite().all():
                 raise PartitionError(f"{kind}: the gradient of {name} is not finite on the sample. {_REMEDY}")
             raise PartitionError(
-                f"{kind}: the gradient of {name} is not that of the model: something between two blocks, a hook or a "
-                "function of autograd, is not in the parts. Name other blocks, "
+                f"{kind}: the gradient of {name} is not that of the model: something between two blocks is not in the "
+                "parts, a hook, a function of autograd, or a switch around blocks that goes by the mode "
+                "(torch.set_grad_enabled(self.training)). Put it into a block, name other blocks, "
                 "to_sequential(model, sample, blocks=[...]), or write the model as an nn.Sequential."
             )
 
