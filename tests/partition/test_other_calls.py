@@ -940,3 +940,44 @@ def test_other_ways_are_refused_in_words(what, cut):
     parts(sample)
     with pytest.raises(PartitionError, match=words):
         parts(other)
+
+
+class Weighing(Block):
+    """A block that returns its weights, too, of which there are twice as many as tokens."""
+
+    def forward(self, x: Tensor, factor: Any = 1.0) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x, factor), torch.cat([x, x], 1).mean(2)
+
+
+class CountsWeights(Base):
+    """The end reads the numbers of the first block's weights, and the shapes of all."""
+
+    def __init__(self) -> None:
+        super().__init__(Weighing)
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        h, weights = self.embed(x), []
+        for block in self.blocks:
+            h, own = block(h)
+            weights.append(own)
+        per_row = weights[0].mean(1)[:, None, None]
+        return self.head(h + per_row) / sum(own.shape[1] for own in weights)  # type: ignore[no-any-return]
+
+
+class WithSpareBuffer(Base):
+    """A module that is not called, with a buffer alone: a checkpoint has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Module()
+        self.spare.register_buffer("steps", torch.arange(3.0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", (CountsWeights, WithSpareBuffer))
+def test_shapes_of_what_blocks_return_and_buffers_that_no_one_reads_are_there(kind):
+    model = kind()
+    parts = to_sequential(model, rows(5), blocks="blocks")
+    assert parts.state_dict().keys() == model.state_dict().keys()
+    for x in (rows(5), rows(7)):
+        torch.testing.assert_close(parts(x), model(x))
