@@ -270,11 +270,11 @@ class End(OutlinePart):
 
 @contextmanager
 def _unwritten(values: Iterable[Any], words: str) -> Iterator[None]:
-    """Within: nothing is written into values that pass by, which a later part would read, or write again."""
-    passing = [value for value in values if isinstance(value, Tensor)]
-    versions = list(map(version_of, passing))
+    """Within: nothing is written into some values, as far as torch counts writes: another part may read them."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    versions = list(map(version_of, tensors))
     yield
-    if versions != list(map(version_of, passing)):
+    if versions != list(map(version_of, tensors)):
         raise PartitionError(words)
 
 
