@@ -14,7 +14,7 @@ its counters and can return to `initial`. Any other change is found by value aft
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import NamedTuple
@@ -62,12 +62,12 @@ class BufferValues(NamedTuple):
     Attributes:
         slots: the buffers that forwards before had written.
         values: their values.
-        filled: what was in those that were None as the call began.
+        filled: what else was in the tables of modules in which a forward fills or registers buffers.
     """
 
     slots: list[_BufferSlot]
     values: list[Tensor]
-    filled: list[Tensor | None]
+    filled: list[dict[str, Tensor | None]]
 
 
 class Buffers:
@@ -80,7 +80,7 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None) -> None:
         self._expected = expected
-        self._tables = [(table, table.copy()) for table in tables_of(modules, "_buffers")]  # those that are None too
+        self._tables = [(table, table.copy()) for table in tables_of(modules, "_buffers")]  # as the call began
         entries = [
             (number, table, name, tensor)
             for number, (table, buffers) in enumerate(self._tables) if buffers
@@ -99,15 +99,13 @@ class Buffers:
         self._written: list[_BufferSlot] = []
         self._read = _Group.of(self._slots)  # those that no forward has written so far
         self._mutated: set[int] = set()  # owners of these
-        self._empty = [
-            (table, name)
-            for table, buffers in self._tables if buffers
-            for name, tensor in buffers.items() if tensor is None
-        ]  # which a forward may fill
+        # Those in which a forward may fill some, and into which it registers some.
+        self._growing = [(table, buffers) for table, buffers in self._tables if buffers and None in buffers.values()]
+        self._count = sum(map(len, [buffers for _, buffers in self._tables]))
         self._seen_first = False
 
     def __bool__(self) -> bool:
-        return bool(self._slots or self._empty)
+        return bool(self._slots or self._growing)
 
     @property
     def ids(self) -> frozenset[int]:
@@ -122,7 +120,7 @@ class Buffers:
     def present(self) -> BufferValues:
         """Clones of the buffers that change, for a recomputation of what runs next."""
         values = copies(list(map(_present, self._written))) if self._written else []
-        return BufferValues(self._written, values, [_copy_of(table.get(name)) for table, name in self._empty])
+        return BufferValues(self._written, values, [_copied(_filled(*pair)) for pair in self._growing])
 
     def after_forward(self) -> None:
         """Observe which modules change their buffers."""
@@ -130,6 +128,9 @@ class Buffers:
             self._note([slot.owner for slot in self._read.slots if _touched(slot)])
         if not self._seen_first:
             self._note([slot.owner for slot in self._read.slots if self._is_written(slot)])
+            if sum(map(len, [table for table, _ in self._tables])) > self._count:
+                fixed = [pair for pair in self._tables if None not in pair[1].values()]
+                self._growing += [pair for pair in fixed if _filled(*pair)]
         self._seen_first = True
 
     def _note(self, owners: Collection[int]) -> None:
@@ -185,7 +186,7 @@ class Buffers:
         if self._spare is None:  # a write past the counters must not reach `initial`
             self._spare = list(zip(self._read.slots, _copies(self._read.slots)))
         replacements = [*(copies(values) if again else values), *_copies(others)]
-        filled = [table.get(name) for table, name in self._empty]
+        filled = [_filled(*pair) for pair in self._growing]
         self._fill(filled_before)
         tensors = [slot.table.get(slot.name) for slot in self._slots]
         buffers = [tensor for tensor in tensors if tensor is not None]
@@ -199,8 +200,8 @@ class Buffers:
         finally:
             for slot, tensor in zip(self._slots, tensors):
                 slot.table[slot.name] = tensor
-            for (table, name), tensor in zip(self._empty, filled):
-                table[name] = tensor
+            for pair, entries in zip(self._growing, filled):
+                _fill(*pair, entries)
         if versions(buffers) != counts:
             counters = dict(zip(map(id, buffers), zip(counts, versions(buffers))))
             slot = next(slot for slot, tensor in zip(self._slots, tensors) if len({*counters.get(id(tensor), ())}) > 1)
@@ -230,10 +231,10 @@ class Buffers:
             if slot.owner in self._mutated and slot.tensor.numel():
                 yield from _keys(slot)
 
-    def _fill(self, values: Sequence[Tensor | None]) -> None:
-        """Give the buffers that were None as the call began what they held."""
-        for (table, name), value in zip(self._empty, values):
-            table[name] = _copy_of(value)
+    def _fill(self, values: Sequence[Mapping[str, Tensor | None]]) -> None:
+        """Give the buffers that were None or not there as the call began what they held."""
+        for number, pair in enumerate(self._growing):
+            _fill(*pair, _copied(values[number]) if number < len(values) else {})  # the first chunk may register some
 
     def put_back(self, before: BufferValues) -> None:
         """Give the buffers that change the values that a forward found."""
@@ -264,8 +265,22 @@ def _keys(slot: _BufferSlot) -> tuple[int, ...]:
     return slot.memory, id(slot.tensor), id(slot.table)
 
 
-def _copy_of(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
+def _filled(table: Mapping[str, Tensor | None], at_begin: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The entries of a table that held no tensor as the call began, since a forward fills or registers them."""
+    return {name: tensor for name, tensor in table.items() if at_begin.get(name) is None}
+
+
+def _fill(
+    table: dict[str, Tensor | None], at_begin: Mapping[str, Tensor | None], entries: Mapping[str, Tensor | None]
+) -> None:
+    """Let these be such entries, and no others."""
+    for name in _filled(table, at_begin).keys() - entries:
+        del table[name]
+    table.update(entries)
+
+
+def _copied(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
 
 
 def _give(tensor: Tensor, values: Tensor) -> None:

@@ -120,8 +120,7 @@ class ForwardSnapshot:
 
     def after_forward(self, chunk: int, keep: bool, outputs: Sequence[Tensor]) -> None:
         """Observe what F changed, and keep fingerprints of its outputs."""
-        if self.buffers:
-            self.buffers.after_forward()
+        self.buffers.after_forward()
         if keep:
             self._fingerprints[chunk] = self._fingerprints.of(outputs)
 
