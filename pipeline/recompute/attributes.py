@@ -10,10 +10,10 @@ on an attribute, and anything deeper than four levels or behind a thousand conta
 only the length counts. A tensor in autograd's graph is held weakly: a recomputation that reads one that is freed by
 then finds a stand-in that refuses it (FreedTensor).
 
-Attributes are compared by identity before each forward that may be recomputed, at 0.5 us a module (torch's own layers
-are left out). A snapshot is made only where something changed; the chunks between share it. No call relies on what an
-earlier one saw, so state that begins to change late is right too. Only which tensors are written in place is learned,
-since their values must be copied beforehand.
+Attributes are compared by identity before each forward that may be recomputed, at 0.5 us a module; of torch's own
+layers their number alone. A snapshot is made only where something changed; the chunks between share it. No call relies
+on what an earlier one saw, so state that begins to change late is right too. Only which tensors are written in place is
+learned, since their values must be copied beforehand.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Attributes:
     """The present contents of the attributes of some modules.
 
     Args:
-        modules: the modules. Those of torch's own classes keep no state, unless it was set on them, or they have hooks.
+        modules: the modules. Those of torch's own classes keep no state, unless it was set on them, or they have hooks:
+            of others the number of attributes is noted.
         tables: of parameters, where none stand in for them: of a block, whose attributes may also be set before its
             forward (a weight that a hook computes).
         buffers: the ids of tensors that are left out.
@@ -79,8 +80,12 @@ class Attributes:
         self._buffers = buffers
         self._copied = copied
         keep: ValueKeeper = _with_weak_references if weak else list
-        for module in modules:
-            if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
+        modules = list(modules)
+        are_bare = list(map(is_torchs_own, modules))
+        self._bare = [module.__dict__ for module, is_bare in zip(modules, are_bare, strict=True) if is_bare]
+        self._counts = list(map(len, self._bare))
+        for module, is_bare in zip(modules, are_bare, strict=True):
+            if is_bare or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
                 continue
             table = vars(module)
             names, get = _getter(tuple(table))
@@ -135,7 +140,7 @@ class Attributes:
     @property
     def is_current(self) -> bool:
         """Whether their contents are unchanged."""
-        return self._are_same() and not self.written
+        return list(map(len, self._bare)) == self._counts and self._are_same() and not self.written
 
     @property
     def written(self) -> set[int]:
@@ -159,6 +164,8 @@ class Attributes:
         stand_ins = {
             key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
         }
+        for table, count in zip(self._bare, self._counts, strict=True):
+            shorten(table, count)
         for kind, holder, content in self.containers:
             if recomputes and kind is _COUNTED:
                 continue

@@ -249,6 +249,8 @@ STATES: dict[str, Callable[[], Counting]] = {
         lambda me: add_one(me.state.data, "n"), lambda me: me.state["n"])),
     "attribute of a layer of torch's": lambda: Counting(numbered(), of_calls(
         lambda me: add_one(me.state, "n"), lambda me: me.state.n)),
+    "new attribute of a layer of torch's": lambda: Counting(nn.Identity(), of_calls(
+        lambda me: setattr(me.state, "n", getattr(me.state, "n", 0) + 1), lambda me: me.state.n)),
     "new attribute": lambda: Counting(None, of_calls(
         lambda me: setattr(me, "more", getattr(me, "more", 0) + 1), lambda me: me.more)),
 }  # fmt: skip
@@ -264,7 +266,7 @@ def state_of(layer: Any) -> tuple[object, ...]:
     state = layer.state
     shown = state.count if isinstance(state, Slotted) else state
     shown = vars(state) if isinstance(state, SimpleNamespace) else shown
-    shown = state.n if isinstance(state, nn.Identity) else shown
+    shown = getattr(state, "n", None) if isinstance(state, nn.Identity) else shown
     return str(shown), layer.forwards, getattr(layer, "more", None)
 
 
