@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from pipeline.common.errors import PLAIN
 
-_BUILT_WITH = frozenset(["balance", "devices", "workers", "group", "replicas", "timeout", "heartbeat", "materialize"])
+_BUILT_WITH = frozenset([
+    "balance", "devices", "batch_dim", "workers", "group", "replicas", "timeout", "heartbeat", "materialize",
+])  # fmt: skip
 
 
 class FixedModule(nn.Module):
@@ -24,9 +26,8 @@ class FixedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _BUILT_WITH:
             raise AttributeError(
-                f"{name} cannot be set: the Pipe was built with it, and its layers are where it says. Build another "
-                f"Pipe of the nn.Sequential, with {name}=..., or set pipe.chunks, pipe.schedule, pipe.checkpoint or "
-                "pipe.deferred_batch_norm."
+                f"{name} cannot be set: the Pipe was built with it. Build another Pipe of the nn.Sequential, "
+                f"with {name}=..., or set pipe.chunks, pipe.schedule, pipe.checkpoint or pipe.deferred_batch_norm."
             )
         if isinstance(getattr(type(self), name, None), property):  # nn.Module would take a module for a layer
             object.__setattr__(self, name, value)
