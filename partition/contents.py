@@ -118,12 +118,21 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return tensors_in(values)
 
 
+_PLAIN = (type(None), bool, int, float, str)
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a pytree."""
     if isinstance(value, Tensor):
         return [value]
     if type(value) in (tuple, list):  # in less time than tree_iter
-        return [tensor for entry in value for tensor in tensors_in(entry)]
+        tensors: list[Tensor] = []
+        for entry in value:
+            if isinstance(entry, Tensor):
+                tensors.append(entry)
+            elif type(entry) not in _PLAIN:
+                tensors += tensors_in(entry)
+        return tensors
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
 
 

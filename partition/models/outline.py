@@ -283,9 +283,9 @@ class Outline(nn.Module):
         rewind()
         forget = partial(self._cache.entries.pop, key, None)
         inputs = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
-        leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
-        self._check_between(run, leaves, chain_of(self.chains, number))
-        self._check_arguments(run, leaves)
+        tensors_of_calls = [tensor for call in run.calls for tensor in call.tensors]
+        self._check_between(run, tensors_of_calls, chain_of(self.chains, number))
+        self._check_arguments(run, tensors_of_calls)
         with self._cache.lock:
             self._cache.entries[key] = _CachedArguments(inputs, run.calls)
             forget_oldest(self._cache.entries)
@@ -318,14 +318,15 @@ class Outline(nn.Module):
 
         return rewind
 
-    def _check_between(self, run: OutlineRun, leaves: Leaves, chain: BlockChain) -> None:
+    def _check_between(self, run: OutlineRun, tensors: Sequence[Tensor], chain: BlockChain) -> None:
         """See that what the blocks of a chain are called with is as it was for each, and what travels there for all.
 
         Raises:
             PartitionError: the model computes something between two of them.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            written = {id(leaf) for leaf, then in zip(leaves, run.versions, strict=True) if version_of(leaf) != then}
+            pairs = zip(tensors, run.versions, strict=True)
+            written = {id(tensor) for tensor, version in pairs if version_of(tensor) != version}
         for number, call in enumerate(run.calls[chain.first :], chain.first):
             slots = [(key, self.passing.slots[index]) for key, index in self.passing.carried[number]]
             differing = [
@@ -342,14 +343,14 @@ class Outline(nn.Module):
                     "the model with a sample that is like this call."
                 )
 
-    def _check_arguments(self, run: OutlineRun, leaves: Leaves) -> None:
+    def _check_arguments(self, run: OutlineRun, tensors: Sequence[Tensor]) -> None:
         """See that the leaves of blocks' arguments are here, but for those that travel there."""
         travelling = [
             {*chain_of(self.chains, number).entries, *[key for key, _ in self.passing.carried[number]]}
             for number in range(len(run.calls))
         ]
         arriving = [call[key] for call, keys in zip(run.calls, travelling, strict=True) for key in keys]
-        if _count_lost(leaves) == _count_lost(arriving):
+        if _count_lost(tensors) == _count_lost(arriving):
             return
         for number, call in enumerate(run.calls):
             for key, leaf in call.leaves.items():
@@ -423,7 +424,7 @@ def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict
     return {key: value for key, value in attributes.items() if (id(module), key) not in volatile} | behaviour_of(module)
 
 
-def _count_lost(leaves: Leaves) -> int:
+def _count_lost(leaves: Iterable[Any]) -> int:
     return sum([isinstance(leaf, LostTensor) for leaf in leaves])
 
 

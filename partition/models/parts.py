@@ -12,15 +12,15 @@ A part holds modules of the model under their names in the model, and brings the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from partition.contents import storage_of, version_of
+from partition.contents import storage_of, tensors_in, version_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.outline import Outline
@@ -136,13 +136,16 @@ class OutlinePart(Part):
         rewind = outline.generator_rewind(device, any(self.modes.values()))
         end = outline.chains[number].first if number < len(outline.chains) else None
         run = OutlineRun(outline.chains, end, arrived, before.last, rewind)
-        words = (
-            "the model's own forward writes into what a block returned, or was called with, as it did not on the "
-            "sample by which the model was cut, and another part reads it. Write to a copy, or cut the model with a "
-            "sample that is like this call."
-        )
-        with _unwritten(outline.passing.behind(number, values), words):
-            return run, self._run(run, outline.inputs.arrived(travelling, device), device)
+        held = tensors_in(outline.passing.behind(number, values))
+        versions = list(map(version_of, held))
+        returned = self._run(run, outline.inputs.arrived(travelling, device), device)
+        if list(map(version_of, held)) != versions:
+            raise PartitionError(
+                "the model's own forward writes into what a block returned, or was called with, as it did not on the "
+                "sample by which the model was cut, and another part reads it. Write to a copy, or cut the model with "
+                "a sample that is like this call."
+            )
+        return run, returned
 
     def _value(self, run: OutlineRun, travelling: _PartLeaves, values: _PartLeaves) -> PartValue:
         """The value for the chain that follows, whose first block a run has come to."""
@@ -185,27 +188,26 @@ class Block(Part):
         if self._number == chain.first:
             _check_dtypes(hidden, chain.dtypes)
         args, kwargs, switches = self.outline.call(self._number, *value)
+        held = [*tensors_in(passing), *self._held(hidden, args, kwargs)]
+        versions = list(map(version_of, held))
         with nullcontext() if switches == Switches.now() else switches.entered():
-            with _unwritten([*passing, *self._held(hidden, args, kwargs)], self._writes):
-                returned = self.block(*args, **kwargs)
+            returned = self.block(*args, **kwargs)
+        if list(map(version_of, held)) != versions:
+            raise PartitionError(
+                f"block {self._names[0]!r} writes into what it is called with, as it did not on the sample by which "
+                "the model was cut, or into what another part reads. Let the block write to a copy: h = h.clone(); "
+                "or, if nothing else reads that, cut the model with a sample that is like this call."
+            )
         leaves = self._leaves(returned, chain)
         passing = self.outline.passing.filled(self._number, dict(enumerate(leaves)), passing)
         return tuple([leaves[place] for place in chain.exits]), travelling, passing
 
-    def _held(self, hidden: _PartLeaves, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Leaves:
-        """The leaves of its arguments that the block may not write: the hidden state it may, as on the sample."""
-        leaves: Leaves = tree_leaves((args, kwargs))
+    def _held(self, hidden: _PartLeaves, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of its arguments that the block may not write: the hidden state it may, as on the sample."""
+        tensors = tensors_in([*args, *kwargs.values()])
         if self._number in self.outline.passing.writers:
-            return [leaf for leaf in leaves if all(leaf is not state for state in hidden)]
-        return leaves
-
-    @property
-    def _writes(self) -> str:
-        return (
-            f"block {self._names[0]!r} writes into what it is called with, as it did not on the sample by which the "
-            "model was cut, or into what another part reads. Let the block write to a copy: h = h.clone(); or, if "
-            "nothing else reads that, cut the model with a sample that is like this call."
-        )
+            return [tensor for tensor in tensors if all(tensor is not state for state in hidden)]
+        return tensors
 
     @property
     def block(self) -> nn.Module:
@@ -266,16 +268,6 @@ class End(OutlinePart):
     def forward(self, value: PartValue) -> Any:
         run, returned = self._resumed(value)
         return tree_map_only(Tensor, lambda tensor: run.here(tensor, "the output"), self._output(returned))
-
-
-@contextmanager
-def _unwritten(values: Iterable[Any], words: str) -> Iterator[None]:
-    """Within: nothing is written into some values, as far as torch counts writes: another part may read them."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    versions = list(map(version_of, tensors))
-    yield
-    if versions != list(map(version_of, tensors)):
-        raise PartitionError(words)
 
 
 def _check_whole(chain: BlockChain, keys: Iterable[ArgumentKey], call: CallArguments) -> None:

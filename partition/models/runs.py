@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from partition.contents import storage_of, version_of
+from partition.contents import storage_of, tensors_in, version_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves, UnsentInput, UnsentInputError
 from partition.models.lost import LostTensor, filled, is_lost, lost
@@ -68,13 +68,18 @@ class CallArguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = renewed((args, kwargs))  # the model may set other entries for the next block
+        self.args, self.kwargs = renewed(args), renewed(kwargs)  # the model may set other entries for the next block
         self.switches = Switches.now()
 
     def __getitem__(self, key: ArgumentKey) -> Any:
         argument, place = key
         value = self._argument(argument)
         return value if isinstance(value, Tensor) else _leaves_of(argument, value, place)[0][place]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all arguments."""
+        return tensors_in([*self.args, *self.kwargs.values()])
 
     def is_argument(self, key: ArgumentKey) -> bool:
         """Whether a key leads to an argument itself, and not to a part of one."""
@@ -125,11 +130,15 @@ def _leaves_of(argument: int | str, value: Any, place: int) -> tuple[Leaves, Tre
 
 def renewed(value: Any) -> Any:
     """A value with lists, tuples and dicts of its own."""
-    if type(value) in (list, tuple):
-        return type(value)([renewed(entry) for entry in value])
-    if type(value) is dict:
-        return {name: renewed(entry) for name, entry in value.items()}
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind([renewed(entry) if type(entry) in _RENEWED else entry for entry in value])
+    if kind is dict:
+        return {name: renewed(entry) if type(entry) in _RENEWED else entry for name, entry in value.items()}
     return value
+
+
+_RENEWED = (list, tuple, dict)
 
 
 class BlockChain(NamedTuple):
@@ -165,6 +174,8 @@ class BlockChain(NamedTuple):
         Raises:
             PartitionError: they lie in other containers than on the sample.
         """
+        if isinstance(returned, Tensor) and self.tree.is_leaf():  # as a rule
+            return [returned]
         leaves, tree = tree_flatten(returned)
         if tree != self.tree:
             raise PartitionError(
@@ -192,7 +203,7 @@ class OutlineRun:
 
     Attributes:
         calls: of the blocks that were reached, in order.
-        versions: of the leaves of their arguments, as the blocks were called, where no values arrive.
+        versions: of the tensors of their arguments, as the blocks were called, where no values arrive.
     """
 
     def __init__(
@@ -207,7 +218,9 @@ class OutlineRun:
         self.versions: list[int] = []
         self._chains = chains
         self._end = end
-        self._values = values
+        self._values: dict[int, dict[int | ArgumentKey, Any]] = defaultdict(dict)
+        for (number, place), value in values.items():
+            self._values[number][place] = value
         # The tensors that are there before the run, by id; and the storages of those into which it writes nothing.
         arrived = [leaf for (_, place), leaf in values.items() if isinstance(place, int) and isinstance(leaf, Tensor)]
         self._before, self._spared = set(map(id, arrived)), set(map(storage_of, arrived))
@@ -250,7 +263,7 @@ class OutlineRun:
         """Write into none of these, modules and tensors: what a part has is there, and inputs are the caller's."""
         entries = list(entries)
         self._before.update([id(tensor) for tensor in entries if isinstance(tensor, Tensor)])
-        if any([isinstance(place, tuple) for _, place in self._values]):
+        if any([isinstance(place, tuple) for given in self._values.values() for place in given]):
             modules = [entry for entry in entries if isinstance(entry, nn.Module)]
             tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
             self._spared.update([storage_of(entry) for entry in (*entries, *tensors) if isinstance(entry, Tensor)])
@@ -282,10 +295,10 @@ class OutlineRun:
         self.calls.append(call)
         if not self._values:
             with torch._C.DisableTorchFunctionSubclass():
-                self.versions += map(version_of, tree_leaves((call.args, call.kwargs)))
+                self.versions += map(version_of, call.tensors)
         if number == self._end:
             raise OutlineRunEnd
-        given = {place: value for (block, place), value in self._values.items() if block == number}
+        given = self._values.get(number, _NO_VALUES)
         arguments = {key: value for key, value in given.items() if isinstance(key, tuple)}
         outputs = {place: value for place, value in given.items() if isinstance(place, int)}
         for key, tensor in arguments.items():
@@ -309,7 +322,7 @@ class OutlineRun:
             leaves[place] = leaf
         with torch._C.DisableTorchFunctionSubclass():
             self._hidden = [(leaves[place], version_of(leaves[place])) for place in chain.exits]
-        return tree_unflatten(leaves, chain.tree)
+        return leaves[0] if chain.tree.is_leaf() else tree_unflatten(leaves, chain.tree)
 
     def _check_hidden(self, number: int, hidden: Sequence[Any]) -> None:
         """See that a block is called with what the one before it in its chain returned.
@@ -362,6 +375,7 @@ def chain_of(chains: Iterable[BlockChain], number: int) -> BlockChain:
 
 
 this_run: ContextVar[OutlineRun] = ContextVar("run")
+_NO_VALUES: Mapping[int | ArgumentKey, Any] = MappingProxyType({})
 
 
 def _overwrite(target: Tensor, source: Tensor) -> None:
