@@ -30,7 +30,10 @@ def dot(runtime: Runtime, one: PartialGrads, other: PartialGrads) -> Tensor:
             if left is not None and right is not None:
                 terms.append(_term(left, right))
                 counts.append(id(owner) not in remote_ids)
-        total: Tensor = _Sum.apply(communicator.exchange.sum_over, counts, *terms)  # type: ignore[no-untyped-call]
+        nothing = torch.zeros((), device="cpu").requires_grad_()
+        total: Tensor = _Sum.apply(  # type: ignore[no-untyped-call]
+            communicator.exchange.sum_over, counts, nothing, *terms
+        )
         return total
 
 
@@ -81,17 +84,26 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of terms over all ranks: in float64 if one of them is, else in float32."""
+    """The sum of terms over all ranks: in float64 if one of them is, else in float32.
+
+    Where a term of any rank has a derivative, the sum has one on all: by `nothing` on a rank whose own terms have none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, sum_over: Callable[[Tensor], Tensor], counts: Sequence[bool], *terms: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, sum_over: Callable[[Tensor], Tensor], counts: Sequence[bool], nothing: Tensor, *terms: Tensor
+    ) -> Tensor:
         ctx.terms = [(term.dtype, term.device) for term in terms]
         own_sum = sum([float(term) for term, is_counted in zip(terms, counts, strict=True) if is_counted])
         is_double = any([term.dtype is torch.float64 for term in terms])
-        whole, doubles = sum_over(torch.tensor([own_sum, float(is_double)], dtype=torch.float64, device="cpu")).unbind()
+        own = [own_sum, float(is_double), float(any(ctx.needs_input_grad[3:]))]
+        whole, doubles, differentiable = sum_over(torch.tensor(own, dtype=torch.float64, device="cpu")).unbind()
         device = terms[0].device if terms else torch.device("cpu")
-        return whole.to(device, torch.float64 if doubles else torch.float32)
+        total = whole.to(device, torch.float64 if doubles else torch.float32)
+        if not differentiable:
+            ctx.mark_non_differentiable(total)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pragma: no cover
-        return None, None, *[grad.to(device, dtype) for dtype, device in ctx.terms]
+        return None, None, None, *[grad.to(device, dtype) for dtype, device in ctx.terms]
