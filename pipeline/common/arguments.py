@@ -10,6 +10,7 @@ from collections.abc import Collection
 from itertools import islice
 from math import isnan
 from numbers import Real
+from os import PathLike
 from typing import Any
 
 from torch import Tensor, distributed
@@ -98,6 +99,12 @@ def check_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {shown(value)}. Give a number.")
     return float(value)
+
+
+def check_path(name: str, value: object) -> None:
+    """Raise TypeError unless a value is a path: `True`, say, is no name of a file."""
+    if not isinstance(value, str | PathLike):
+        raise TypeError(f"{name} is {shown(value)}. Give a path: a str, or a pathlib.Path.")
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from pipeline.common.arguments import check_number, check_path
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.resultfile import replacing
 from pipeline.curvature.space import Space, Vec
@@ -64,9 +65,13 @@ class RunFiles:
     def __init__(
         self, path: str | os.PathLike[str], space: Space, settings: Mapping[str, SavedValue], every: float = 300.0
     ) -> None:
+        check_path("resume", path)
+        if not Path(path).name:
+            raise ResumeError(f"resume is {str(path)!r}, which names no file. Give one, such as 'run.pt'.")
         self.path = file_of_rank(Path(path), space.rank, space.ranks)
         self.before = self.path.with_name(self.path.name + ".before")
-        self._space, self._settings, self._every = space, dict(settings), every
+        self._space, self._settings = space, dict(settings)
+        self._every = check_number("save_every", every)
         self._written = time.monotonic()
 
     def latest(self) -> SavedValue | None:

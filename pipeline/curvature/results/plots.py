@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.common.arguments import check_path
 from pipeline.curvature.results.resultfile import ResultError
 from scheduler.plotting import matplotlib
 
@@ -48,6 +49,7 @@ def drawn(
 
 def check_suffix(path: str | PathLike[str]) -> None:
     """Raise ResultError for a file that no picture can go to."""
+    check_path("the path of the picture", path)
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ResultError(f"a picture goes to a file named *.png, *.svg or *.pdf (path: {path})")
 

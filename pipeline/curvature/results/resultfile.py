@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pipeline.common.arguments import check_path
+
 _FORMAT, _VERSION = "penstock result", 1
 _TEXT = "result"
 
@@ -47,6 +49,7 @@ def write(path: str | PathLike[str], kind: str, module: str, named: Mapping[str,
         ResultError: another suffix than .npz and .json, or a value of a type that a file cannot hold.
         FileNotFoundError: the folder is not there.
     """
+    check_path("the path of the result", path)
     path, arrays = Path(path), NamedArrays()
     fields = {name: encoded(value, name, None if _is_json(path) else arrays) for name, value in named.items()}
     top = {"format": _FORMAT, "version": _VERSION, "class": kind, "module": module, "fields": fields}
@@ -68,6 +71,7 @@ def read(path: str | PathLike[str]) -> StoredResult:
         ResultError: it is something else, damaged, or written by a newer version.
         FileNotFoundError: there is none.
     """
+    check_path("the path of the result", path)
     path = Path(path)
     try:
         if _is_json(path):

@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.common.arguments import check_path
 from pipeline.entry.state.tensor_files import TensorFiles, tensor_file
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Saved(Mapping[str, Any]):
     """
 
     def __init__(self, path: str | PathLike[str], part: str | None = None) -> None:
+        check_path("the path of Saved", path)
         self._source = _source(Path(path), part)
         self._name = f"Saved({str(path)!r}{'' if part is None else f', {part!r}'})"
 

@@ -182,6 +182,16 @@ def test_result_load_finds_the_class_and_other_classes_refuse_it(tmp_path):
         Anything.load(tmp_path / "curve.npz")
 
 
+@pytest.mark.parametrize("wrong", [3, True, None, b"run.npz"])
+def test_what_is_no_path_is_refused_in_words(wrong):
+    for use in (Result.load, Curve(torch.ones(2)).save):
+        with pytest.raises(TypeError, match=f"the path of the result is {wrong!r}. Give a path: a str, or a"):
+            use(wrong)
+    if wrong is not None:  # which shows it
+        with pytest.raises(TypeError, match=f"the path of the picture is {wrong!r}. Give a path: a str, or a"):
+            Curve(torch.ones(2)).plot(wrong)
+
+
 def test_of_two_classes_of_one_name_the_module_decides(tmp_path):
     @dataclass(frozen=True, eq=False)
     class Twin(Curve):

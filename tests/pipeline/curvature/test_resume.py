@@ -212,6 +212,18 @@ def test_the_state_of_another_matrix_and_a_file_that_is_none_are_refused_in_word
             top_eigenpairs(DenseMap(symmetric(VALUES)), resume=path, **WANTED)
 
 
+@pytest.mark.parametrize("wrong", [True, 3, b"run.pt"])
+def test_what_is_no_path_or_no_number_of_seconds_is_refused_in_words(wrong: Any, tmp_path: Path) -> None:
+    A = DenseMap(symmetric(VALUES))
+    with pytest.raises(TypeError, match=f"resume is {wrong!r}. Give a path: a str, or a pathlib.Path"):
+        top_eigenpairs(A, resume=wrong, **WANTED)
+    with pytest.raises(TypeError, match="save_every is 'minute'. Give a number"):
+        top_eigenpairs(A, resume=tmp_path / "run.pt", save_every="minute", **WANTED)  # type: ignore[arg-type]
+    for nameless in ("", ".", "/"):
+        with pytest.raises(ResumeError, match=f"resume is '{nameless}', which names no file. Give one, such as"):
+            top_eigenpairs(A, resume=nameless, **WANTED)
+
+
 def test_a_state_with_a_changed_byte_is_refused_or_goes_on_as_it_was(tmp_path: Path) -> None:
     path, matrix = tmp_path / "top.pt", symmetric(VALUES)
     top_eigenpairs(DenseMap(matrix), resume=path, max_products=20, **WANTED)

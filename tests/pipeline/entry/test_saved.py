@@ -109,6 +109,12 @@ def test_what_is_not_there_is_said(tmp_path):
             Saved(tmp_path, part)
 
 
+@pytest.mark.parametrize("wrong", [3, None, b"run"])
+def test_what_is_no_path_is_said(wrong):
+    with pytest.raises(TypeError, match=f"the path of Saved is {wrong!r}. Give a path: a str, or a pathlib.Path"):
+        Saved(wrong)
+
+
 def test_a_modules_state_dict_is_loaded_from_it(tmp_path):
     one, other = nn.LSTM(2, 3), nn.LSTM(2, 3)
     dcp.save({"model": one.state_dict()}, checkpoint_id=tmp_path)
