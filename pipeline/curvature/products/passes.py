@@ -77,7 +77,7 @@ def run_pass(
                 "the loss does not depend on any of the parameters: the output is detached, or params= leaves out "
                 "all that are used."
             )
-        if total:
+        if total is not None and (total or loss):  # where nothing counts all is zero, as torch has it
             for shard in itertools.chain(*sums):
                 shard.div_(total)
         return sums, torch.tensor(loss, **HOST) / (1.0 if total is None else total)  # nan where nothing counts

@@ -812,6 +812,17 @@ def test_a_pair_of_sum_and_count_is_taken_at_its_word_over_mini_batches_of_one_c
     close(op.loss(), sum(parts) / 7)
 
 
+@every_matrix
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_sum_over_a_count_of_zero_is_infinite_and_no_sum(matrix, chunks):
+    data = data_for("mse", [4, 3])
+    op = MATRICES[matrix](piped(small(), chunks), data, lambda out, y: ((out - y).square().sum(), 0))
+    assert op.loss().isinf()
+    assert not (op @ columns(op.shape[0])).isfinite().all()
+    with pytest.raises(FloatingPointError, match="is not finite"):
+        op.trace(3)
+
+
 TOKENS = {
     "mean": Loss(
         lambda out, y: functional.cross_entropy(out, y.flatten()),
