@@ -125,9 +125,11 @@ def taken(space: Space, vectors: Vectors) -> tuple[list[Vec], ToUserForm]:
 
 def _checked(named: NamedTensors) -> NamedTensors:
     for name, part in named.items():
-        if not isinstance(part, Tensor) or not part.is_floating_point():
-            description = str(part.dtype) if isinstance(part, Tensor) else type(part).__name__
-            raise TypeError(f"the entries for '{name}' are {description}. Give a floating-point tensor.")
+        if not isinstance(part, Tensor) or not part.is_floating_point() or part.layout is not torch.strided:
+            description = type(part).__name__
+            if isinstance(part, Tensor):
+                description = str(part.layout if part.is_floating_point() else part.dtype)
+            raise TypeError(f"the entries for '{name}' are {description}. Give a floating-point tensor, not sparse.")
     return named
 
 

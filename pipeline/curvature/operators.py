@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from partition.names import NamedLayer
-from pipeline.common.arguments import check_count, check_flags
+from pipeline.common.arguments import check_count, check_flags, shown
 from pipeline.common.torch_modes import Ambient
 from pipeline.curvature.by_layers import layer_densities, per_layer
 from pipeline.curvature.checking import Report, check
@@ -46,6 +46,7 @@ from pipeline.distributed.agreement import digest, values_in_words
 from pipeline.distributed.wrapped import refuse_parts
 from pipeline.pipe import Pipe
 from pipeline.recompute.randomness import draw_seed
+from scheduler.errors import whole
 
 Batches: TypeAlias = Any  # one (x, target), or an iterable of them
 
@@ -114,7 +115,9 @@ class Operator(LinearMap):
         )
         self.name, self.block = self.product.name, check_count("block", block)
         self.space = ParameterSpace(self.pipe, prefix, params)
-        own_seed = draw_seed() if seed is None else int(seed)  # all draw, so that their generators stay alike
+        own_seed = draw_seed() if seed is None else whole(seed)  # all draw, so that their generators stay alike
+        if own_seed is None:
+            raise TypeError(f"seed is {shown(seed)}. Give a whole number, or None.")
         self.seed = int(self.space.rows(own_seed)[0])
         self.data, self.training = MiniBatches(data), training
         self.loss_fn, self.loss_reduction = loss_fn, loss_reduction

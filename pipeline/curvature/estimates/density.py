@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.common.arguments import check_count
+from pipeline.common.arguments import check_count, check_number
 from pipeline.curvature.estimates.quadrature import edges, gauss, smoothed, stacked, tridiagonals, width
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.sampling import mean_and_stderr
@@ -102,7 +102,7 @@ class Density(Result):
         Returns:
             The estimate and its standard error over the runs, None for one run.
         """
-        if not low <= high:
+        if not check_number("low", low) <= check_number("high", high):
             raise ValueError(f"low must not be above high (low: {low}, high: {high})")
         return self._mean(self._within(low, high), self.size)
 
@@ -282,7 +282,7 @@ class IntegratedDensity(Result):
         Raises:
             ValueError: the share is not between 0 and 1.
         """
-        if not 0.0 < share < 1.0:
+        if not 0.0 < check_number("share", share) < 1.0:
             raise ValueError(f"share must be between 0 and 1 (share: {share})")
         curves = self.share, self.upper, self.lower
         place, low, high = [min(int((curve < share).sum()), len(curve) - 1) for curve in curves]  # they do not fall

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.common.arguments import check_count
+from pipeline.common.arguments import check_count, check_number, shown
 from pipeline.curvature.estimates.lanczos import EigenpairGoal, LanczosRun
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.ritz import WHICH, wanted
@@ -24,6 +24,7 @@ from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table
 from pipeline.curvature.space import HOST, Vec, add_
+from scheduler.errors import whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,16 +159,22 @@ def _checked(A: LinearMap, goal: EigenpairGoal, max_products: int | None) -> Eig
     """The goal with numbers that fit the matrix.
 
     Raises:
+        TypeError: an argument is no number, or no whole one.
         ValueError: it makes no sense.
     """
-    size, k = A.space.size, goal.k
+    size, k = A.space.size, whole(goal.k)
+    if k is None:
+        raise TypeError(f"k is {shown(goal.k)}. Give a whole number.")
+    for name, count in ("max_products", max_products), ("max_basis", goal.most):
+        if count is not None:
+            check_count(name, count)
     if not 1 <= k <= size:
         raise ValueError(f"k is {k}: the {A.name} has {size} eigenvalues; ask for 1 to {size}.")
     if goal.which not in WHICH:
         words = ", ".join(f"{key!r} ({words})" for key, words in WHICH.items())
         raise ValueError(f"which is {goal.which!r}: use {words}.")
     check_tol(goal.tol)
-    if not 0 < goal.miss <= 1:
+    if not 0 < check_number("miss", goal.miss) <= 1:
         raise ValueError(f"miss is {goal.miss}: it is a probability, above 0; use 1 to look for no missing eigenvalue.")
     if max_products is not None and max_products < 2 * k:
         raise ValueError(
@@ -183,7 +190,7 @@ def _checked(A: LinearMap, goal: EigenpairGoal, max_products: int | None) -> Eig
             f"max_basis is {most}: {k} eigenpairs with blocks of {block} need 2 k + 3 block = {2 * k + 3 * block} "
             "vectors at least, and converge faster with more. Raise it, or lower block."
         )
-    return replace(goal, block=block, most=most)
+    return replace(goal, k=k, block=block, most=most)
 
 
 def _advance(run: LanczosRun, max_products: int | None, on_progress: Callable[..., None]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.common.arguments import check_count
+from pipeline.common.arguments import check_count, check_number
 from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.linear import LinearMap, blocks, finite, products_of
@@ -105,9 +105,10 @@ def check_tol(tol: float) -> None:
     """Refuse what is no relative residual.
 
     Raises:
+        TypeError: it is no number.
         ValueError: it is not between 0 and 1.
     """
-    if not 0.0 < tol < 1.0:
+    if not 0.0 < check_number("tol", tol) < 1.0:
         raise ValueError(f"tol is {tol}: it bounds a relative residual, between 0 and 1; use a number like 1e-6")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.common.arguments import check_count
+from pipeline.common.arguments import check_count, check_number
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.sampling import check_tol
 from pipeline.curvature.estimates.systems import METHODS, VecLike, fitting, scales_of, solved
@@ -68,7 +68,7 @@ class Inverse(LinearMap):
     ) -> None:
         if method not in METHODS:
             raise ValueError(f"method must be 'cg' or 'minres' (method: {method!r})")
-        if not math.isfinite(damping):
+        if not math.isfinite(check_number("damping", damping)):
             raise ValueError(f"damping must be finite (damping: {damping})")
         check_tol(tol)
         self.limit = check_count("max_products", 1000 if max_products is None else max_products, least=2)

@@ -433,3 +433,7 @@ def test_moment_and_count_refuse_what_makes_no_sense():
         found.moment(-1)
     with pytest.raises(ValueError, match=r"low must not be above high \(low: 2.0, high: 1.0\)"):
         found.count(2.0, 1.0)
+    with pytest.raises(TypeError, match="low is 'least'. Give a number"):
+        found.count("least", 1.0)
+    with pytest.raises(TypeError, match="share is 'half'. Give a number"):
+        found.integrated().quantile("half")

@@ -159,6 +159,7 @@ BAD_VECTORS = {
         r"entries for '0.bias' have shape \[5\], the parameter has \[4\]",
     ),
     "no tensor": (lambda: {**cut(torch.ones(43)), "0.bias": [1.0] * 4}, TypeError, "entries for '0.bias' are list"),
+    "sparse": (lambda: torch.ones(43).to_sparse(), TypeError, "sparse_coo. Give a floating-point tensor, not sparse"),
     "complex": (lambda: torch.ones(43, dtype=torch.complex64), TypeError, "complex64. Give a floating-point tensor"),
 }
 
@@ -469,6 +470,9 @@ def test_settings_that_cannot_be_are_refused_in_words():
         Hessian(Pipe(layered(), [2, 2], 3), data(), "mse") @ torch.ones(43)
     with pytest.raises(ValueError, match="loss_reduction|reduction"):
         Hessian(Pipe(layered(), [2, 2], 3), data(), CE.whole, loss_reduction="median") @ torch.ones(43)
+    for seed in ("seven", 7.5, True):
+        with pytest.raises(TypeError, match=f"seed is {seed!r}. Give a whole number, or None"):
+            Hessian(Pipe(layered(), [2, 2], 3), data(), CE.whole, seed=seed)
 
 
 def test_a_seed_is_kept_and_repeats_the_masks():

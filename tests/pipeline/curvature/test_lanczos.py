@@ -265,6 +265,21 @@ def test_arguments_that_make_no_sense_are_refused_in_words(wrong: dict[str, obje
         top_eigenpairs(DenseMap(symmetric(torch.arange(6.0))), **arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"k": 1.5}, "k is 1.5. Give a whole number"),
+        ({"tol": "small"}, "tol is 'small'. Give a number"),
+        ({"miss": None}, "miss is None. Give a number"),
+        ({"max_products": "all"}, "max_products is 'all'. Give a whole number"),
+        ({"max_basis": 9.5}, "max_basis is 9.5. Give a whole number"),
+    ],
+)
+def test_arguments_that_are_no_numbers_are_refused_in_words(wrong: dict[str, object], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        top_eigenpairs(DenseMap(symmetric(torch.arange(6.0))), **wrong)  # type: ignore[arg-type]
+
+
 def test_a_product_that_is_not_finite_is_an_error_and_never_a_nan() -> None:
     matrix = symmetric(torch.arange(6.0))
     matrix[2, 3] = math.nan

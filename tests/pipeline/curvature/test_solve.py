@@ -429,6 +429,14 @@ def test_wrong_arguments_are_refused(wrong, words):
         solve(A, right(A, 0), **wrong)
 
 
+def test_a_damping_or_a_tol_that_is_no_number_is_refused_in_words():
+    A = DenseMap(positive(6, 2.0, 0))
+    with pytest.raises(TypeError, match="damping is 'some'. Give a number"):
+        solve(A, right(A, 0), damping="some")
+    with pytest.raises(TypeError, match="tol is None. Give a number"):
+        Inverse(A, tol=None)
+
+
 @pytest.mark.parametrize("method", ["cg", "minres"])
 def test_entries_that_are_not_finite_are_named(method):
     A = DenseMap(positive(6, 2.0, 0))
