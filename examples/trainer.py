@@ -62,6 +62,9 @@ class PipeTrainer(Trainer):
         with self.accelerator.autocast():
             return self.pipe.step(inputs, labels, loss_fn=loss, loss_reduction="sum").loss
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return super().get_decay_parameter_names(self.whole)  # a rank has modules of its own layers alone
+
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.pipe.clip_grad_norm_(self.args.max_grad_norm)  # of all ranks' gradients
 
@@ -115,9 +118,9 @@ def main() -> None:
     with as_one_process() as rank, TemporaryDirectory() as temporary:
         args = TrainingArguments(
             options.out if options.out and rank == 0 else temporary, num_train_epochs=options.epochs,
-            per_device_train_batch_size=8, gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=4,
-            save_strategy="epoch", seed=0, remove_unused_columns=False, label_names=["labels"], report_to=[],
-            disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+            per_device_train_batch_size=8, gradient_accumulation_steps=2, learning_rate=1e-2, weight_decay=0.1,
+            logging_steps=4, save_strategy="epoch", seed=0, remove_unused_columns=False, label_names=["labels"],
+            report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
         trainer = PipeTrainer(pipe, model, args, train_dataset=data, eval_dataset=data[:16])
         if rank:

@@ -102,6 +102,17 @@ class LayeredModule(nn.Module):
                 seen.update([module] if remove_duplicate else [])
                 yield _dotted(prefix) + name if name else prefix, module
 
+    def children(self) -> Iterator[nn.Module]:
+        """The layers, as nn.Module's."""
+        return (layer for _, layer in super().named_children())
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As nn.Module's; of a model the outermost modules that parts have whole, by their names in it, in its order.
+
+        A module that several parts have pieces of stands there if it has tensors beside these: a holder of them.
+        """
+        return outermost(self._tree()) if self._parts() else super().named_children()
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -237,6 +248,19 @@ def merged(entries: Sequence[Any], places: Mapping[str, int], name: str = "") ->
         for path in sorted(groups, key=lambda path: places.get(path, len(places))):
             vars(module)[table][path.rpartition(".")[2]] = merged(groups[path], places, path)
     return module
+
+
+def outermost(tree: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules in a tree that are no holders, and a holder of the tensors of each that is one."""
+    if type(tree) is not Holder:
+        yield name, tree
+        return
+    if tree._parameters or tree._buffers:
+        tensors = Holder()
+        vars(tensors).update(_parameters=tree._parameters, _buffers=tree._buffers)
+        yield name, tensors
+    for key, module in tree.named_children():
+        yield from outermost(module, _dotted(name) + key)
 
 
 def units_of(layers: Mapping[str, nn.Module | None]) -> dict[str, list[str]]:

@@ -52,8 +52,8 @@ def arguments(folder: Path, **others: Any) -> TrainingArguments:
     from transformers import TrainingArguments
 
     given = {"per_device_train_batch_size": 6, "learning_rate": 1e-2, "max_grad_norm": 0.3, "report_to": [], "seed": 0,
-             "num_train_epochs": 2, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "logging_steps": 1,
-             "remove_unused_columns": False, "label_names": ["labels"]}  # fmt: skip
+             "num_train_epochs": 2, "weight_decay": 0.5, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
+             "logging_steps": 1, "remove_unused_columns": False, "label_names": ["labels"]}  # fmt: skip
     return TrainingArguments(str(folder), **{**given, **others})
 
 

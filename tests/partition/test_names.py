@@ -116,6 +116,26 @@ def test_names_and_their_order_are_those_of_the_model(name):
     assert list(pipe.full_state_dict()) == list(state)
 
 
+def named_by_children(module, name=""):
+    """The parameters of a module as one finds them that goes from child to child."""
+    for key, parameter in module.named_parameters(recurse=False):
+        yield f"{name}{key}", parameter
+    for key, child in module.named_children():
+        yield from named_by_children(child, f"{name}{key}.")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_names_from_child_to_child_are_those_of_the_model(name):
+    model, layers, pipe, _ = cut(name)
+    for module in (layers, pipe):
+        found = {key.removeprefix("."): parameter for key, parameter in named_by_children(module)}
+        expected = dict(model.named_parameters(remove_duplicate=False))
+        assert set(map(id, found.values())) == set(map(id, expected.values()))
+        assert found.keys() <= expected.keys() and all(expected[key] is found[key] for key in found)
+        assert found.keys() >= dict(model.named_parameters()).keys()
+        assert list(module.children()) == list(module)
+
+
 @pytest.mark.parametrize("name", either(ALL[::2], ALL))
 def test_the_state_of_the_model_loads_and_what_does_not_fit_is_told_by_its_names(name):
     model, layers, pipe, inputs = cut(name)
