@@ -47,9 +47,10 @@ class LostValueError(PartitionError):
         loss, where = min(reversed(losses), key=lambda pair: bool(pair[0].module))
         super().__init__(
             f"{loss.words} {where}, in another part of the model, and does not travel there. Return it from a block, "
-            "or from a module that is called once; turn off what drops layers at random (layerdrop=0), or leave what "
-            "hooks within blocks collect out of the sample (output_attentions); name the module that computes it among "
-            "the blocks, to_sequential(model, sample, blocks=[...]); or write the model as an nn.Sequential."
+            "or from a module that is called once; draw random numbers before, and call the model with them, or turn "
+            "off what drops layers at random (layerdrop=0); leave what hooks within blocks collect out of the sample "
+            "(output_attentions); name the module that computes it among the blocks, "
+            "to_sequential(model, sample, blocks=[...]); or write the model as an nn.Sequential."
         )
         self.names = set[str]() if not loss.module else {loss.module for loss, _ in losses}
 
