@@ -302,6 +302,7 @@ def checksums(tensors: Sequence[Tensor]) -> Checksums:
     with torch.no_grad():
         for tensor in chain.from_iterable(map(unwrapped, tensors)):
             values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            values = values.dequantize() if values.is_quantized else values
             values = values.to_dense() if values.layout is not torch.strided else values
             values = computable(values) if values.is_floating_point() else values.to(torch.float64)
             total = values.sum(dtype=torch.float64)  # the cast happens in the kernel: no second copy of a large tensor

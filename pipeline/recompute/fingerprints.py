@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from partition.contents import unwrapped
 from pipeline.data.pytrees import Checksums, checksums, same_checksums, same_values
 
 COUNT = 32  # of each tensor
@@ -74,8 +75,14 @@ def positions(size: int) -> list[int]:
 
 
 def entries(tensors: Sequence[Tensor]) -> list[Entries]:
-    """The entries of each tensor. None for those on a GPU, where comparing would make the host wait."""
-    return [_entries(tensor) for tensor in tensors if tensor.is_cpu]
+    """The entries of each tensor; of one that wraps others those of these.
+
+    None for those on a GPU, where comparing would make the host wait.
+    """
+    return [
+        _entries(part) for tensor in tensors if tensor.is_cpu
+        for part in ((tensor,) if type(tensor) is Tensor else unwrapped(tensor))
+    ]
 
 
 def sample(tensor: Tensor, known_addresses: Container[int]) -> EntrySample:

@@ -410,6 +410,51 @@ def test_arguments_and_results_are_pytrees_and_a_tensor_that_stands_twice_stays_
     check_equal(*found)
 
 
+class Ragged(nn.Module):
+    """Takes and returns rows of other lengths."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.factor)
+
+
+def squares(model: nn.Module, pieces: list[Tensor]) -> Tensor:
+    out = model(torch.nested.as_nested_tensor(pieces, layout=torch.jagged))
+    return torch.cat(out.unbind()).square().sum()
+
+
+def test_jagged_tensors_go_through_blocks_and_their_values_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, patched = pair(Ragged)
+    pieces = [rows(length).requires_grad_() for length in (3, 1, 2)]
+    for _ in range(3):  # two calls that validate, one that does not
+        models = (plain, patched)
+        check_equal(*[gradients(squares(model, pieces), [*pieces, *model.parameters()]) for model in models])
+    loss = squares(patched, pieces)
+    monkeypatch.setattr(Ragged, "factor", 2.0)
+    with pytest.raises(CheckpointError, match="gave other values than its forward"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantised_output_is_compared_with_its_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Levels(Ragged):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            levels = torch.quantize_per_tensor(x.float() * self.factor, 0.1, 0, torch.qint8)
+            return torch.tanh(self.linear(x)), levels
+
+    plain, patched = pair(Levels)
+    check_equal(*[gradients(model[0](rows())[0].sum(), list(model[0].parameters())) for model in (plain, patched)])
+    out, _ = patched[0](rows())
+    monkeypatch.setattr(Levels, "factor", 2.0)
+    with pytest.raises(CheckpointError, match="gave other values than its forward"):
+        out.sum().backward()
+
+
 class Counting(nn.Module):
     """Depends on an attribute that every forward changes, and keeps what it computed last."""
 
