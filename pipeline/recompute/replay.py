@@ -125,7 +125,8 @@ def _check_parameters(module: nn.Module, name: str, then: Sequence[int], now: Se
         changed = [version != earlier for version, earlier in zip(now, then, strict=True)].index(True)
         raise CheckpointError(
             f"parameter '{_names_of(module)[changed]}' of {name} was changed in place between the forward and the "
-            "recomputation. Change it (optimizer.step()) after backward()."
+            "recomputation. Change it (optimizer.step()) after backward(). If the block writes it itself "
+            "(nn.Embedding(max_norm=...)), do not checkpoint this block."
         )
 
 
@@ -148,8 +149,9 @@ def _check_same(name: str, snapshot: ForwardSnapshot, outputs: Sequence[Tensor],
         pass
     raise CheckpointError(
         f"the recomputation of {name} gave other values than its forward. It depends on state that is no buffer and no "
-        "attribute, and has changed since (a list, a closure, a file), or on an input that is no tensor and was "
-        "written (a cache). Make it a buffer, change it after backward(), or do not checkpoint this block."
+        "attribute, and has changed since (a list, a closure, a file, a parameter's .data), or on an input that is no "
+        "tensor and was written (a cache). Make it a buffer, change it after backward(), or do not checkpoint this "
+        "block."
     )
 
 

@@ -863,6 +863,14 @@ def test_a_change_in_place_between_forward_and_recomputation_is_an_error(change:
         loss.backward()
 
 
+def test_a_block_that_writes_its_own_parameter_is_told_so() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0))
+    checkpoint_blocks(model, nn.Embedding)
+    loss = model(torch.arange(5)).sum()
+    with pytest.raises(CheckpointError, match=r"If the block writes it itself \(nn.Embedding\(max_norm=...\)\)"):
+        loss.backward()
+
+
 def test_a_block_that_writes_its_input_is_an_error_at_the_forward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
     checkpoint_blocks(model, nn.ReLU)
