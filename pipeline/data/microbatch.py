@@ -13,7 +13,7 @@ lengths of sequences, class labels) and is cut along dim 0. Sizes do not matter:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -306,6 +306,23 @@ def row_sizes(column: Sequence[Tensor], rows: Sequence[int], batch_dim: int) -> 
             "use chunks=1."
         )
     return sizes
+
+
+def refuse_layouts(outputs: Iterable[Tensor]) -> None:
+    """Raise where the gradient of an output could not be cut into those of the chunks.
+
+    Args:
+        outputs: those that require a gradient.
+
+    Raises:
+        TypeError: one is sparse.
+    """
+    for tensor in outputs:
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"an output of layout {tensor.layout} and shape {list(tensor.shape)} requires a gradient, which torch "
+                "cannot cut into those of the chunks. Return x.to_dense() from the last layer."
+            )
 
 
 def describe(tree: Tree) -> str:

@@ -106,7 +106,8 @@ class ChunkLosses:
             self._has_gaps = True
         self._held.append(chunk_end)
         self._left -= 1
-        sizes = [tensor.nbytes for end in (*self._held, chunk_end) for tensor in end.output.tree.tensors]
+        held = [tensor for end in (*self._held, chunk_end) for tensor in end.output.tree.tensors]
+        sizes = [tensor.numel() * tensor.itemsize for tensor in held]
         if not self._left or len(self._held) > 1 and sum(sizes) > _HELD:
             self._compare_held(scale is not None)
             # The next ones are compared with the last that counts something.

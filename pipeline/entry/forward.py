@@ -14,6 +14,7 @@ The nodes are in nodes.py. Over ranks [2] is [1] and a node of its own behind th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from pipeline.common.accelerators import beside, current_streams, use_here
 from pipeline.common.call_lock import LockHold, turn
 from pipeline.common.graph import asks_for_all_leaves
 from pipeline.common.torch_modes import outside_vmap
-from pipeline.data.microbatch import gather
+from pipeline.data.microbatch import gather, refuse_layouts
 from pipeline.data.pytrees import Activations, Grads, Tree, unshared, versions
 from pipeline.distributed.agreement import OPTIONS
 from pipeline.entry.attached_call import AttachedCall
@@ -53,6 +54,8 @@ def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everyw
             tree, sizes = gather([message.tree for message in messages], call.batch.rows, call.batch.batch_dim)
             columns = zip(*[message.needs_grad for message in messages], strict=True)
             output = Activations(tree, tuple([any(column) for column in columns]))
+            if call.batch.chunks > 1:
+                refuse_layouts(compress(tree.tensors, output.needs_grad))
         reached = call.communicator.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
         if everywhere:
             output = share_output(call.communicator.exchange, output)

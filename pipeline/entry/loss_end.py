@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.common.graph import Roots, edge, gradients, owned, refuse_marked, roots_of
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss
-from pipeline.data.microbatch import Batch
+from pipeline.data.microbatch import Batch, refuse_layouts
 from pipeline.data.pytrees import Tree, copied, same_values, versions
 from pipeline.entry.chunk_losses import ChunkLosses
 from pipeline.execution.communicator import Pair
@@ -60,6 +60,7 @@ class LossEnd(ChunkLosses):
             if chunk == 0 or self._writes_output:  # chunk 0 shows whether loss_fn writes its output
                 loss_inputs = tuple([copied(tensor) for tensor in tensors])
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+        refuse_layouts(differentiable)
         ends = [edge(tensor) for tensor in differentiable]
         loss, weight, external = self.computed(self.loss, chunk, tree, loss_inputs, ends)
         if not self.compares and self.loss.is_new:

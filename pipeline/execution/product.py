@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from pipeline.common.twice import explained
+from pipeline.data.microbatch import refuse_layouts
 from pipeline.data.pytrees import Activations, Grads
 from pipeline.data.tangents import Inbox, LeafGrads, groups_of
 from pipeline.execution.execution import Execution, WorkTable
@@ -87,6 +88,7 @@ class Product(ABC):
                 self._execution.check_alone(
                     run.layers.index, chunk, [Activations(inbox.values.trees[0], (), inbox.memory)]
                 )
+            refuse_layouts([tensor for tensor in graph.outputs.tensors if tensor.requires_grad])
             return self.at_end(run, chunk, graph, inbox).messages(inbox)
 
     def _middle_backward(

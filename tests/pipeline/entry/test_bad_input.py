@@ -277,6 +277,20 @@ def test_an_output_whose_structure_counts_rows_is_refused_where_chunks_have_as_m
         pipe(torch.randn(6, WIDE))
 
 
+def test_a_sparse_output_is_right_without_a_gradient_and_refused_with_one():
+    model = nn.Sequential(*net(), Gives(lambda x, n: x.relu().to_sparse()))
+    pipe, x = Pipe(model, [2, 2], 2), torch.randn(ROWS, WIDE)
+    loss_fn = lambda out, _: out.to_dense().square().mean()  # noqa: E731
+    dense = model(x).to_dense().detach()
+    with torch.no_grad():
+        assert torch.allclose(pipe(x).to_dense(), dense)
+    assert torch.allclose(pipe.evaluate(x, loss_fn=loss_fn).loss, dense.square().mean())
+    H = Hessian(pipe, (x, x), loss_fn)
+    for call in (lambda: pipe(x), lambda: pipe.step(x, loss_fn=loss_fn), lambda: H.trace(samples=1)):
+        with pytest.raises(TypeError, match=r"output of layout torch.sparse_coo .* Return x\.to_dense\(\)"):
+            call()
+
+
 LEAVES = [(np.ones(2), r"numpy\.ndarray.*torch\.from_numpy"), (Thing(), r"Thing \(a thing\)")]
 
 
