@@ -209,7 +209,12 @@ def resolved(tensor: Tensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The address of a tensor's storage: equal for tensors that share it. A sparse or empty tensor shares none."""
+    """The address of a tensor's storage: equal for tensors that share it. A sparse or empty tensor shares none.
+
+    Of one that wraps others it is that of the first of these.
+    """
+    if type(tensor) is not Tensor:
+        tensor = next(unwrapped(tensor), tensor)
     place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     return place or id(tensor)
 

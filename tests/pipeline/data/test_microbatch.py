@@ -4,10 +4,12 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.testing._internal.two_tensor import TwoTensor
 from tree_strategies import PLAIN, Pair, containers, leaves_of, same, tensors
 
-from pipeline import NoChunk
+from pipeline import NoChunk, Pipe
 from pipeline.data.microbatch import gather, scatter, scatter_like
 from pipeline.data.pytrees import flatten
 
@@ -228,6 +230,25 @@ def test_outputs_that_cannot_be_joined_are_refused_with_words(name):
     outputs, words = CANNOT[name]
     with pytest.raises(ValueError, match=words):
         gathered(outputs, (3, 2))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_tensors_that_wrap_others_cross_stages_beside_others(checkpoint):
+    class Wrap(nn.Linear):
+        def forward(self, x):
+            return TwoTensor(x.detach() * 5, x.detach() * 2), super().forward(x)
+
+    class Unwrap(nn.Linear):
+        def forward(self, pair):
+            return super().forward(pair[1]) * (pair[0] * 3).b
+
+    model = nn.Sequential(Wrap(4, 4), nn.Identity(), Unwrap(4, 4)).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    pipe = Pipe(model, [1, 1, 1], chunks=3, checkpoint=checkpoint)
+    found = torch.autograd.grad(pipe(x).square().sum(), list(model.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)
 
 
 def test_a_tensor_twice_in_one_chunk_and_two_tensors_in_another_are_joined_or_refused():
