@@ -939,6 +939,22 @@ class FirstValues(Chain):
         return x
 
 
+class Tables(Chain):
+    """Its forward sees that a tensor beside its buffers is on the device of the input, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = torch.arange(40.0).view(10, 4).cos()
+        self.register_buffer("scales", torch.arange(1.0, 5.0), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        self.angles, self.scales = self.angles.to(x.device), self.scales.to(x.device)
+        for block in self.blocks:
+            x = block(x * self.angles[: x.shape[1]])
+        return x * self.scales + self.angles[: x.shape[1]]
+
+
 def pictured(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 8, 8), ids(rows)
 
@@ -987,6 +1003,7 @@ MODELS = {
     "siamese": (Siamese, ids),
     "states": (States, ids),
     "first values": (FirstValues, ids),
+    "tables": (Tables, ids),
 }  # fmt: skip
 MIXING = {"numbers", "decides"}  # what one row computes may count for others
 

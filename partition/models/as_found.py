@@ -159,3 +159,11 @@ def _package(value: Any) -> str | None:
 def is_same(one: Any, other: Any) -> bool:
     """Whether they are one object, or equal numbers or words."""
     return one is other or type(one) is type(other) and isinstance(one, int | float | str) and one == other
+
+
+def stays(value: Any, earlier: Any) -> bool:
+    """Whether a value is the tensor that was there, or that one on another device: `self.table.to(x.device)`."""
+    if not (isinstance(value, Tensor) and isinstance(earlier, Tensor)):
+        return False
+    is_moved = value.device != earlier.device and value.dtype == earlier.dtype
+    return value is earlier or is_moved and value.equal(earlier.to(value.device))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
 
 from partition.contents import storage_of, tensors_in, version_of
-from partition.models.as_found import Hook, as_found, tensors_of
+from partition.models.as_found import Hook, as_found, stays, tensors_of
 from partition.models.flow import Flow
 from partition.models.inputs import Leaves, called_with
 from partition.models.runs import ArgumentKey, CallArguments
@@ -196,7 +196,8 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
             calls: list[ModuleCall] = []
             flow = Flow(chain(model.parameters(), model.buffers(), tensors), before_write)
             draw_times: list[int] = []
-            with _calling(named_modules, calls, flow, draw_times) as tick, flow.watching(), _setting() as values:
+            calling, setting = _calling(named_modules, calls, flow, draw_times), _setting(storages)
+            with calling as tick, flow.watching(), setting as values:
                 try:
                     leaves = tree_leaves(make(run_model(model, sample, always)))
                 except Exception as error:
@@ -264,12 +265,18 @@ def _names(model: nn.Module, storages: Container[int]) -> list[tuple[int, str]]:
 
 
 @contextmanager
-def _setting() -> Iterator[dict[tuple[int, str], Any]]:
-    """Within: note the attributes of modules that are set, and their values."""
+def _setting(written: Container[int]) -> Iterator[dict[tuple[int, str], Any]]:
+    """Within: note the attributes of modules that are set, and their values; no tensor that stays, and is not written.
+
+    Args:
+        written: the storages that are written.
+    """
     set_attribute, values = nn.Module.__setattr__, dict[tuple[int, str], Any]()
 
     def note(module: nn.Module, name: str, value: Any) -> None:
-        values[id(module), name] = value
+        earlier = vars(module).get(name, module._buffers.get(name))
+        if not stays(value, earlier) or storage_of(value) in written:
+            values[id(module), name] = value
         set_attribute(module, name, value)
 
     nn.Module.__setattr__ = note  # type: ignore[method-assign, assignment]

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from partition.contents import version_of
 from partition.errors import PartitionError
-from partition.models.as_found import Hook, is_same
+from partition.models.as_found import Hook, is_same, stays
 from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
 from partition.models.lost import LostTensor
@@ -199,7 +199,8 @@ class Outline(nn.Module):
             leaf.clone() if is_written and isinstance(leaf, Tensor) else leaf
             for leaf, is_written in zip(leaves, self.inputs.written, strict=True)
         ]  # fmt: skip
-        copies = self._with_units(self._on(device), units)
+        root = self._on(device)
+        copies = self._with_units(root, units)
         for name, module in copies.items():
             vars(module)["training"] = modes.get(name, False)
         absent = [parameter for name in self.settings for parameter in copies[name]._parameters.values()]
@@ -212,10 +213,14 @@ class Outline(nn.Module):
                 returned = copies[""](*args, **kwargs)
         except OutlineRunEnd:
             returned = None
-        for place, value in self._kept(copies, given).items():
-            is_written = place in versions and version_of(earlier[place]) != versions[place]
-            if is_written or not is_same(value, earlier.get(place)):
-                self._refuse_kept(*place)
+        for (owner, name), value in self._kept(copies, given).items():
+            before = earlier.get((owner, name))
+            is_written = (owner, name) in versions and version_of(before) != versions[owner, name]
+            if not is_written and is_same(value, before):
+                continue
+            if is_written or owner is None or not stays(value, before):
+                self._refuse_kept(owner, name)
+            vars(root.get_submodule(owner))[name] = value  # on this device: the next run finds it there
         return returned
 
     def _with_units(self, root: nn.Module, units: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -237,7 +242,7 @@ class Outline(nn.Module):
                 values.update([((owner, key), value) for key, value in table.items() if key not in volatile])
         return values
 
-    def _refuse_kept(self, owner: str | None, name: Any) -> None:
+    def _refuse_kept(self, owner: str | None, name: Any) -> NoReturn:
         """Raise, since a forward has written something: of a module, or of the inputs."""
         path = f"{owner}.{name}" if owner else name
         words = f"keeps {path!r} from one call to the next"

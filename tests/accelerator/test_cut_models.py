@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from block_models import MODELS, Chain, called, doubled, ids
+from block_models import MODELS, Chain, Tables, called, doubled, ids
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from partition import PartitionError, to_sequential
 from partition.models.calls import equal
+from pipeline import Pipe
 
 WITH_LSTMS = {"lstm", "levels"}  # of which the simulated accelerator has no kernel
 
@@ -42,6 +43,17 @@ def test_layers_compute_and_draw_what_the_model_does(name: str, training: bool) 
         torch.manual_seed(5)
         found.append([*pytree.tree_leaves(compute(x)), *[each.clone() for each in model.buffers()]])
     assert same(*found)
+
+
+def test_a_tensor_beside_the_buffers_is_where_the_forward_of_each_stage_takes_it() -> None:
+    model, x = Tables().double(), ids(5)
+    expected = model(x).detach()
+    pipe = Pipe(model, [4, 5], chunks=2, sample=x, devices=["sim:0", "sim:1"])
+    for _ in range(3):
+        torch.testing.assert_close(pipe(x).cpu(), expected, rtol=0, atol=1e-14)
+    with pytest.raises(RuntimeError, match="angles"):
+        model.angles = model.angles + 1
+        pipe(x)
 
 
 class Passing(Chain):

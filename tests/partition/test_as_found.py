@@ -203,11 +203,13 @@ def kept_by(way):
                 self.kept = 0
             elif way == "listed":
                 self.kept = {"calls": [0]}
+            elif way == "tensor":
+                self.kept = torch.zeros(4)
             elif way == "parameter":
                 self.kept = nn.Parameter(torch.zeros(4))
 
         def before(self, x):
-            if way == "number":
+            if way in ("number", "tensor"):
                 self.kept += 1
             elif way == "own table":
                 vars(self)["kept"] += 1
@@ -232,7 +234,7 @@ def kept_by(way):
 
 
 @pytest.mark.parametrize("way", [
-    "number", "own table", "listed", "missing", "first", "last", "parameter", "train mode",
+    "number", "tensor", "own table", "listed", "missing", "first", "last", "parameter", "train mode",
 ])  # fmt: skip
 def test_what_the_models_own_forward_keeps_is_refused_and_nothing_is_left(way):
     model = kept_by(way)
