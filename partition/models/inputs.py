@@ -97,17 +97,16 @@ class ModelInputs(NamedTuple):
         Raises:
             PartitionError: it is not like it.
         """
-        names = tuple(x) if isinstance(x, Mapping) else None
         x = dict(x) if self.names is not None and isinstance(x, Mapping) else x
         for given in (x, (x,)):  # pipe(x) is as the sample (x,)
             leaves, tree = tree_flatten(_in_order(given, self.tree))
             if tree == self.tree:
                 return leaves
-        tree = tree_flatten(x)[1]
-        differing = list(_differing(self.tree, tree, names or ())) if names == self.names else []
+        tree = tree_flatten(dict(x) if isinstance(x, Mapping) else x)[1]
+        differing = list(_differing(self.tree, tree, "")) if _are_alike(self.tree, tree) else []
         raise PartitionError(
-            f"the model was cut for inputs like {_in_words(self.tree, self.names)}; it is called with "
-            f"{_in_words(tree, names)}{_listed(differing)}. Call it as with the sample, or cut it with another "
+            f"the model was cut for inputs like {_in_words(self.tree)}; it is called with "
+            f"{_in_words(tree)}{_listed(differing)}. Call it as with the sample, or cut it with another "
             "sample. Rows are those of tensors: a list with an entry for each row cannot be cut into chunks."
         )
 
@@ -164,20 +163,30 @@ def _shape_and_dtype(leaf: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")
 
 
-def _differing(tree: TreeSpec, other: TreeSpec, names: Sequence[str]) -> Iterator[str]:
-    """The arguments that differ, in words: what each was, and is."""
-    if tree.num_children == other.num_children:
-        for number, (one, another) in enumerate(zip(tree.children(), other.children(), strict=True)):
-            if one != another:
-                name = names[number] if names else f"number {number}"
-                yield f"{name} was {_in_words(one, None, 'one value')}, and is {_in_words(another, None, 'one value')}"
+def _are_alike(tree: TreeSpec, other: TreeSpec) -> bool:
+    """Whether two containers are of one type, and have as many entries, of the same names."""
+    is_same = tree.type is other.type and tree.context == other.context
+    return is_same and tree.num_children == other.num_children > 0
+
+
+def _differing(tree: TreeSpec, other: TreeSpec, path: str) -> Iterator[str]:
+    """The entries that differ, in words: what each was, and is."""
+    if _are_alike(tree, other):
+        keys = tree.context if tree.type is dict else range(tree.num_children)
+        for key, one, another in zip(keys, tree.children(), other.children(), strict=True):
+            yield from _differing(one, another, f"{path}[{key!r}]" if path else str(key))
+    elif tree != other:
+        name = path if path[:1].isidentifier() else f"number {path}"
+        yield f"{name} was {_in_words(tree, 'one value')}, and is {_in_words(other, 'one value')}"
 
 
 def _listed(differing: Sequence[str]) -> str:
     return f" ({'; '.join(differing[:3])})" if differing else ""
 
 
-def _in_words(tree: TreeSpec, names: tuple[str, ...] | None, leaf: str = "one tensor") -> str:
-    if names is not None:
-        return "a dict of " + (", ".join(map(str, names)) or "nothing")
-    return f"a {tree.type.__name__} of {tree.num_leaves}" if tree.num_children else leaf
+def _in_words(tree: TreeSpec, leaf: str = "one tensor") -> str:
+    if tree.is_leaf():
+        return leaf
+    if tree.type is dict:
+        return "a dict of " + (", ".join(map(str, tree.context)) or "nothing")
+    return f"a {tree.type.__name__} of {tree.num_children}"

@@ -282,9 +282,10 @@ class OutlineRun:
         """
         number = len(self.calls)
         if number not in numbers:
-            names = [*[name for chain in self._chains for name in chain.blocks], "none"]
+            names = [name for chain in self._chains for name in chain.blocks]
+            where = f"where {names[number]!r} was" if number < len(names) else "once more than it was"
             raise PartitionError(
-                f"block {names[numbers[0]]!r} was called where {names[number]!r} was on the sample by which the model "
+                f"block {names[numbers[0]]!r} was called {where} on the sample by which the model "
                 "was cut. Turn off what drops layers at random (layerdrop=0), or cut the model with a sample that is "
                 "like this call."
             )

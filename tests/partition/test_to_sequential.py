@@ -482,7 +482,7 @@ def test_the_error_of_a_model_says_with_what_it_was_called():
 
 @pytest.mark.parametrize("length, words", [
     (5, r"block 'blocks\.2' was called where 'blocks\.1' was on the sample by which the model was cut\. .*layerdrop=0"),
-    (6, "block 'blocks.0' was called where 'none' was on the sample"),
+    (6, "block 'blocks.0' was called once more than it was on the sample by which the model was cut"),
 ])  # fmt: skip
 def test_blocks_in_another_order_than_on_the_sample_are_refused(length, words):
     class Orders(Skips):
@@ -615,6 +615,23 @@ def test_a_call_that_is_not_like_the_sample_is_refused():
         layers({"ids": ids(2), "padding": [1, 2, 3]})
     with pytest.raises(PartitionError, match="the hidden state is torch.float64, and was torch.float32 when the model"):
         layers.double()(padded(2))
+
+
+@pytest.mark.parametrize("x, words", [
+    ((), r"like a tuple of 2; it is called with a tuple of 3\. Call"),
+    (([], {}), r"with a tuple of 3 \(number 2 was a dict of state, and is a dict of nothing\)\. Call"),
+    (([1], {"state": 0}), r"a tuple of 3 \(number 1 was a list of 0, and is a list of 1\)\. Call"),
+    (([], {"state": (0, [1, 2])}), r"\(number 2\['state'\] was one value, and is a tuple of 2\)\. Call"),
+])  # fmt: skip
+def test_the_words_for_a_call_tell_it_from_the_sample(x, words):
+    class Takes(Chain):
+        def forward(self, ids, options, states=None):
+            return super().forward(ids)
+
+    sample = (ids(2), [], {"state": 1}) if x else (ids(2), {})
+    layers = to_sequential(Takes(), sample)
+    with pytest.raises(PartitionError, match=words):
+        layers((ids(2), *(x or ({}, {}))))
 
 
 def test_words_may_be_integers_of_another_type_where_their_embedding_is_a_block():
