@@ -452,6 +452,21 @@ class Queries(Chain):
         return x[:, :2] * queries
 
 
+class Latents(Chain):
+    """The first block gets a parameter, expanded to all rows, and what it returns is added to that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.latents.expand(len(ids), -1, -1)
+        seen = self.embed(ids).mean(1, keepdim=True)
+        for block in self.blocks:
+            x = block(x) * seen + x
+        return x
+
+
 class Expanded(Slices):
     """Each block, and the end, has what the beginning looks up in a table, expanded to all places."""
 
@@ -982,6 +997,7 @@ MODELS = {
     "slices": (Slices, ids),
     "shifts": (Shifts, ids),
     "expanded": (Expanded, ids),
+    "latents": (Latents, ids),
     "token": (Token, ids),
     "queries": (Queries, ids),
     "adds in place": (AddsInPlace, ids),

@@ -90,8 +90,9 @@ def shares_of(
                     "to_sequential(model, sample, blocks=[...])."
                 )
         owners = {phase // 2 for phase in phases_used if phase % 2 == 0}
-        if not owners and (is_single or name not in modules or modules[name].state_dict()):
-            owners = {phase // 2 for phase in phases_used} or {len(chains)}  # handed to blocks from before; or unused
+        if is_single or name not in modules or modules[name].state_dict():
+            first = min(owners, default=len(chains))  # handed to blocks before that, from before them; or unused
+            owners |= {phase // 2 for phase in phases_used if phase < 2 * first} or {first}
         if len(owners) + (name in inner_modules) > 1 and writes:
             raise PartitionError(
                 f"module {name!r} is called in several parts of the model, and writes its buffer {writes[0]!r}: each "
