@@ -467,6 +467,28 @@ class Latents(Chain):
         return x
 
 
+class Gate(nn.Module):
+    """A block whose parameters are its own, and none of its child's."""
+
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__()
+        self.weight, self.act = nn.Parameter(torch.randn(given, made)), nn.LeakyReLU(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x @ self.weight)
+
+
+class Gates(nn.Module):
+    """A few such blocks, of which each has half of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Gate(4, 6), Gate(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log_softmax(self.second(F.elu(self.first(x))), -1)
+
+
 class Expanded(Slices):
     """Each block, and the end, has what the beginning looks up in a table, expanded to all places."""
 
@@ -998,6 +1020,7 @@ MODELS = {
     "shifts": (Shifts, ids),
     "expanded": (Expanded, ids),
     "latents": (Latents, ids),
+    "gates": (Gates, lambda rows: torch.randn(rows, 3, 4)),
     "token": (Token, ids),
     "queries": (Queries, ids),
     "adds in place": (AddsInPlace, ids),

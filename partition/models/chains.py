@@ -186,7 +186,9 @@ def _units(model: nn.Module, name: str, called_names: Container[str]) -> Iterato
     """The modules that are called, as large as can be; of one with most of the parameters its children."""
     for key, child in model.get_submodule(name).named_children():
         path = f"{name}.{key}" if name else key
-        if path in called_names and (2 * _all_size(child) < _all_size(model) or not list(child.children())):
+        if path in called_names and (
+            2 * _all_size(child) < _all_size(model) or not any(map(_all_size, child.children()))
+        ):
             yield path
         else:
             yield from _units(model, path, called_names)
