@@ -28,6 +28,10 @@ _OUTSIDE = (
 )
 
 
+class UnfitModelError(PartitionError):
+    """A model that no way to cut it fits: alone, on its sample, it returns what cannot be compared."""
+
+
 @float32_in_full()
 def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
     """See that the layers compute what the model computes, in eval mode, and under one seed in train mode.
@@ -84,11 +88,6 @@ def _compare_in_mode(
                 f"{kind} makes parameters in its forward ({', '.join(sorted(made_names)[:5])}), and its parts make "
                 "others. Call it once before it is cut: with torch.no_grad(): model(...)."
             )
-        if not in_training and _draws(record, make):
-            raise PartitionError(
-                f"{kind} draws random numbers in eval mode, too, and its parts draw others. Draw them before, and "
-                "call the model with them."
-            )
         when, furthest = "in train mode" if in_training else "on the sample", _furthest(ours, theirs)
         raise PartitionError(f"{kind} does not return {when} what its parts return{furthest}: {_OUTSIDE}")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -101,25 +100,29 @@ def _check_comparable(kind: str, expected: Any) -> None:
     """See that what a model returns can be compared, and joined from chunks.
 
     Raises:
-        PartitionError: it cannot.
+        UnfitModelError: it cannot.
     """
     leaves = tree_leaves(expected)
     if any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in leaves):
-        raise PartitionError(
+        raise UnfitModelError(
             f"{kind} returns a single number, a loss say, and those of chunks cannot be joined. Leave labels "
             "out of the sample, and give them to step(x, labels, loss_fn=...); or choose with output=..."
         )
     for leaf in opaque(leaves):
-        raise PartitionError(
+        raise UnfitModelError(
             f"{kind} returns a {named(leaf)}, and nothing sees what is in it: {remedy(leaf)}; or take them out "
             "of it with output=lambda returned: ..."
         )
     if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in leaves):
-        raise PartitionError(f"{kind} itself returns NaN on the sample, which tells nothing. {_REMEDY}")
+        raise UnfitModelError(f"{kind} itself returns NaN on the sample, which tells nothing. {_REMEDY}")
 
 
-def _draws(record: ModelRecord, make: Callable[[Any], Any]) -> bool:
-    """Whether the model returns the same under one seed, and something else under another."""
+def check_undrawn(record: ModelRecord, make: Callable[[Any], Any]) -> None:
+    """See that what a model returns in eval mode does not depend on what it draws.
+
+    Raises:
+        UnfitModelError: it is the same under one seed, and something else under another.
+    """
 
     def returned(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -127,7 +130,11 @@ def _draws(record: ModelRecord, make: Callable[[Any], Any]) -> bool:
 
     with torch.random.fork_rng(devices=[]), as_found([record.model], record.written):
         first, again, other = returned(0), returned(0), returned(1)
-    return same(first, again) and not same(first, other)
+    if same(first, again) and not same(first, other):
+        raise UnfitModelError(
+            f"{type(record.model).__name__} draws random numbers in eval mode, too, and its parts draw others. Draw "
+            "them before, and call the model with them."
+        )
 
 
 def _compare_next(
@@ -178,7 +185,7 @@ def _compare_grads(
     try:  # the model may keep what it computed of parameters, so that both go back through one graph
         expected = _shrunk_grads(theirs, parameters, retain=True)
     except RuntimeError as error:
-        raise PartitionError(f"{kind} itself has no gradients on the sample: {error} {_REMEDY}") from None
+        raise UnfitModelError(f"{kind} itself has no gradients on the sample: {error} {_REMEDY}") from None
     gradients = _shrunk_grads(ours, parameters)
     largest: dict[str, float] = {}  # of each module: the gradient of a bias alone may be nothing but rounding
     for key, gradient in expected.items():

@@ -24,7 +24,7 @@ from partition.models.as_found import Hook
 from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, in_eval_mode, record_model
 from partition.models.carrying import AbsentUnitsError, LostValueError, NotCarriedError, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks, outermost_calls
-from partition.models.comparison import compare, keeps
+from partition.models.comparison import UnfitModelError, check_undrawn, compare, keeps
 from partition.models.inputs import ModelInputs, UnsentInputError
 from partition.models.outline import Outline
 from partition.models.parts import Beginning, Block, End, Middle
@@ -162,8 +162,11 @@ def _first_that_fits(
         for hooks in ({}, record.hooks) if has_hooks else ({},):  # what they collect may be read by no one
             try:
                 return _cut(record, blocks, output, hooks)
+            except UnfitModelError:
+                raise
             except PartitionError as error:
                 errors.append(error)
+    check_undrawn(record, output)
     raise next((error for error in reversed(errors) if error.__cause__ is None), errors[-1])
 
 

@@ -63,7 +63,7 @@ class Passing(Chain):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        passing = torch.native_dropout(x, 0.5, self.draws)[0]
+        passing = torch.native_dropout(x, 0.5, self.draws and self.training)[0]
         for block in self.blocks:
             x = block(F.dropout(x, 0.1, self.training))
         return x + passing

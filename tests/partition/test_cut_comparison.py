@@ -8,6 +8,7 @@ import pytest
 import torch
 from block_models import Chain, ids
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from partition import PartitionError, to_sequential
 from partition.models.calls import record_model
@@ -74,11 +75,20 @@ class Noisy(Chain):
         return out + torch.randn_like(out)
 
 
-def test_a_model_that_draws_in_eval_mode_is_told_so_and_draws_as_before():
+class Noised(Chain):
+    """It draws before its blocks what it adds behind them, in eval mode too."""
+
+    def forward(self, x):
+        noise = torch.randn(*x.shape, 4)
+        return super().forward(x) + noise
+
+
+@pytest.mark.parametrize("model", [Noisy(), Noised()])
+def test_a_model_that_draws_in_eval_mode_is_told_so_and_draws_as_before(model):
     torch.manual_seed(5)
-    model, x = Noisy(), ids(4)
+    x = ids(4)
     state = torch.get_rng_state()
-    with pytest.raises(PartitionError, match="Noisy draws random numbers in eval mode, too.*call the model with them"):
+    with pytest.raises(PartitionError, match="Nois(y|ed) draws random numbers in eval mode, too.*call the model with"):
         to_sequential(model, x)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -108,10 +118,30 @@ class Shuffled(nn.Module):
 
 def test_what_is_drawn_in_eval_mode_and_used_in_two_parts_is_drawn_before():
     model, x = Shuffled().double(), torch.randn(5, 4, dtype=torch.float64)
-    with pytest.raises(PartitionError, match="drawn at random is used behind.*draw random numbers before, and call"):
+    with pytest.raises(PartitionError, match="draws random numbers in eval mode, too.*Draw them before, and call"):
         to_sequential(model, x)
     numbers = torch.rand_like(x)
     assert torch.equal(to_sequential(model, (x, numbers))((x, numbers)), model(x, numbers))
+
+
+class Reenters(nn.Module):
+    """A stage whose blocks are checkpointed by what no gradient can be asked of."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_what_stands_in_the_way_of_every_cut_is_told_and_not_what_the_last_way_lacks():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Reenters(1), Reenters(3)))
+    with pytest.raises(PartitionError, match="Sequential itself has no gradients on the sample: .*use_reentrant=False"):
+        to_sequential(model, torch.randn(4, 4))
 
 
 class InTraining(Chain):
