@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from partition.contents import tensors_in
+from partition.errors import PartitionError
 from partition.models.as_found import Hook
 from partition.models.lost import as_lost, lost
 from partition.models.references import renew_references
 from partition.models.runs import Switches, this_run
 from partition.models.shapes import TensorShape
+from partition.opaque import named, opaque, remedy
 
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
 # have True there: the first forward alone sets that, since it does something once. transformers registers hooks so.
@@ -100,7 +103,13 @@ class AbsentModule(Replacement):
         meta_output = self._meta_outputs.get(key)
         if meta_output is None:
             meta_output, follows_from_shapes = self._meta_output(device, leaves, tree)
-            if follows_from_shapes:
+            for leaf in opaque(tree_leaves(meta_output)):
+                if tensors_in(getattr(leaf, "__dict__", leaf)):
+                    raise PartitionError(
+                        f"a {type(self._on_meta).__name__} returns a {named(leaf)} to several parts of the model, and "
+                        f"nothing sees what is in it: {remedy(leaf)}."
+                    )
+            if follows_from_shapes and not opaque(leaves):
                 self._meta_outputs[key] = meta_output
                 forget_oldest(self._meta_outputs)
         return lost(meta_output, device) if isinstance(meta_output, Tensor) else tree_map_only(

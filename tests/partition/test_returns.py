@@ -351,6 +351,61 @@ def test_objects_in_which_nothing_is_seen_are_named(kind):
     assert ("register_dataclass(Loss)" in note) == (kind == "dataclass")
 
 
+class Padded:
+    """Values, and where there are none: no pytree yet."""
+
+    def __init__(self, values, padding):
+        self.values, self.padding = values, padding
+
+
+class Pads(nn.Module):
+    """A module that is called with such an object, and returns one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return [Padded(self.linear(x.values), x.padding[:, ::2])]
+
+
+class ReadsPadded(nn.Module):
+    """Blocks, and what is behind them, read what a module returns in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.pads, self.blocks = Pads(), nn.ModuleList(Shifted(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        (padded,) = self.pads(Padded(x, x.repeat_interleave(2, 1)[..., 0] < 0))
+        x = padded.values
+        for block in self.blocks[:2]:
+            x = block(x, padded.padding)
+        y = x.flip(1)
+        for block in self.blocks[2:]:
+            y = block(y, padded.padding)
+        return y + x
+
+
+class Shifted(nn.Linear):
+    def forward(self, x, padding):
+        return super().forward(x.masked_fill(padding[..., None], 0.5)).tanh()
+
+
+def test_an_object_that_a_module_returns_to_several_parts_is_refused_until_it_is_registered():
+    torch.manual_seed(0)
+    model, x = ReadsPadded(), torch.randn(5, 6, 4)
+    words = "a Pads returns a test_returns.Padded to several parts of the model, and nothing sees what is in it: regis"
+    with pytest.raises(PartitionError, match=words):
+        to_sequential(model, x)
+    torch.utils._pytree.register_pytree_node(
+        Padded, lambda padded: ([padded.values, padded.padding], None), lambda leaves, _: Padded(*leaves)
+    )
+    pipe = Pipe(model, [4, 5], chunks=2, sample=x)
+    for _ in range(2):
+        torch.testing.assert_close(pipe(x), model(x))
+
+
 class Unread(Experts):
     def forward(self, words):
         x = self.embed(words)
