@@ -389,9 +389,10 @@ def _rows(tree: Tree, cut: Sequence[bool], name: str, batch_dim: int) -> int:
     if len(lengths) > 1:
         raise ValueError(
             f"{name} holds tensors of different length: {describe(tree)} (rows: {lengths}). All tensors are cut "
-            f"along dim {batch_dim} and need the same number of rows; wrap those that every chunk needs whole in "
-            "NoChunk(...). Of a list with an entry for each row pad the entries and stack them; a target may stay a "
-            "list in loss_fn(pipe(x), target).backward()." + (_where(batch_dim) if batch_dim else "")
+            f"along dim {batch_dim} and need the same number of rows. Transpose those with rows in another dim (the "
+            "state of an RNN), and back in the layer; wrap those that every chunk needs whole in NoChunk(...). Of a "
+            "list with an entry for each row pad the entries and stack them; a target may stay a list in "
+            "loss_fn(pipe(x), target).backward()." + (_where(batch_dim) if batch_dim else "")
         )
     if lengths[0] == 0:
         raise ValueError(f"{name} has 0 rows: {describe(tree)}. A mini-batch needs at least one row.")
