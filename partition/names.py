@@ -72,6 +72,14 @@ class NamedLayer(nn.Module, ABC):
 class Holder(nn.Module):
     """A module that gives the modules and tensors in it their names."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and name not in self._modules:
+            raise PartitionError(
+                f"module {name!r} is put into a part of a model that has no such module, and would not be called: "
+                "another part has it, or none. Put it into the model, and cut that."
+            )
+        super().__setattr__(name, value)
+
 
 class LayeredModule(nn.Module):
     """A module whose children are layers: a Pipe, a stage. It names what they hold as they say."""

@@ -377,6 +377,17 @@ def test_the_versions_of_a_state_count_as_in_the_model(version):
     assert found[0] == found[1] == found[2] and ("bn1.num_batches_tracked" in found[0]) == (version == 2)
 
 
+def test_a_module_is_replaced_in_the_part_that_has_it_and_refused_in_another():
+    model, x = Chain(), ids(4)
+    layers = to_sequential(model, x)
+    holder = layers[1].get_submodule("blocks")  # of the first block
+    with pytest.raises(PartitionError, match="module '1' is put into a part of a model that has no such module"):
+        setattr(holder, "1", nn.Identity())
+    model.blocks[0] = nn.Identity()
+    setattr(holder, "0", nn.Identity())
+    assert torch.equal(layers(x), model(x))
+
+
 def test_parts_of_two_models_are_refused():
     one, other = (to_sequential(Chain(), ids(2)) for _ in range(2))
     with pytest.raises(PartitionError, match="two parameters are named 'embed.weight'. Either the layers are par"):
