@@ -118,7 +118,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return tensors_in(values)
 
 
-_PLAIN = (type(None), bool, int, float, str)
+PLAIN = (type(None), bool, int, float, str)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -130,7 +130,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         for entry in value:
             if isinstance(entry, Tensor):
                 tensors.append(entry)
-            elif type(entry) not in _PLAIN:
+            elif type(entry) not in PLAIN:
                 tensors += tensors_in(entry)
         return tensors
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]

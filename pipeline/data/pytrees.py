@@ -19,14 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.masked import MaskedTensor
 from torch.utils import _pytree as pytree
 
-from partition.contents import unwrapped
+from partition.contents import PLAIN, unwrapped
 from partition.opaque import named, remedy
 from pipeline.common.torch_modes import without_function_modes
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
 Checksums: TypeAlias = list[tuple[Tensor, Tensor, torch.dtype]]
 LINE = 64  # bytes of a cache line: memory of torch's own begins at multiples of it
-PLAIN = (type(None), bool, int, float, str)
 _STAYING: dict[type, tuple[str, str]] = {
     MaskedTensor: ("MaskedTensor", "Give x.get_data() and x.get_mask()"),
     FakeTensor: ("FakeTensor", "A Pipe compares numbers, which it has none of: leave the FakeTensorMode"),
