@@ -38,7 +38,7 @@ def input_of(positional: Sequence[Any], named: Mapping[str, Any], arguments: boo
     if not named and len(positional) == 1:
         (value,) = positional
         return dict(value) if arguments and isinstance(value, Mapping) else value
-    if not positional and list(named) == ["input"]:
+    if not positional and list(named) == ["input"] and not arguments:  # an nn.Sequential's own name for it
         return named["input"]
     if not positional and not named:
         raise TypeError("a Pipe is called with its input: pipe(x).")

@@ -44,17 +44,35 @@ def plain():
 def test_a_model_that_was_cut_takes_its_own_arguments(plain):
     named = Pipe(plain, [2, 3], 2, sample={"ids": IDS, "scale": SCALE})
     batch, expected = {"scale": SCALE, "ids": IDS}, plain(IDS, SCALE)
-    for out in (named(**batch), named(batch), named(UserDict(batch)), named(input=batch)):
+    for out in (named(**batch), named(batch), named(UserDict(batch))):
         torch.testing.assert_close(out, expected)
     ordered = Pipe(plain, [2, 3], 2, sample=(IDS, SCALE))
     for out in (ordered(IDS, SCALE), ordered((IDS, SCALE))):
         torch.testing.assert_close(out, expected)
     one = Pipe(plain, [2, 3], 2, sample=IDS)
     torch.testing.assert_close(one(IDS), plain(IDS))
-    torch.testing.assert_close(one(input=IDS), plain(IDS))
     alone = Pipe(plain, [2, 3], 2, sample=(IDS,))
     for out in (alone(IDS), alone((IDS,))):
         torch.testing.assert_close(out, plain(IDS))
+
+
+class Renamed(Model):
+    """As models of one input often call it."""
+
+    def forward(self, input, scale=None):
+        return super().forward(input, scale)
+
+
+def test_an_argument_may_be_called_input():
+    torch.manual_seed(0)
+    plain = Renamed()
+    pipe = Pipe(plain, [2, 3], 2, sample={"input": IDS})
+    for out in (pipe(input=IDS), pipe({"input": IDS}), pipe(UserDict(input=IDS))):
+        torch.testing.assert_close(out, plain(IDS))
+    both = Pipe(plain, [2, 3], 2, sample={"input": IDS, "scale": SCALE})
+    torch.testing.assert_close(both(input=IDS, scale=SCALE), plain(IDS, SCALE))
+    layers, x = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1)), SCALE[:, 0]
+    torch.testing.assert_close(Pipe(layers, [1, 1], 2)(input=x), layers(x))
 
 
 def test_a_sample_may_say_what_is_not_cut_as_calls_do(plain):
