@@ -34,6 +34,7 @@ from pipeline.data.loss_functions import MOVED, TO_HOST
 from pipeline.data.loss_means import BENT, Divisor, DivisorTrace, LossForm, detached_number
 from pipeline.data.loss_proof import LossCount, Proof, is_alike, proof
 from pipeline.data.metrics import Metrics, added, without_metrics
+from pipeline.data.pytrees import same_values
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
 Divisors: TypeAlias = tuple[Divisor, ...]
@@ -51,6 +52,7 @@ class ChunkLoss(NamedTuple):
         divisors: within it. None: unknown.
         form: the form of the loss.
         dtypes: in which rows were summed.
+        foreign: the tensors that loss_fn has read and no function made that was seen.
     """
 
     amount: Tensor
@@ -58,6 +60,7 @@ class ChunkLoss(NamedTuple):
     divisors: Divisors | None
     form: LossForm
     dtypes: set[torch.dtype]
+    foreign: Sequence[Tensor]
 
 
 def divide_(grad: Tensor, divisor: Tensor | None) -> Tensor:
@@ -156,7 +159,9 @@ class Loss:
             raise ValueError(f"{self._name} returned {kinds} for another.")
         self._kind = kind
         counted = None if count is None else detached_number(count)
-        self._chunks[chunk] = ChunkLoss(detached_number(amount), counted, divisors, trace.form, trace.dtypes)
+        self._chunks[chunk] = ChunkLoss(
+            detached_number(amount), counted, divisors, trace.form, trace.dtypes, trace.foreign
+        )
         return amount, self.factor(self._rows[chunk])
 
     def _pair(self, value: tuple[Any, ...], trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
@@ -356,8 +361,14 @@ class Loss:
     @cached_property
     def proof(self) -> Proof | None:
         """The proof that the traced divisors give of the weights of the chunks. None: they prove nothing."""
-        divisors = [chunk.divisors for chunk in self._by_chunk]
-        return proof(divisors, self._rows, self.rule, self.is_counted) if divisors else ()
+        return self._proof(self._by_chunk, self._rows) if self._chunks else ()
+
+    def _proof(self, chunks: Sequence[ChunkLoss], rows: Sequence[int]) -> Proof | None:
+        """The same of some chunks of so many rows. What is foreign is a constant, or was made where nobody sees it."""
+        foreign = [chunk.foreign for chunk in chunks]
+        if any([len(own) != len(foreign[0]) or not all(map(same_values, own, foreign[0])) for own in foreign]):
+            return None
+        return proof([chunk.divisors for chunk in chunks], rows, self.rule, self.is_counted)
 
     def is_proven_beside(self, other: Loss) -> bool:
         """Whether the traced divisors prove the weights of the chunks beside that of another mini-batch's first.
@@ -366,9 +377,8 @@ class Loss:
         """
         if self._reduction == "sum" or self._is_told and other._is_told:
             return True
-        divisors = [chunk.divisors for chunk in (other._by_chunk[0], *self._by_chunk)]
         rows = [other._rows[min(other._chunks)], *[self._rows[chunk] for chunk in sorted(self._chunks)]]
-        varies = proof(divisors, rows, self.rule, self.is_counted)
+        varies = self._proof((other._by_chunk[0], *self._by_chunk), rows)
         # Of one chunk, which nothing was compared with, a mean over rows has one that varies with them.
         is_alone = len(self._rows) == 1 and len(set(rows)) > 1 and self.rule == other.rule == "mean"
         return varies is not None and (not is_alone or any([flag is not False for flag in varies]))

@@ -40,7 +40,10 @@ _OPAQUE = frozenset((
     "addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy",
 ))  # fmt: skip
 _SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
-TO_HOST = frozenset(["__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"])
+TO_HOST = frozenset([
+    "__bool__", "__float__", "__int__", "__index__", "__array__", "__dlpack__", "item", "tolist", "numpy",
+])  # fmt: skip
+FILLING = ("full", "full_like", "new_full", "fill")
 _ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given
     "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
     "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1), "argmax": (1, None), "argmin": (1, None),
@@ -90,6 +93,11 @@ class LossFunction(NamedTuple):
     role: str
     sums_rows: bool
     weighs: bool
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what it makes of several numbers: their sum, their mean, one of them, their largest."""
+        return self.is_reducing or self.is_linear or self.sums_rows or self.func is functional.ctc_loss
 
 
 _ROLES = {**dict.fromkeys(_SCALING, "scales"), **dict.fromkeys(_ADDING, "adds"), **dict.fromkeys(_KEEPING, "keeps")}

@@ -6,8 +6,9 @@
 
 A mean over tokens weighs a chunk by its tokens. Where the loss of loss_fn is one, or a sum of some with constant
 factors, its sum and count are known. Any other loss weighs a chunk by its rows, which is right only if everything it
-divides by is in proportion to them. Code that calls no torch function (a compiled or scripted loss, an
-autograd.Function) is not traced.
+divides by is in proportion to them. Code that calls no torch function (scripted, an extension) is not traced: what it
+returns is `foreign`, as are the constants of a loss, but another in each chunk. In torch.func's transforms tensors are
+others than outside, so nothing is traced there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from math import nan
+from math import isfinite, nan
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from partition.contents import tensors_in
 from partition.precision import HALF
 from pipeline.common.torch_modes import within_checkpoint, without_function_modes
-from pipeline.data.loss_functions import MOVED, LossFunction, dims_along, known, takes_all
+from pipeline.data.loss_functions import FILLING, MOVED, LossFunction, dims_along, known, takes_all
 
 
 class Divisor:
@@ -84,6 +85,7 @@ class LossOrigin(NamedTuple):
 
     Attributes:
         marks: what of these was computed on the way to it.
+            CONSTANT: neither output nor target: it has no other mark, and the numbers by which it was scaled.
             OUTPUT: it was computed with the output.
             REDUCED: a part of it was summed over rows.
             SEVERAL: such sums are several numbers (one for each column), which are no divisors that are noted.
@@ -115,7 +117,8 @@ class LossOrigin(NamedTuple):
             return torch.where(self.pending == 0, 0.0, mean) * self.pending  # zero for no tokens
 
 
-OUTPUT, REDUCED, SEVERAL, BENT = "output", "reduced", "several", "bent"
+CONSTANT, OUTPUT, REDUCED, SEVERAL, BENT = "constant", "output", "reduced", "several", "bent"
+_OF_CONSTANTS, _OF_FOREIGN = LossOrigin(frozenset([CONSTANT])), LossOrigin(frozenset([CONSTANT]))
 _FLOORS = ("clamp", "clip", "clamp_min")  # where they have no upper end
 
 
@@ -151,7 +154,7 @@ class DivisorTrace(TorchFunctionMode):
         self.read: list[float] = []
         self._names: set[str] = set()
         self._factors = 0  # and divisors, that are not zero
-        self._origins: dict[int, tuple[Callable[[], Tensor | None], LossOrigin]] = {}
+        self._origins: dict[int, tuple[Callable[[], Tensor | None], LossOrigin]] = {}  # of tensors that were seen
         for tensor in target:
             self._note(tensor, LossOrigin(frozenset()))
         for tensor in output:
@@ -175,10 +178,26 @@ class DivisorTrace(TorchFunctionMode):
         """The form of the loss, as far as it shows: another one may weigh rows in another way."""
         return frozenset({*self._names, *range(self._factors)})
 
+    @property
+    def foreign(self) -> list[Tensor]:
+        """The tensors without gradients that were read, and that no function made that was seen."""
+        tensors = [tensor() for tensor, origin in self._origins.values() if origin is _OF_FOREIGN]
+        return [tensor for tensor in tensors if tensor is not None]
+
     def origin(self, value: Any) -> LossOrigin | None:
         """The origin of a tensor. None: it was not computed from output or target, or is no tensor."""
         entry = self._origins.get(id(value))
-        return entry[1] if entry is not None and entry[0]() is value else None
+        is_seen = entry is not None and entry[0]() is value and CONSTANT not in entry[1].marks
+        return entry[1] if entry is not None and is_seen else None
+
+    def _read(self, tensor: Tensor) -> LossOrigin:
+        """The origin of an argument. One that was not seen is a constant, or foreign."""
+        entry = self._origins.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
+        self._origins[id(tensor)] = (lambda: tensor), _OF_CONSTANTS if tensor.requires_grad else _OF_FOREIGN
+        self.is_blind |= not tensor.is_leaf
+        return _OF_CONSTANTS
 
     def _note(self, tensor: Tensor, origin: LossOrigin) -> None:
         self._origins[id(tensor)] = weakref.ref(tensor), origin
@@ -190,6 +209,9 @@ class DivisorTrace(TorchFunctionMode):
         if func is functional.l1_loss and "weight" not in kwargs:
             kwargs = {**kwargs, "weight": _weight_of_l1_loss()}
         if self.is_over:
+            return func(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.is_blind = True
             return func(*args, **kwargs)
         function = known(func)
         self._names.add(function.name)
@@ -205,7 +227,7 @@ class DivisorTrace(TorchFunctionMode):
             self.is_blind = True
         if function.reads:
             origin = self._joined(args, kwargs)
-            if origin is not None and REDUCED in origin.marks:
+            if REDUCED in origin.marks:
                 self.branches |= OUTPUT in origin.marks or not isinstance(result, (int, float))
                 self.read += [nan if isinstance(result, bool) else result] if isinstance(result, (int, float)) else []
         value = args[0] if function.name == "__setitem__" else result
@@ -217,15 +239,18 @@ class DivisorTrace(TorchFunctionMode):
         self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any, sums_rows: bool
     ) -> None:
         """Note the origin of a function's result."""
-        origin = self._joined(args, kwargs, function.weighs)
-        if origin is None:
-            return
-        marks, divisors, total, pending, bend = origin
+        marks, divisors, total, pending, bend = self._joined(args, kwargs, function.weighs)
         amounts = self._amounts(function, args, kwargs, result)
         if amounts or total is not None or pending is not None:
             divisors += tuple([Divisor(amount) for amount in amounts])
             self._factors += sum([isinstance(amount, Tensor) or amount != 0 for amount in amounts])
             total, pending = None if total is None else self._total(function, args, kwargs), None
+        if CONSTANT in marks:
+            for tensor in tensors_in(result):
+                self._note(tensor, LossOrigin(marks, divisors))
+            return
+        if OUTPUT in marks and not function.is_known and self._rows > 1:
+            self.is_blind |= _is_one_of_several(result, (*args, *kwargs.values()))
         several = not (isinstance(result, Tensor) and result.numel() == 1)
         if bend is not None or REDUCED in marks and not function.is_linear:
             bend = None if several or OUTPUT in marks else self._bend(function, args, kwargs, result, bend)
@@ -240,17 +265,19 @@ class DivisorTrace(TorchFunctionMode):
         for tensor in tensors_in(result):
             self._note(tensor, origin)
 
-    def _joined(self, args: Sequence[Any], kwargs: dict[str, Any], weighs: bool = False) -> LossOrigin | None:
+    def _joined(self, args: Sequence[Any], kwargs: dict[str, Any], weighs: bool = False) -> LossOrigin:
         """The joined origin of a function's arguments; `total` is one of theirs. `weighs`: it multiplies them."""
         origins: list[LossOrigin] = []
         for value in [*args, *kwargs.values()]:
             if isinstance(value, (Tensor, tuple, list)):
-                origins += [origin for tensor in tensors_in(value) if (origin := self.origin(tensor)) is not None]
+                origins += map(self._read, tensors_in(value))
         if len(origins) < 2:
-            return origins[0] if origins else None
+            return origins[0] if origins else _OF_CONSTANTS
         divisors = tuple(dict.fromkeys([divisor for origin in origins for divisor in origin.all_divisors]))
         totals = [origin.total for origin in origins if origin.total is not None]
         marks = frozenset().union(*[origin.marks for origin in origins])
+        if not all([CONSTANT in origin.marks for origin in origins]):
+            marks -= {CONSTANT}
         is_product = weighs and sum([origin.marks >= {OUTPUT, REDUCED} for origin in origins]) > 1  # of two means
         if is_product or any([origin.bend is not None and origin.bend.divisor is None for origin in origins]):
             marks |= {BENT}
@@ -330,6 +357,9 @@ class DivisorTrace(TorchFunctionMode):
             return [averaged.numel() / max(result.numel(), 1)]
         if "alpha" in kwargs:
             return [float(kwargs["alpha"])]
+        if function.plain in FILLING:
+            number = kwargs.get("fill_value", kwargs.get("value", args[-1] if args else None))
+            return [float(number)] if isinstance(number, (int, float)) and number and isfinite(number) else []
         if function.role != "scales":
             return []
         values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
@@ -382,7 +412,8 @@ class DivisorTrace(TorchFunctionMode):
 
     def _count_of(self, mean: Tensor) -> Tensor:
         """The count of a mean over tokens, or of a combination of such: that of the first."""
-        _, origin = self._origins[id(mean)]
+        origin = self.origin(mean)
+        assert origin is not None
         count = next(divisor.amount for divisor in origin.divisors if divisor.is_count)
         assert isinstance(count, Tensor)
         return count
@@ -395,8 +426,8 @@ class DivisorTrace(TorchFunctionMode):
         origin = self._joined(args, kwargs)
         is_weighed = self._is_several_sums(kwargs.get("weight"))
         self.is_blind = self.is_blind or is_weighed
-        if origin is None or is_weighed or torch._C._functorch.peek_interpreter_stack() is not None:
-            mean: Tensor = func(*args, **kwargs)  # in vmap it is no number
+        if CONSTANT in origin.marks or is_weighed:
+            mean: Tensor = func(*args, **kwargs)
             return mean
         with without_function_modes():
             count = _count(_target(args, kwargs), kwargs.get("weight"), kwargs.get("ignore_index"))
@@ -412,6 +443,13 @@ class DivisorTrace(TorchFunctionMode):
         self.dtypes.add(mean.dtype)
         self._note(mean, LossOrigin(origin.marks | {REDUCED}, divisors, total, pending))
         return mean
+
+
+def _is_one_of_several(result: Any, values: Any) -> bool:
+    """Whether one number was made of several."""
+    return any([tensor.numel() == 1 for tensor in tensors_in(result)]) and any([
+        tensor.numel() > 1 for tensor in tensors_in(values)
+    ])
 
 
 def _weight_of_l1_loss() -> Tensor | None:

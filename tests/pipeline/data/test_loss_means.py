@@ -10,6 +10,7 @@ import itertools
 import warnings
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -131,7 +132,26 @@ def masked(output, target):
 
 
 def selected(output, target):
-    return flat(output, target, reduction="none")[target.flatten() != -100].mean()
+    return chosen(output, target).mean()
+
+
+def chosen(output, target):
+    return flat(output, target, reduction="none")[target.flatten() != -100]
+
+
+def constant(output, target):
+    count = len(chosen(output, target))
+    return torch.ones(count, dtype=output.dtype) / count
+
+
+class Kept(torch.Tensor):
+    """As of a library that keeps notes on its tensors."""
+
+
+def unseen(output, target):
+    """As of an extension, which calls no function of torch's Python."""
+    with torch._C.DisableTorchFunction():
+        return masked(output, target)
 
 
 def by_item(output, target):
@@ -201,6 +221,17 @@ UNEVEN = {
     "an operator": lambda o, t: torch.ops.aten.cross_entropy_loss(o.flatten(0, 1), t.flatten()),
     "fused": Opaque.apply,
     "scripted": lambda o, t: scripted(o.flatten(0, 1), t.flatten()),
+    "and a scripted one": lambda o, t: o.square().mean() + scripted(o.flatten(0, 1), t.flatten()),
+    "and a mapped one": lambda o, t: o.square().mean() + torch.vmap(masked)(o[None], t[None])[0],
+    "and one of a subclass": lambda o, t: o.square().mean() + masked(o.as_subclass(Kept), t).as_subclass(torch.Tensor),
+    "and an unseen one": lambda o, t: o.square().mean() + unseen(o, t),
+    "numpy's array": lambda o, t: (flat(o, t, reduction="none") * torch.tensor(
+        numpy.asarray(shares(t)) / numpy.asarray(shares(t)).sum())).sum(),
+    "by a constant": lambda o, t: (chosen(o, t) * constant(o, t)).sum(),
+    "by what is filled": lambda o, t: chosen(o, t).dot(o.new_full((len(chosen(o, t)),), 1 / len(chosen(o, t)))),
+    "by a layer": lambda o, t: F.linear(chosen(o, t), constant(o, t)),
+    "pooled": lambda o, t: F.adaptive_avg_pool1d(chosen(o, t)[None, None], 1).squeeze(),
+    "of a pair": lambda o, t: torch.std_mean(chosen(o, t), correction=0)[1],
 }
 
 
