@@ -55,6 +55,8 @@ class Link:
         refuse_unless_finite("latency", self.latency)
         if self.bandwidth != inf:
             refuse_unless_finite("bandwidth", self.bandwidth, above=True)
+        for name, number in vars(self).items():
+            object.__setattr__(self, name, plain(number))
 
     def time(self, size: float) -> float:
         """The time of a message of this size."""
@@ -88,7 +90,7 @@ def between(links: Links, sender: int, receiver: int, lanes: tuple[int, int] | N
     elif isinstance(links, Sequence):
         link = links[min(sender, receiver)]
     elif callable(links):
-        link = links(sender, receiver)
+        link = plain(links(sender, receiver))
         refuse_unless_finite("link", link)
     else:
         link = links
@@ -146,14 +148,16 @@ class Costs:
         if self.unit not in ("slots", "s"):
             raise ScheduleError(f'unit is {self.unit!r}. Use "slots", or "s" for seconds.')
         for name, cost in self._items():
-            numbers: Iterable[Any] = () if callable(cost) else (cost,)
-            if isinstance(cost, Mapping):
-                numbers = cost.values()
-            elif isinstance(cost, Iterable) and not isinstance(cost, (Set, bytes)):  # the numbers have an order
-                numbers = tuple(map(plain, cost))
-                object.__setattr__(self, name, numbers)  # frozen from here on: hashable, and nobody else's list
-            elif numbers:
-                object.__setattr__(self, name, plain(cost))
+            if callable(cost):
+                continue
+            if name == "link" and isinstance(cost, Mapping):
+                cost = {lanes: plain(number) for lanes, number in cost.items()}
+                numbers: Iterable[Any] = cost.values()
+            elif isinstance(cost, Iterable) and not isinstance(cost, (Set, Mapping, bytes)):  # they have an order
+                numbers = cost = tuple(map(plain, cost))
+            else:
+                numbers = (cost := plain(cost),)
+            object.__setattr__(self, name, cost)  # frozen from here on: nobody else's list
             for number in numbers:
                 if not (name == "link" and isinstance(number, Link)):
                     refuse_unless_finite(name, number, above=name == "speed")

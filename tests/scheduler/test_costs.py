@@ -67,7 +67,7 @@ def test_only_what_may_be_left_open_is_none(what):
         Costs(**{what: None})
 
 
-@pytest.mark.parametrize("numbers", [{1, 2}, frozenset([1]), b"12", {1: 2}.keys()])
+@pytest.mark.parametrize("numbers", [{1, 2}, frozenset([1]), b"12", {1: 2}.keys(), {0: 1}])
 def test_numbers_without_an_order_are_no_costs_of_stages(numbers):
     with pytest.raises(ScheduleError, match="forward is .*, but must be a finite number"):
         Costs(forward=numbers)
@@ -81,6 +81,21 @@ def test_numbers_of_numpy_count_as_pythons():
     assert cost(Costs(input=half, weight=half), "0B0") == 120_000
     assert cost(Costs(input=lambda stage, chunk: small[stage], weight=lambda stage, chunk: small[0]), "0B0") == 400
     assert Costs(forward=small) == Costs(forward=(200, 100))
+    small, lanes = np.uint8(200), (0, 1)
+    for link in (small, [small], {lanes: small}, {lanes: Link(small)}, Link(small), Link(small, np.uint8(250)), _small):
+        time = Costs(link=link, message=250).hop(0, 1, lanes)
+        assert time + 100 in (300, 301)
+
+
+def _small(sender, receiver):
+    return np.uint8(200)
+
+
+def test_links_that_change_afterwards_change_no_costs():
+    links = {(0, 1): 1}
+    costs = Costs(link=links)
+    links[0, 1] = 2
+    assert costs.hop(0, 1, (0, 1)) == 1
 
 
 def test_a_function_that_gives_no_cost_is_refused_when_it_does():
