@@ -17,8 +17,8 @@ from operator import itemgetter
 from typing import Any
 
 from scheduler.action import Action, Event, Kind
+from scheduler.clocks import exchanges
 from scheduler.errors import ScheduleError, refuse_unless_a
-from scheduler.explanation import Causes
 from scheduler.memory_model import ChunkMemory
 from scheduler.timeline import Timeline
 
@@ -121,9 +121,7 @@ def _counters(timeline: Timeline, scale: int) -> Iterator[dict[str, Any]]:
 
 def _arrows(timeline: Timeline, scale: int) -> Iterator[dict[str, Any]]:
     """From what was waited for to what waited, between lanes; an arrow's ends stick to the actions that start there."""
-    causes = Causes(timeline.by_lane, not timeline.clocked)
-    pairs = [(giver, taker) for taker in timeline.events for giver in causes.elsewhere(taker)]
-    for number, (giver, taker) in enumerate(pairs):
+    for number, (giver, taker, _) in enumerate(exchanges(timeline.by_lane)):
         same = {"cat": "needs", "name": str(giver.action), "id": number, "pid": 0}
         yield {"ph": "s", **same, "ts": _written(giver.start, scale), "tid": giver.lane}
         yield {"ph": "f", "bp": "e", **same, "ts": _written(taker.start, scale), "tid": taker.lane}

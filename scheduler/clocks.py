@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from operator import attrgetter
 
-from scheduler.action import Event, Kind
+from scheduler.action import Action, Event, Kind
+from scheduler.dependencies import requires
 
 
 def on_one_clock(clocks: Sequence[Sequence[Event]]) -> list[Event]:
@@ -100,23 +101,21 @@ def exchanges(rows: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, Event, f
     >>> [f"{giver.action} {reader.action}" for giver, reader, _ in exchanges(timeline.by_lane)]
     ['1B0 0B0', '1B1 0B1', '0F0 1F0', '0F1 1F1']
     """
-    givers: dict[tuple[int, bool, int], deque[Event]] = defaultdict(deque)
-    recomputed = set()
+    unread: dict[Action, deque[Event]] = defaultdict(deque)
     for row in rows:
         for event in row:
-            stage, kind, chunk = event.action
-            if kind is Kind.F or kind.is_backward:
-                givers[stage, kind is Kind.F, chunk].append(event)
-            elif kind is Kind.R:
-                recomputed.add((stage, chunk))
+            unread[event.action].append(event)
+    split = frozenset((stage, chunk) for stage, kind, chunk in unread if kind is Kind.I)
+    recomputed = {(stage, chunk) for stage, kind, chunk in unread if kind is Kind.R}
+    stages = 1 + max((action.stage for action in unread), default=0)
     for row in rows:
         free = -inf
         for event in row:
             stage, kind, chunk = event.action
             reads = kind in (Kind.F, Kind.R) or kind.is_backward and (stage, chunk) not in recomputed
-            key = (stage - 1 if kind is Kind.F else stage + 1), kind is Kind.F, chunk
-            if reads and givers[key]:
-                giver = givers[key].popleft()
-                if giver.lane != event.lane:
-                    yield giver, event, free
+            for need in requires(event.action, stages, split) if reads else ():
+                if need.stage != stage and unread[need]:
+                    giver = unread[need].popleft()
+                    if giver.lane != event.lane:
+                        yield giver, event, free
             free = event.end

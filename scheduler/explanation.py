@@ -3,14 +3,14 @@
     lane 0 |F0 F1 .  .  B0          B0 of lane 0 waits for B0 of lane 1, that for F0 of lane 1, that for F0 of lane 0
     lane 1 |.  F0 B0 == F1                ▲ this chain, from the end of the step back to its start, is the critical path
 
-Holds for simulated and for measured timelines: it reads the events and `requires`, no costs.
+Holds for simulated and for measured timelines: it reads the events and their messages (clocks.py), no costs.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from scheduler.action import Event, Kind
-from scheduler.dependencies import requires
+from scheduler.action import Event
+from scheduler.clocks import exchanges
 from scheduler.errors import ScheduleError
 
 EventRows = Sequence[Sequence[Event]]
@@ -37,7 +37,7 @@ def critical_path(rows: EventRows, exact: bool) -> tuple[Event, ...]:
     path: list[Event] = []
     while last is not None:
         path.append(last)
-        last = causes.of(last)
+        last = causes[last]
     return tuple(reversed(path))
 
 
@@ -70,8 +70,9 @@ lane 2 from 3 to 5.
     return f"lane {lane} is idle from {_short(since)} to {_short(event.start)}: {words}."
 
 
-def _causes(rows: EventRows, exact: bool) -> "Causes":
-    """The causes of each event in a timeline of one step; of several the way back could go round for ever.
+def _causes(rows: EventRows, exact: bool) -> dict[Event, Event | None]:
+    """For each event the one that ended last of those that it waited for, in a timeline of one step; of several the way
+    back could go round for ever. Where messages take time it is what was sent, unless the lane was not free before.
 
     Raises:
         ScheduleError: an action runs more than once.
@@ -80,14 +81,27 @@ def _causes(rows: EventRows, exact: bool) -> "Causes":
     twice = [action for action, count in counts.items() if count > 1]
     if twice:
         raise ScheduleError(f"{twice[0]} runs more than once: what waited for what can be told of one step at a time.")
-    return Causes(rows, exact)
+    sender_of = {
+        reader: sender for sender, reader, _ in exchanges(rows)
+        # By clocks a sender may end a little later: what it makes is sent first.
+        if sender.end <= reader.start or not exact and sender.start < reader.start
+    }
+    causes: dict[Event, Event | None] = {}
+    for row in rows:
+        for previous, event in zip([None, *row], row):
+            sender = sender_of.get(event)
+            by_lane = previous is not None and (
+                sender is None or previous.end == event.start or not exact and previous.end >= sender.end
+            )
+            causes[event] = previous if by_lane else sender
+    return causes
 
 
-def _chain(causes: "Causes", event: Event, time: float) -> str:
+def _chain(causes: Mapping[Event, Event | None], event: Event, time: float) -> str:
     """Back along what held it up, to what ran or travelled at that time."""
     words = []
     while event.start > time:
-        cause = causes.of(event)
+        cause = causes[event]
         if cause is None:
             words.append(f"{event.action} waits for nothing that was recorded")
             break
@@ -107,38 +121,3 @@ def _when(event: Event) -> str:
 
 def _short(time: float) -> str:
     return f"{float(time):.6g}"
-
-
-class Causes:
-    """The events that each event waited for.
-
-    Args:
-        rows: the events of each lane, in order
-        exact: as of `critical_path`
-    """
-
-    def __init__(self, rows: EventRows, exact: bool) -> None:
-        self._exact = exact
-        self._events = {event.action: event for row in rows for event in row}
-        self._previous = {after.action: event for row in rows for event, after in zip(row, row[1:])}
-        self._split = frozenset((stage, chunk) for stage, kind, chunk in self._events if kind is Kind.I)
-        self._stages = 1 + max((action.stage for action in self._events), default=0)
-
-    def elsewhere(self, event: Event) -> list[Event]:
-        """The events on other lanes that an event needs."""
-        needs = (self._events.get(need) for need in requires(event.action, self._stages, self._split))
-        return [need for need in needs if need is not None and need.lane != event.lane]
-
-    def of(self, event: Event) -> Event | None:
-        """The event that ended last of those that it waited for. Where messages take time it is the one sent last,
-        unless the lane itself was not free before."""
-        previous = self._previous.get(event.action)
-        if previous is not None and previous.end == event.start:
-            return previous
-        remote = [need for need in self.elsewhere(event) if self._ended(need, event)]
-        causes = remote if remote and self._exact or previous is None else [previous, *remote]
-        return max(causes, key=lambda need: need.end, default=None)
-
-    def _ended(self, need: Event, event: Event) -> bool:
-        """Whether `event` can have waited for it. By clocks it may end a little later: what it makes is sent first."""
-        return need.end <= event.start or not self._exact and need.start < event.start

@@ -119,6 +119,15 @@ def test_arrows_go_between_lanes_from_what_is_needed_to_what_needs_it(schedule):
     assert not events(timeline, "s")
 
 
+def test_arrows_of_several_steps_stay_within_their_step():
+    once = simulate(by_name("1f1b", 2, 2))
+    later = [event._replace(start=event.start + 100, end=event.end + 100) for event in once.events]
+    twice = Timeline((*once.events, *later), 2)
+    starts = [event["ts"] for event in events(once, "s", arrows=True)]
+    assert sorted(event["ts"] for event in events(twice, "s", arrows=True)) == sorted(
+        [*starts, *(start + 100 for start in starts)])
+
+
 @pytest.mark.parametrize("text, words", [
     ("", "JSONDecodeError"), ("[]", "TypeError"), ("{}", "KeyError: 'otherData'"), ("3", "TypeError"),
     ('{"otherData": {"unit": "ms", "lanes": 1, "held": []}, "traceEvents": []}', "the unit is 'ms', not one of slots"),
