@@ -60,7 +60,7 @@ def dispatch(problem: Problem, most: Sequence[int] | None = None, eager: bool = 
         heappush(events, (lane.free, at))
         receiver = problem.messages.receiver[action]
         if receiver < problem.count:
-            heappush(events, (lane.free + problem.messages.arrival[action], problem.lane[receiver]))
+            heappush(events, (lane.free + problem.messages.travel[receiver], problem.lane[receiver]))
     return LaneOrders([lane.order for lane in lanes])
 
 

@@ -81,17 +81,16 @@ def _waits(
     lane = [lane_of[action.stage] for action in actions]
     sender, receiver = [count] * (count + 1), [count] * (count + 1)
     travel: list[float] = [0] * (count + 1)
-    arrival: list[float] = [0] * (count + 1)
     near: list[frozenset[int]] = []
     for number, action in enumerate(actions):
         needs = [numbers[need] for need in requires(action, placement.stages, split)]
         for need in needs:
             if lane[need] != lane[number]:
                 sender[number], receiver[need] = need, number
-                travel[number] = arrival[need] = hop(actions[need].stage, action.stage)
+                travel[number] = hop(actions[need].stage, action.stage)
         before = [number - 1] if action.chunk else []
         near.append(frozenset([*before, *(need for need in needs if lane[need] == lane[number])]))
-    return lane, MessageWaits(sender, travel, receiver, arrival), near
+    return lane, MessageWaits(sender, travel, receiver), near
 
 
 def _times(

@@ -73,7 +73,7 @@ class IncrementalTiming:
             hold too much, or where the window alone does not tell.
         """
         problem, order, (duration, need, change) = self.problem, self.orders[lane], self.times
-        sender, travel, receiver, arrival = problem.messages
+        sender, travel, receiver = problem.messages
         (start, end, tail), nobody = self._clock, problem.count
         after = first + len(window)
         level, cap = self._level[lane][first], problem.caps[lane]
@@ -86,7 +86,7 @@ class IncrementalTiming:
             if sender[action] != nobody and start[sender[action]] >= soonest:
                 return inf
             if receiver[action] != nobody:
-                soonest = min(soonest, end[action] + arrival[action])
+                soonest = min(soonest, end[action] + travel[receiver[action]])
         time = end[order[first - 1]] if first else 0
         starts = []
         for action in window:
@@ -98,7 +98,8 @@ class IncrementalTiming:
         rest = tail[order[after]] if after < len(order) else problem.offset[lane]
         longest = time + rest
         for action, time in zip(reversed(window), reversed(starts)):
-            remote = tail[receiver[action]] + arrival[action]
+            reader = receiver[action]
+            remote = tail[reader] + travel[reader]
             if remote > rest:
                 rest = remote
             rest += duration[action]
@@ -140,7 +141,7 @@ class IncrementalTiming:
             if action // problem.pairs == 1 and after < len(orders[lane]) and orders[lane][after] == weight:
                 whole, receiver = time + together[action], problem.messages.receiver[action]
                 in_time = whole <= (free[lane] + self.times.duration[weight]) * _ROUNDING
-                rest = problem.messages.arrival[action] + self._clock.tail[receiver]
+                rest = problem.messages.travel[receiver] + self._clock.tail[receiver]
                 if in_time and whole + rest <= self.value * _ROUNDING:
                     joined.add(action - problem.pairs)
                     end[action] = whole
@@ -149,7 +150,7 @@ class IncrementalTiming:
     def _refresh(self, lanes: Iterable[int]) -> None:
         """Works out the times and tails of the plan as it is now; and of these lanes, the ranks and levels."""
         problem, (duration, _, change) = self.problem, self.times
-        receiver, arrival, lane_of = problem.messages.receiver, problem.messages.arrival, problem.lane
+        (_, travel, receiver), lane_of = problem.messages, problem.lane
         self._topological, start, end = run(problem, self.orders, duration)
         assert len(self._topological) == problem.count  # a plan can end
         self.value = value(problem, self.orders, end)
@@ -157,7 +158,8 @@ class IncrementalTiming:
         rest = list(problem.offset)
         for action in reversed(self._topological):
             lane = lane_of[action]
-            remote = tail[receiver[action]] + arrival[action]
+            reader = receiver[action]
+            remote = tail[reader] + travel[reader]
             longest = rest[lane]
             if remote > longest:
                 longest = remote

@@ -41,13 +41,11 @@ class MessageWaits(NamedTuple):
         sender: the action that it waits for; the number of actions where there is none
         travel: the time that the message from there takes
         receiver: the action that waits for it
-        arrival: the time that the message to there takes
     """
 
     sender: list[int]
     travel: list[float]
     receiver: list[int]
-    arrival: list[float]
 
 
 class Times(NamedTuple):
