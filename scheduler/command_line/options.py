@@ -117,7 +117,9 @@ def with_schedule(command: Command) -> Command:
         if csv is not None:
             _refuse_beside_file(csv.name, {"the name": name, **sizes, "--option": option or None})
             schedule = read(csv)
-            if not _is_right(schedule):
+            try:
+                verify(schedule)
+            except ScheduleError:
                 command_line = f"penstock schedules verify {csv.name}"
                 click.echo(f"note: {csv.name} is no right schedule: {command_line} says why.", err=True)
             return command(schedule=schedule, **arguments)
@@ -145,14 +147,6 @@ def read(file: TextIO) -> Schedule:
     if text.lstrip().startswith("schedule "):
         return Schedule.parse(text)
     return from_csv(text, name=re.sub(r"[^A-Za-z0-9+._-]", "_", Path(file.name).stem))
-
-
-def _is_right(schedule: Schedule) -> bool:
-    try:
-        verify(schedule)
-    except ScheduleError:
-        return False
-    return True
 
 
 def _refuse_beside_file(path: str, options: dict[str, object]) -> None:

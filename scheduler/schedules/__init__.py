@@ -59,8 +59,10 @@ def by_name(name: str, lanes: int, chunks: int, **options: object) -> Schedule:
         )
     options = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
     for option, value in options.items():
-        if not _is_hashable(value):
-            raise ScheduleError(f"{option} is {value!r}, but must be a number, a text, or a list of these.")
+        try:
+            hash(value)
+        except TypeError:
+            raise ScheduleError(f"{option} is {value!r}, but must be a number, a text, or a list of these.") from None
     return _build(name, lanes, chunks, repr(options), **options)
 
 
@@ -115,14 +117,6 @@ def _refuse_unknown(options: dict[str, Hashable], name: str, build: Builder) -> 
             f"{name} takes no option {', '.join(unknown)}; it takes {takes}{' by default' if parameters else ''}. "
             f"Drop {', '.join(unknown)}, or choose another schedule."
         )
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 @cache
