@@ -131,9 +131,7 @@ class Storages:
         self._number(y)
         for key, value in zip(visited.stashes, values_of(visited.stashes), strict=True):
             self._number(value)
-            tensors = tensors_in(value)
-            number = self._numbers[storage_of(tensors[0])] if tensors else next(self._count)
-            self._skips[key] = number, _message(value)
+            self._skips[key] = next(self._count), _message(value)  # one tensor under two keys travels twice
 
     def _number(self, value: Any) -> None:
         for tensor in tensors_in(value):

@@ -50,6 +50,26 @@ class Pop(nn.Module):
         return x * early
 
 
+@skippable(stash=["one", "two"])
+class StashTwice(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("one", x)
+        yield stash("two", x)
+        return x
+
+
+@skippable(pop=["one"])
+class PopOne(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("one"))
+
+
+@skippable(pop=["two"])
+class PopTwo(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("two"))
+
+
 def models() -> dict[str, tuple[nn.Sequential, Tensor]]:
     torch.manual_seed(0)
     tied = nn.Linear(6, 6)
@@ -117,6 +137,14 @@ def test_a_skip_is_read_and_sent_by_each_stage_that_it_passes() -> None:
     assert [measured.message(cut) for cut in range(1, 6)] == [size, 2 * size, 2 * size, 2 * size, size]
     assert measured.stage(2, 4).read == size and measured.stage(3, 6).read == 2 * size
     assert measured.stage(1, 6).read == size
+
+
+def test_one_tensor_under_two_names_travels_twice() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), StashTwice(), nn.Tanh(), PopOne(), PopTwo())
+    measured = profile(model, torch.rand(4, 6), device="meta")
+    size = 4 * 6 * 4
+    assert [measured.message(cut) for cut in range(1, 5)] == [size, 3 * size, 3 * size, 2 * size]
+    assert [measured.stage(start, 5).read for start in range(1, 5)] == [size, 3 * size, 3 * size, 2 * size]
 
 
 @pytest.mark.parametrize("optimizer", [
