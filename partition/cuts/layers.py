@@ -124,16 +124,12 @@ def layers_of(profile: Profile) -> Layers:
         )
         for layer in layers
     ]
-    stashed_at = {number: index for index, layer in enumerate(layers) for number, _ in layer.skips.stashes}
-    pops = [
-        (stashed_at[number], index, size) for index, layer in enumerate(layers) for number, size in layer.skips.pops
-    ]
     entry = [number for number, _ in profile.entry]
     return Layers(
         [layer.work.total for layer in layers],
         amounts_of(states),
         amounts_of([layer.saved for layer in layers], entry),
-        Amounts([sum(size for _, size in layer.skips.pops) for layer in layers], pops),
+        Amounts([sum(size for _, size in layer.skips.pops) for layer in layers], profile.skips),
         [0, *(layer.output for layer in layers[:-1])],
         [0, *map(profile.message, range(1, len(layers))), 0],
         [layer.work.forward.median for layer in layers],

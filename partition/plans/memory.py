@@ -55,11 +55,10 @@ def values_of(profile: Profile, balance: Sequence[int]) -> list[StageValue]:
     stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
     ends = [sum(balance[: stage + 1]) - 1 for stage in range(len(balance))]
     values = [StageValue(stage, stage + 1, profile.layers[end].output) for stage, end in enumerate(ends[:-1])]
-    stashed = {number: stage for stage, layer in zip(stage_of, profile.layers) for number, _ in layer.skips.stashes}
-    for stage, layer in zip(stage_of, profile.layers):
-        values += [
-            StageValue(stashed[number], stage, size) for number, size in layer.skips.pops if stashed[number] != stage
-        ]
+    values += [
+        StageValue(stage_of[stash], stage_of[pop], size) for stash, pop, size in profile.skips
+        if stage_of[stash] != stage_of[pop]
+    ]
     if profile.loss is not None:
         values.append(StageValue(len(balance) - 1, len(balance) - 1, profile.layers[-1].output))
     return values

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,6 +151,13 @@ class Profile(NotebookResult):
     entry: tuple[tuple[int, int], ...]
     loss: LayerProfile | None = None
 
+    @cached_property
+    def skips(self) -> tuple[tuple[int, int, int], ...]:
+        """For each value that goes past layers the layer that stashes it, the one that pops it, and its bytes."""
+        stash_of = {number: at for at, layer in enumerate(self.layers) for number, _ in layer.skips.stashes}
+        return tuple((stash_of[number], at, size) for at, layer in enumerate(self.layers)
+                     for number, size in layer.skips.pops)
+
     def stage(self, start: int, stop: int) -> StageProfile:
         """The work and the bytes of layers `start` to `stop - 1` together, without the loss.
 
@@ -167,8 +174,7 @@ class Profile(NotebookResult):
         """
         inside = self.layers[start:stop]
         entry = {number for number, _ in self.entry} if not start else set()
-        stashed = {number for layer in inside for number, _ in layer.skips.stashes}
-        popped = dict(skip for layer in inside for skip in layer.skips.pops if skip[0] not in stashed)
+        popped = [size for stash, pop, size in self.skips if stash < start <= pop < stop]
         forward, first, second, backward = (
             sum(getattr(layer.work, action).median for layer in inside) for action in Work._fields
         )
@@ -176,7 +182,7 @@ class Profile(NotebookResult):
             forward, first, second, backward,
             sum(_states(inside)) + sum(layer.buffers + layer.constants for layer in inside),
             joined(layer.saved.without(entry) for layer in inside),
-            (self.layers[start - 1].output if start else 0) + sum(popped.values()),
+            (self.layers[start - 1].output if start else 0) + sum(popped),
             *_split(inside, entry),
         )  # fmt: skip
 
@@ -189,9 +195,7 @@ class Profile(NotebookResult):
 
     def message(self, cut: int) -> int:
         """Bytes of a chunk that pass a cut before layer `cut`: what the layer before returns, and skips."""
-        before = dict(chain.from_iterable(layer.skips.stashes for layer in self.layers[:cut]))
-        after = {number for layer in self.layers[cut:] for number, _ in layer.skips.pops}
-        return self.layers[cut - 1].output + sum(size for number, size in before.items() if number in after)
+        return self.layers[cut - 1].output + sum(size for stash, pop, size in self.skips if stash < cut <= pop)
 
     def to_json(self) -> str:
         """The profile as text, for `from_json`."""
