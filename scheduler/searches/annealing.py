@@ -87,7 +87,7 @@ def _flip(timing: IncrementalTiming, pair: int, allowed: float) -> float:
     """Joins or splits a backward if the value stays within what is allowed; says how much work it was."""
     if not timing.flip(pair):
         return _LOOKED
-    if timing.value > allowed or not timing.problem.fits(timing.plan()):
+    if timing.value > allowed or not timing.fits():
         timing.flip(pair)
     return 4 * timing.problem.count
 

@@ -124,6 +124,14 @@ class IncrementalTiming:
         self._refresh(range(self.problem.lanes))
         return True
 
+    def fits(self) -> bool:
+        """Whether no lane ever holds more than its cap."""
+        need = self.times.need
+        return all(
+            level + need[action] <= cap for cap, order, levels in zip(self.problem.caps, self.orders, self._level)
+            for action, level in zip(order, levels)
+        )
+
     def slack(self, action: int) -> float:
         """The time by which this action could start later without making the value larger."""
         return self.value - self._clock.start[action] - self._clock.tail[action]

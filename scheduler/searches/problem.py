@@ -160,18 +160,6 @@ class Problem(HasPlacement):
                 done.add(action)
         return True
 
-    def fits(self, plan: LaneOrders) -> bool:
-        """Whether no lane ever holds more than its cap."""
-        times = self.times(plan.whole)
-        return all(self._peak(order, times) <= cap for order, cap in zip(plan.orders, self.caps))
-
-    def _peak(self, order: Iterable[int], times: Times) -> float:
-        level = peak = 0.0
-        for action in order:
-            peak = max(peak, level + times.need[action])
-            level += times.change[action]
-        return peak
-
     def _backward(self, times: Times, pair: int) -> float:
         return sum(times.duration[pair + self.pairs:self.count:self.pairs])
 

@@ -7,7 +7,7 @@ import pytest
 from scheduler import Costs, Placement, ScheduleError, by_name, simulate, verify
 from scheduler.searches.dispatching import dispatch, limits
 from scheduler.searches.formulation import pose
-from scheduler.searches.incremental_timing import value_of
+from scheduler.searches.incremental_timing import IncrementalTiming, value_of
 
 PLACEMENTS = [Placement.linear(1), Placement.linear(3), Placement.linear(6), Placement.vee(1), Placement.vee(3),
               Placement.loop(2, 4), Placement.loop(3, 7), Placement((0, 0, 1, 2, 1))]
@@ -32,7 +32,7 @@ def test_lanes_that_take_what_is_there_come_to_an_end_and_fit(placement, chunks)
             verify(schedule)
             timeline = simulate(schedule, costs)
             assert timeline.makespan == pytest.approx(value_of(problem, plan))
-            assert problem.fits(plan) and problem.allows(plan)
+            assert IncrementalTiming(problem, plan).fits() and problem.allows(plan)
             assert all(peak <= cap for peak, cap in zip(timeline.peak_memory, problem.caps))
             assert split or not schedule.split
             checked += 1

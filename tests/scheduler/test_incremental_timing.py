@@ -73,7 +73,7 @@ def test_changes_keep_times_tails_and_levels_as_a_new_course_has_them(costs, pla
             assert timing.value == pytest.approx(fresh.value)
             assert [timing.slack(action) for action in range(problem.count)] == pytest.approx(
                 [fresh.slack(action) for action in range(problem.count)])
-            assert problem.fits(timing.plan())
+            assert fresh.fits()
 
 
 def test_what_a_lane_cannot_hold_is_refused():
@@ -118,7 +118,7 @@ def test_joining_what_is_joinable_costs_nothing(costs, placement, chunks, memory
     timing = IncrementalTiming(problem, in_pairs(problem))
     joined = timing.plan()._replace(whole=timing.joinable())
     assert joined.whole
-    assert problem.allows(joined) and problem.fits(joined)
+    assert problem.allows(joined) and IncrementalTiming(problem, joined).fits()
     schedule = problem.schedule(joined, "joined")
     verify(schedule)
     assert length(schedule, costs, problem) <= timing.value * (1 + 1e-9)

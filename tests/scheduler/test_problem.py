@@ -6,7 +6,7 @@ from search_cases import unequal
 from scheduler import Costs, Kind, Placement, Schedule, ScheduleError, by_name, names, requires, simulate, verify
 from scheduler.searches.dispatching import dispatch
 from scheduler.searches.formulation import one_chunk_peak, pose
-from scheduler.searches.incremental_timing import value_of
+from scheduler.searches.incremental_timing import IncrementalTiming, value_of
 
 
 def named(lanes, chunks):
@@ -29,11 +29,11 @@ def test_a_plan_has_the_value_of_its_schedule_and_fits_where_that_does(lanes, ch
         spans = [row[-1].end - row[0].start for row in timeline.by_lane]
         assert value_of(problem, plan) == pytest.approx(max(spans))
         peaks = timeline.peak_memory
-        assert pose(costs, schedule.placement, chunks, peaks).fits(plan)
+        assert IncrementalTiming(pose(costs, schedule.placement, chunks, peaks), plan).fits()
         for lane in range(lanes):
             less = [peak * 0.999 if lane == other else peak for other, peak in enumerate(peaks)]
             if less[lane] >= one_chunk_peak(schedule.placement.stages_of(lane), problem.held):
-                assert not pose(costs, schedule.placement, chunks, less).fits(plan)
+                assert not IncrementalTiming(pose(costs, schedule.placement, chunks, less), plan).fits()
 
 
 def test_whole_backwards_stay_whole_where_halves_take_longer():
