@@ -17,6 +17,7 @@ from typing import Any, Literal, TextIO
 import click
 
 from scheduler import csv_files, drawing, simulation, verification
+from scheduler.aligning import aligned, columns_of
 from scheduler.chrome import chrome_trace
 from scheduler.command_line.options import (
     INPUT,
@@ -32,7 +33,6 @@ from scheduler.command_line.options import (
     with_sizes,
 )
 from scheduler.command_line.running import CommandError
-from scheduler.command_line.tables import show
 from scheduler.comparison import Row
 from scheduler.comparison import compare as compared
 from scheduler.costs import Costs
@@ -269,6 +269,27 @@ def _show_grid(
         chrome.write(chrome_trace(timeline, name=title))
     if to_csv is not None:
         to_csv.write(csv_files.to_csv(schedule))
+
+
+def show(columns: Sequence[str], rows: Sequence[Sequence[str]], dim: Sequence[bool] = ()) -> None:
+    """Prints a table: words to the left in the first column, numbers to the right in the others.
+
+    Args:
+        columns: the head of each
+        rows: the cells of each row
+        dim: for each row whether it is dim; none is, where nothing is given
+
+    >>> show(["schedule", "step", "bubble"], [["zb-h1", "27", "11.1%"], ["1f1b", "33", "27.3%"]])
+    schedule  step  bubble
+    ──────────────────────
+    zb-h1       27   11.1%
+    1f1b        33   27.3%
+    """
+    head, *lines = aligned([columns, *rows])
+    click.echo(head)
+    click.echo("─" * max(map(columns_of, [head, *lines])))
+    for line, is_dim in zip(lines, dim or [False] * len(lines)):
+        click.echo(click.style(line, dim=True) if is_dim else line)
 
 
 def _about(schedule: Schedule) -> str:

@@ -16,8 +16,7 @@ import scheduler.__main__
 from scheduler import Costs, Placement, Schedule, by_name, draw, names, simulate
 from scheduler.__main__ import main
 from scheduler.chrome import timeline_from_chrome
-from scheduler.command_line.commands import schedules
-from scheduler.command_line.tables import show
+from scheduler.command_line.commands import schedules, show
 from scheduler.comparison import compare
 from scheduler.csv_files import from_csv, to_csv
 from scheduler.plotting import svg
