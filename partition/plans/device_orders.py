@@ -28,22 +28,21 @@ def tried_in_orders(setups: Sequence[TrialSetup], may_reorder: bool) -> tuple[li
     """
     machine = setups[0].machine
     orders = _all_orders(machine, max(_TRIALS // len(setups), 1)) if may_reorder else [_given_order(machine)]
-    if orders:
-        trials = [trial for setup in setups for order in orders for trial in tried(_placed(setup, order))]
-        return trials, orders, True
-    orders = _likely_orders(machine)
+    is_all = bool(orders)
+    orders = orders or _likely_orders(machine)
     candidates = [(trial, setup, order) for setup in setups for order in orders
                   for trial in tried(_placed(setup, order))]  # fmt: skip
     best, setup, order = min(candidates, key=lambda candidate: candidate[0].rank)
     trials = [trial for trial, _, _ in candidates]
-    while True:
+    while not is_all:
         exchanged = [(trial, next_order) for next_order in _exchanges(order, machine)
                      for trial in tried(_placed(setup, next_order))]  # fmt: skip
         trials += [trial for trial, _ in exchanged]
         next_best, next_order = min(exchanged, key=lambda candidate: candidate[0].rank)
         if next_best.rank >= best.rank:
-            return trials, list(dict.fromkeys([*orders, order])), False
+            break
         best, order = next_best, next_order
+    return trials, list(dict.fromkeys([*orders, order])), is_all
 
 
 def fitting(best: Trial, setups: Sequence[TrialSetup], orders: Sequence[DeviceOrder]) -> tuple[Trial, bool]:

@@ -107,7 +107,7 @@ def _watched(layer: nn.Module, differing: frozenset[Attribute]) -> Iterator[set[
         yield read
     finally:
         for module, *_ in modules:
-            if len(type(module).__mro__) > 1 and "_watches" in vars(type(module)):
+            if "_watches" in vars(type(module)):
                 module.__class__ = type(module).__mro__[1]
 
 
