@@ -6,6 +6,7 @@
 
 from collections.abc import Sequence
 from contextvars import copy_context
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -29,39 +30,31 @@ def timed(layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[Pass, Any]:
     """
     context = copy_context()  # what was stashed before is there for each run
     context.copy().run(_clocked, layer, x, visited)
-    halves = None
-    if _is_trained(layer):
-        context.copy().run(_clocked_halves, layer, x, visited)
-        halves, _ = context.copy().run(_clocked_halves, layer, x, visited)
+    halves: list[float] = []
+    if any(parameter.requires_grad for parameter in layer.parameters()):
+        context.copy().run(_clocked, layer, x, visited, in_halves=True)
+        (_, *halves), _ = context.copy().run(_clocked, layer, x, visited, in_halves=True)
     (forward, backward), y = _clocked(layer, x, visited)
-    first, second = halves or (backward, 0.0)
+    first, second, *_ = [*(halves or [backward]), 0.0]
     return (forward, first, second, backward), y
 
 
-def _is_trained(layer: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in layer.parameters())
-
-
-def _clocked(layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[tuple[float, float], Any]:
-    """Seconds of F and B."""
-    run_input = RunInput(x, visited.pops)
-    start = visited.sandbox.now()
+def _clocked(layer: nn.Module, x: Any, visited: VisitedLayer, in_halves: bool = False) -> tuple[list[float], Any]:
+    """Seconds of F and B; or of F, I and, where gradients wait, W."""
+    run_input, now = RunInput(x, visited.pops), visited.sandbox.now
+    moments = [now()]
     y = layer(run_input.value)
-    forward_end = visited.sandbox.now()
-    outputs = outputs_of(y, visited.stashes)
-    backward(outputs, _like(outputs), run_input.targets(layer))
-    return (forward_end - start, visited.sandbox.now() - forward_end), y
-
-
-def _clocked_halves(layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[tuple[float, float], Any]:
-    """Seconds of I and W."""
-    run_input = RunInput(x, visited.pops)
-    y = layer(run_input.value)
-    forward_end = visited.sandbox.now()
-    parts = _first_half(y, visited, run_input, layer)
-    input_end = visited.sandbox.now()
-    second_half(parts)
-    return (input_end - forward_end, visited.sandbox.now() - input_end if parts else 0.0), y
+    moments.append(now())
+    if in_halves:
+        parts = _first_half(y, visited, run_input, layer)
+        if parts:
+            moments.append(now())
+            second_half(parts)
+    else:
+        outputs = outputs_of(y, visited.stashes)
+        backward(outputs, _like(outputs), run_input.targets(layer))
+    moments.append(now())
+    return [end - start for start, end in pairwise(moments)], y
 
 
 def _first_half(y: Any, visited: VisitedLayer, run_input: RunInput, layer: nn.Module) -> list[LateGrads]:
