@@ -10,6 +10,7 @@ An optimizer is asked by one step on fakes of the parameters (torch's FakeTensor
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from partition.contents import tensors_in
+from partition.contents import tensors_in, unwrapped
 from partition.errors import PartitionError
 from scheduler.errors import refuse_unless_finite
 
@@ -41,10 +42,17 @@ def state_bytes(optimizer: OptimizerLike, parameters: Sequence[Tensor]) -> list[
     """
     if isinstance(optimizer, Real) and not isinstance(optimizer, bool):
         refuse_unless_finite("optimizer", optimizer, error=PartitionError)
-        return [math.ceil(parameter.nbytes * optimizer) for parameter in parameters]
-    kinds = [(parameter.shape, parameter.dtype) for parameter in parameters]
-    sizes = dict(zip(dict.fromkeys(kinds), _stepped(optimizer, list(dict.fromkeys(kinds)))))
-    return [sizes[kind] for kind in kinds]
+        return [math.ceil(sum(part.nbytes for part in _parts(parameter)) * optimizer) for parameter in parameters]
+    kinds = [[(part.shape, part.dtype) for part in _parts(parameter)] for parameter in parameters]
+    different = list(dict.fromkeys(chain.from_iterable(kinds)))
+    sizes = dict(zip(different, _stepped(optimizer, different)))
+    return [sum(sizes[kind] for kind in parts) for parts in kinds]
+
+
+def _parts(parameter: Tensor) -> list[Tensor]:
+    """The tensors that an optimizer steps in this process: of a DTensor what is here, of a quantised weight itself."""
+    parts = list(unwrapped(parameter))
+    return parts if all(part.dtype is parameter.dtype for part in parts) else [parameter]
 
 
 def _stepped(optimizer: Any, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[int]:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from block_models import MODELS
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from partition import PartitionError, Profile, halves, profile, to_sequential
 from partition.profiles.amounts import MedianSpread, joined
+from partition.profiles.optimizer_state import state_bytes
 from partition.profiles.profiling import with_rows
 from partition.profiles.working import counter
 from pipeline import Pipe
@@ -145,6 +147,13 @@ def test_one_tensor_under_two_names_travels_twice() -> None:
     size = 4 * 6 * 4
     assert [measured.message(cut) for cut in range(1, 5)] == [size, 3 * size, 3 * size, 2 * size]
     assert [measured.stage(start, 5).read for start in range(1, 5)] == [size, 3 * size, 3 * size, 2 * size]
+
+
+def test_optimizer_state_of_a_parameter_that_wraps_others_is_that_of_its_parts() -> None:
+    """As of a DTensor, whose shape is that of all ranks together."""
+    wrapping = TwoTensor(torch.zeros(3, 4), torch.zeros(3, 4))
+    assert state_bytes(2, [wrapping, torch.zeros(5)]) == [2 * 2 * 48, 2 * 20]
+    assert state_bytes(partial(torch.optim.SGD, lr=0.1, momentum=0.9), [wrapping, torch.zeros(5)]) == [2 * 48, 20]
 
 
 @pytest.mark.parametrize("optimizer", [
