@@ -52,8 +52,8 @@ class Request:
         planner: makes the plan, see execution/plan.py.
         grad: whether the call has gradients.
         keep: whether every chunk may have to be recomputed later, kept ones too.
-        draws: whether the call draws a seed.
-        gathers: whether layers may gather statistics of a chunk's rows in train mode, as BatchNorm does, or draw.
+        draws: whether layers may draw: the call has a seed. So may they gather statistics of a chunk's rows in train
+            mode, as BatchNorm does.
         options: its arguments, by name, on which all ranks must agree.
         scaler: scales the loss, on all ranks by the same.
     """
@@ -63,7 +63,6 @@ class Request:
     options: Mapping[str, object]
     keep: bool = False
     draws: bool = True
-    gathers: bool = True
     scaler: torch.amp.GradScaler | None = None
 
 
@@ -175,7 +174,7 @@ class Runtime:
         self, batch: Batch, target: Batch, communicator: Communicator, options: Mapping[str, object]
     ) -> Setup:
         """The settings of a call with gradients, which runs the order of a step, seeds nothing, and keeps nothing."""
-        return self.agreed(Request(plan_step, True, options, draws=False, gathers=False), batch, communicator, target)
+        return self.agreed(Request(plan_step, True, options, draws=False), batch, communicator, target)
 
     def agreed(
         self,
@@ -230,7 +229,7 @@ class Runtime:
             seed=seed,
         )
         if batch.chunks > 1:
-            self._probe(setup, batch, request.gathers)
+            self._probe(setup, batch, request.draws)
         return setup
 
     def _probe(self, setup: Setup, batch: Batch, gathers: bool) -> None:
