@@ -11,7 +11,6 @@ execution/final_gradients.py tells when a gradient of a Pipe is whole; entry/eag
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -88,13 +87,13 @@ class EagerUpdate:
         self._update = update
         self._groups: dict[int, dict[str, Any]] = {}  # of the optimizer, by the parameter's id
         self._torn = ""
+        self._torn_state: object = None  # the optimizer's then; loading puts another in its place
         self._cadence = Cadence()  # of backwards outside a step
         self.without_gradient: list[Tensor] = []
         """The parameters of the optimizer that had no gradient in the last step and were not updated."""
         if isinstance(update, torch.optim.Optimizer):
             check_separable(update, separable)
             self.optimizer = update
-            _acknowledge_after_loading(self, update)
 
     def __repr__(self) -> str:
         kind = "a rule" if self.optimizer is None else type(self.optimizer).__name__
@@ -103,12 +102,12 @@ class EagerUpdate:
 
     @property
     def is_torn(self) -> bool:
-        """Whether a step has failed half-way and was not acknowledged."""
-        return bool(self._torn)
+        """Whether a step has failed half-way and was not acknowledged, nor the optimizer's state loaded since."""
+        return bool(self._torn) and getattr(self.optimizer, "state", None) is self._torn_state
 
     def acknowledge_torn_step(self) -> None:
         """Go on after a step that failed half-way, with the parameters as they are."""
-        self._torn = ""
+        self._torn, self._torn_state = "", None
 
     @property
     def params(self) -> list[Tensor]:
@@ -127,8 +126,9 @@ class EagerUpdate:
         Raises:
             RuntimeError: an earlier step is torn; step hooks of the optimizer.
         """
-        if self._torn:
+        if self.is_torn:
             raise RuntimeError(_TORN.format(self._torn))
+        self.acknowledge_torn_step()  # by a state that was loaded
         self._groups = {} if self.optimizer is None else groups_of(self.optimizer)
 
     @contextmanager
@@ -140,6 +140,7 @@ class EagerUpdate:
             if step.updated or not alone:
                 counts = f"{len(step.updated)} were updated here" + ("" if alone else ", others perhaps on other ranks")
                 self._torn = f"{counts}; then {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                self._torn_state = getattr(self.optimizer, "state", None)
             raise
 
     def holds(self, param: Tensor) -> bool:
@@ -157,19 +158,6 @@ class EagerUpdate:
     def validates(self) -> bool:
         """Count a backward outside a step. Returns whether it is to run the expensive checks."""
         return self._cadence.next()
-
-
-def _acknowledge_after_loading(update: EagerUpdate, optimizer: torch.optim.Optimizer) -> None:
-    """End a torn step when the optimizer's state is loaded. The optimizer, which may live longer, does not hold it."""
-    acknowledge = weakref.WeakMethod(update.acknowledge_torn_step)
-
-    def loaded(_: torch.optim.Optimizer) -> None:
-        acknowledge_step = acknowledge()
-        if acknowledge_step is not None:
-            acknowledge_step()
-
-    handle = optimizer.register_load_state_dict_post_hook(loaded)
-    weakref.finalize(update, handle.remove).atexit = False
 
 
 class EagerStep:
