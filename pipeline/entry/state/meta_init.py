@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from pipeline.common.arguments import few, shown
 from pipeline.common.module_tables import children_first
-from pipeline.entry.state.meta_tensors import MetaMemory, MetaTensor, PlacedLayer, check_reachable, is_marked, survey
+from pipeline.entry.state.meta_tensors import MetaTensor, PlacedLayer, check_reachable, give_memory, is_marked, survey
 from pipeline.entry.state.saved import Saved
 from pipeline.recompute.randomness import Generator, default_generators, generators_at, layer_seed, states_of
 
@@ -89,9 +89,7 @@ def materialize(
         return
     saved = None if state is None else _open(state, empty.values())
     _check_given(empty.values(), init is not None, saved, [name for layer in by_own_rules for name in _extra_in(layer)])
-    memory = MetaMemory()
-    for meta in empty.values():
-        memory.give(meta, marked=init is not None)
+    give_memory(empty.values(), marked=init is not None)
     if init is not None:
         generators = default_generators([layer.device for layer in layers])
         with torch.no_grad(), generators_at(states_of(generators)):

@@ -2,7 +2,7 @@
 
     layers --survey--> MetaTensor, by id   on the meta device: a shape and a type, at one place or several
                           |
-                       MetaMemory.give         the same object, now with memory on its device, marked
+                       give_memory             the same object, now with memory on its device, marked
                           |
                        is_marked           after an initialisation: not written yet
                           |
@@ -119,24 +119,25 @@ def check_reachable(layers: Iterable[PlacedLayer], empty: Mapping[int, MetaTenso
         )
 
 
-class MetaMemory:
-    """New memory for old: tensors that shared some share it again, each with its own offset and strides."""
+def give_memory(empty: Iterable[MetaTensor], marked: bool) -> None:
+    """Give tensors memory, in the same objects. Those that shared some share it again, with their offsets and strides.
 
-    def __init__(self) -> None:
-        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def give(self, empty: MetaTensor, marked: bool) -> None:
-        """Give a tensor memory, in the same object; `marked`, so that `is_marked` tells whether it was filled."""
-        old, device = empty.tensor.untyped_storage(), empty.layer.device
-        if old._cdata not in self._storages:  # an address, which stays the old one's, since that is kept
-            self._storages[old._cdata] = old, torch.UntypedStorage(old.nbytes(), device=device)
-        new = self._storages[old._cdata][1]
-        view = (empty.tensor.storage_offset(), empty.tensor.size(), empty.tensor.stride())
-        real = torch.empty(0, dtype=empty.tensor.dtype, device=device).set_(new, *view)
+    Args:
+        empty: the tensors.
+        marked: whether to mark them, so that `is_marked` tells whether they were filled.
+    """
+    storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # the old one, kept, and the new one
+    for meta in empty:
+        old, device = meta.tensor.untyped_storage(), meta.layer.device
+        if old._cdata not in storages:  # an address, which stays the old one's
+            storages[old._cdata] = old, torch.UntypedStorage(old.nbytes(), device=device)
+        _, new = storages[old._cdata]
+        view = (meta.tensor.storage_offset(), meta.tensor.size(), meta.tensor.stride())
+        real = torch.empty(0, dtype=meta.tensor.dtype, device=device).set_(new, *view)
         if marked:
             _mark(torch.empty(0, dtype=real.dtype, device=real.device).set_(new))
-        become(empty.tensor, real)
-        empty.version = empty.tensor._version
+        become(meta.tensor, real)
+        meta.version = meta.tensor._version
 
 
 def become(tensor: Tensor, real: Tensor) -> None:
