@@ -99,8 +99,7 @@ def _check_equal(by_rank: Sequence[tuple[str, list[Word]]]) -> None:
 
 def _dtype(column: Column) -> torch.dtype:
     """The widest type of the ranks' sums."""
-    dtypes = [description.dtype for description in column if description.dtype]
-    return sum_dtype(*(torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes))
+    return sum_dtype(*[description.dtype for description in column if description.dtype])
 
 
 def _buckets(keys: Sequence[int], columns: Sequence[Column]) -> Iterator[list[int]]:

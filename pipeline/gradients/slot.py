@@ -8,6 +8,7 @@ Addition rounds, so the bits of a sum depend on the order in which contributions
 
 from __future__ import annotations
 
+from functools import reduce
 from threading import Lock
 
 import torch
@@ -38,7 +39,7 @@ class GradientSum:
         with self._lock:
             self._check_layout(grad)
             if self.sum is None:
-                self.sum = grad.to(sum_dtype(self.param, grad), copy=True)
+                self.sum = grad.to(sum_dtype(self.param.dtype, grad.dtype), copy=True)
             else:
                 self.sum = plus(self.sum, grad)
 
@@ -56,24 +57,22 @@ class GradientSum:
 
     def put(self, grad: Tensor | None) -> None:
         """Replace the sum by `grad`, without a copy."""
-        self.sum = grad if grad is None else grad.to(sum_dtype(self.param, grad))
+        self.sum = grad if grad is None else grad.to(sum_dtype(self.param.dtype, grad.dtype))
 
     def _check_layout(self, grad: Tensor) -> None:
         if not self._densify and self.sum is not None and self.sum.is_sparse != grad.is_sparse:
             raise TypeError(mixed_layouts(self.param))
 
 
-def sum_dtype(*tensors: Tensor) -> torch.dtype:
-    """The widest type of some tensors; float32 for half precision."""
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The widest of some types; float32 for half precision."""
+    dtype = reduce(torch.promote_types, dtypes)
     return torch.float32 if dtype in HALF else dtype
 
 
 def plus(one: Tensor, other: Tensor) -> Tensor:
     """one + other where `one` is, in place if that keeps its layout and type; sparse + dense is dense."""
-    dtype, other = sum_dtype(one, other), other.to(one.device)
+    dtype, other = sum_dtype(one.dtype, other.dtype), other.to(one.device)
     if one.is_sparse and not other.is_sparse:
         return other.to(dtype) + one.to(dtype)
     return one.to(dtype).add_(other.to(dtype))
