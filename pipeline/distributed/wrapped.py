@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -77,7 +77,7 @@ def refuse_around(pipe: nn.Module, ranks: Collection[int]) -> None:
     Raises:
         RuntimeError: one runs the Pipe, or has made it another class.
     """
-    if isinstance(pipe, tuple(_imported("torch.distributed.fsdp", "FSDPModule"))):
+    if isinstance(pipe, _imported("torch.distributed.fsdp", "FSDPModule")):
         raise RuntimeError(
             "fully_shard was called on a Pipe. It takes parameters apart that a Pipe's chunks compute with. Leave it "
             "out: the stages divide the parameters between the ranks already, and Pipe(..., replicas=group) averages "
@@ -94,7 +94,7 @@ def refuse_sharded(optimizer: object, ranks: Collection[int]) -> None:
     Raises:
         RuntimeError: it is one.
     """
-    if isinstance(optimizer, tuple(_imported("torch.distributed.optim", "ZeroRedundancyOptimizer"))):
+    if isinstance(optimizer, _imported("torch.distributed.optim", "ZeroRedundancyOptimizer")):
         _refuse_group(getattr(optimizer, "process_group"), ranks, "ZeroRedundancyOptimizer")
 
 
@@ -110,7 +110,7 @@ def _refuse_group(group: distributed.ProcessGroup, ranks: Collection[int], what:
 
 def refuse_parts(named: Iterable[tuple[str, Tensor]], where: str, remedy: str) -> None:
     """Raise ValueError if there are DTensors among some parameters, of which each process holds a part."""
-    kinds = tuple(_imported("torch.distributed.tensor", "DTensor"))
+    kinds = _imported("torch.distributed.tensor", "DTensor")
     parts = [name for name, parameter in named if isinstance(parameter, kinds)]
     if parts:
         raise ValueError(f"DTensor parameters in {where}: {', '.join(parts)}. {remedy}")
@@ -121,12 +121,10 @@ def _names(module: nn.Module, *kinds: type) -> str:
     return ", ".join(f"{name or 'itself'} ({type(layer).__name__})" for name, layer in layers)
 
 
-def _imported(module: str, *names: str) -> Iterator[type]:
+def _imported(module: str, *names: str) -> tuple[type, ...]:
     """Classes of a module, if it was ever imported: else there are no objects of them."""
-    for name in names:
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None:
-            yield kind
+    kinds = [getattr(sys.modules.get(module), name, None) for name in names]
+    return tuple([kind for kind in kinds if kind is not None])
 
 
 def refuse_reduced(params: Iterable[Tensor], who: str) -> None:
