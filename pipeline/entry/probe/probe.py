@@ -71,7 +71,7 @@ class Probe:
         self._rows = min(sum(self._batch.rows), max(2, self._batch.rows[0]))
         own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         self._modules = modules_of([top for layers in own_stages for top in layers])
-        self._modes: Sequence[bool] | None = None  # of each module, whether it is in train mode; None: the caller's
+        self._modes = [module.training for module in self._modules]  # in which the next run computes
 
     def check(self) -> None:
         """Raise if the mini-batch cannot be cut.
@@ -158,9 +158,8 @@ class Probe:
     @contextmanager
     def _put_back(self) -> Iterator[None]:
         """Within: a run, in some modes. At the end: modules as they were: the next run finds what it found."""
-        modules, modes = (self._modules, self._modes) if self._modes else ([], [])
         try:
-            with training_flags(modules, modes):
+            with training_flags(self._modules, self._modes):
                 yield
         finally:
             for undo in self._undo:
