@@ -24,7 +24,7 @@ import torch.distributed as dist
 from pipeline.distributed.failure.monitor import FailureMonitor
 from pipeline.distributed.rendezvous import AbortableRendezvous
 from pipeline.execution.p2p_plan import RankPair
-from pipeline.transports.channel import ChannelError, IncomingChannel, OutgoingChannel
+from pipeline.transports.channel import ChannelError
 from pipeline.transports.distributed import Channels
 from pipeline.transports.link import Receiver, Sender
 
@@ -125,25 +125,21 @@ class Connections:
         if self._channels is not None:
             self._channels.drain(seconds)
 
-    def outgoing(self, to: int) -> OutgoingChannel:
-        """The channel to a rank."""
+    @property
+    def channels(self) -> Channels:
+        """The channels of this generation."""
         assert self._channels is not None  # within a call
-        return self._channels.outgoing(to)
-
-    def incoming(self, source: int) -> IncomingChannel:
-        """The channel from a rank."""
-        assert self._channels is not None  # within a call
-        return self._channels.incoming(source)
+        return self._channels
 
     def sender(self, to: int) -> Sender:
         """The link to a rank."""
         if to not in self._senders:
-            self._senders[to] = Sender(self.outgoing(to), f"rank {self._rank} to rank {to}")
+            self._senders[to] = Sender(self.channels.outgoing(to), f"rank {self._rank} to rank {to}")
         return self._senders[to]
 
     def receiver(self, source: int) -> Receiver:
         """The link from a rank."""
         if source not in self._receivers:
             label = f"rank {source} to rank {self._rank}"
-            self._receivers[source] = Receiver(self.incoming(source), label, device=self._device)
+            self._receivers[source] = Receiver(self.channels.incoming(source), label, device=self._device)
         return self._receivers[source]

@@ -139,7 +139,7 @@ class RankGroup:
         if self.connections.are_closed:
             self.connections.connect(tree_pairs(self.size))
         self.monitor.at = "a meeting of all ranks"
-        values = all_to_all(self.connections, self.rank, self.size, value)
+        values = all_to_all(self.connections.channels, self.rank, self.size, value)
         self.monitor.latest.has_met = True
         return values
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.distributed.connections import Connections
+from pipeline.transports.distributed import Channels
 
 CHILDREN = 8  # the most that a rank has
 ROOM = 2**14  # bytes of a rank that go at once
@@ -89,7 +89,7 @@ def tree_pairs(size: int) -> list[tuple[int, int]]:
     return [(rank, neighbour) for rank, place in enumerate(places) for neighbour in place.neighbours]
 
 
-def all_to_all(connections: Connections, rank: int, size: int, value: Any) -> list[Any]:
+def all_to_all(channels: Channels, rank: int, size: int, value: Any) -> list[Any]:
     """The values that the ranks give, by rank: what JSON can hold.
 
     Raises:
@@ -97,31 +97,31 @@ def all_to_all(connections: Connections, rank: int, size: int, value: Any) -> li
     """
     place, text = place_in_tree(rank, size), json.dumps(value).encode()
     row = b"[%d, %b]" % (len(text), text)
-    rows = _turn(connections, place, size, row if len(text) <= ROOM else b"[%d]" % len(text), ROOM)
+    rows = _turn(channels, place, size, row if len(text) <= ROOM else b"[%d]" % len(text), ROOM)
     longest = max(length for length, *_ in rows)
     if longest > ROOM:
-        rows = _turn(connections, place, size, row, longest)
+        rows = _turn(channels, place, size, row, longest)
     return [row_value for _, row_value in rows]
 
 
-def _turn(connections: Connections, place: TreePlace, size: int, row: bytes, room: int) -> list[Any]:
+def _turn(channels: Channels, place: TreePlace, size: int, row: bytes, room: int) -> list[Any]:
     """The rows of all ranks, in each of which there is room for a value of so many bytes."""
     buffers = [_buffer(len(child), room) for child in place.children]
     posted = [
-        connections.incoming(child.start).post(buffer) for child, buffer in zip(place.children, buffers, strict=True)
+        channels.incoming(child.start).post(buffer) for child, buffer in zip(place.children, buffers, strict=True)
     ]
     for handle in posted:
         handle.wait()
     rows = b",".join([row, *map(_received, buffers)])
     if place.parent is not None:
-        connections.outgoing(place.parent).tell(_message(rows))
+        channels.outgoing(place.parent).tell(_message(rows))
         buffer = _buffer(size, room)
-        connections.incoming(place.parent).post(buffer).wait()
+        channels.incoming(place.parent).post(buffer).wait()
         rows = _received(buffer)
     if place.children:
         message = _message(rows)
         for child in place.children:
-            connections.outgoing(child.start).tell(message)
+            channels.outgoing(child.start).tell(message)
     all_rows: list[Any] = json.loads(b"[%b]" % rows)
     return all_rows
 

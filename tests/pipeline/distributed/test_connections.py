@@ -238,8 +238,8 @@ def test_ranks_that_each_need_the_other_first_do_not_wait_for_each_other(ranks: 
     carriers, connections, wrong = carrying(ranks, pairs, ranks)
     assert wrong == [] and [len(carrier.received) for carrier in carriers] == [ranks - 1] * ranks
     for one, other in pairs:
-        connections[one].outgoing(other).payloads.send(torch.full((3,), one, dtype=torch.uint8))
-        assert connections[other].incoming(one).payloads.post(3)().tolist() == [one] * 3
+        connections[one].channels.outgoing(other).payloads.send(torch.full((3,), one, dtype=torch.uint8))
+        assert connections[other].channels.incoming(one).payloads.post(3)().tolist() == [one] * 3
     for each in connections:
         each.drain(5)
     for each in connections:
