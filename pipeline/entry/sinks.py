@@ -128,8 +128,9 @@ class StoreSink(GradSink):
         pairs.clear()
         unnamed = [owner for owner, _ in others if id(owner) not in names]
         store = GradStore([*module.named_parameters(), *unnamed])
-        for owner, grad in others:
-            store.add_(owner, grad)
+        others.reverse()
+        while others:  # in order; the store has a copy
+            store.add_(*others.pop())
         if self._max_norm is not None:
             grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
             norm = call.communicator.exchange.total_norm(grads, 2.0)

@@ -23,7 +23,7 @@ from pipeline_probes import Seen, labelled, no_collector, probes, run, sum_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeline import EagerUpdate, Pipe, eager_backward, is_recomputing
+from pipeline import EagerUpdate, GradStore, Pipe, eager_backward, is_recomputing
 from pipeline.curvature import Hessian
 from pipeline.execution.plan import plan_forward, plan_step
 from scheduler import Action, Kind, by_name
@@ -467,6 +467,22 @@ def test_nothing_is_alive_after_a_call(policy: object, schedule: str, entry: str
         step = None
         del x, y, step
         assert watch.alive() == set()
+
+
+def test_a_gradient_goes_as_soon_as_the_store_of_a_step_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store copies: gradients that waited for the end would be there twice."""
+    add, taken, alive = GradStore.add_, list[Any](), list[int]()
+
+    def watched(store: GradStore, owner: Any, grad: Any) -> None:
+        alive.append(sum(reference() is not None for reference in taken))
+        taken.append(weakref.ref(grad))
+        add(store, owner, grad)
+
+    monkeypatch.setattr(GradStore, "add_", watched)
+    with no_collector():
+        x, y = torch.randn(6, 3).double(), torch.randn(6, 2).double()
+        Pipe(net(), [2, 2, 3], 3).step(x, y, loss_fn=mean_of_squares, grads="store")
+    assert len(taken) > 3 and not any(alive)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
