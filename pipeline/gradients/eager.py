@@ -82,7 +82,7 @@ class EagerUpdate:
         check_flags(separable=separable)
         _check_clip(clip, clip_value, max_norm)
         self.clip, self.clip_value, self.max_norm = clip, clip_value, max_norm
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer = update if isinstance(update, torch.optim.Optimizer) else None
         """The optimizer; None for a rule."""
         self._update = update
         self._groups: dict[int, dict[str, Any]] = {}  # of the optimizer, by the parameter's id
@@ -91,9 +91,8 @@ class EagerUpdate:
         self._cadence = Cadence()  # of backwards outside a step
         self.without_gradient: list[Tensor] = []
         """The parameters of the optimizer that had no gradient in the last step and were not updated."""
-        if isinstance(update, torch.optim.Optimizer):
-            check_separable(update, separable)
-            self.optimizer = update
+        if self.optimizer is not None:
+            check_separable(self.optimizer, separable)
 
     def __repr__(self) -> str:
         kind = "a rule" if self.optimizer is None else type(self.optimizer).__name__
