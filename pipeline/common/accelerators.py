@@ -6,7 +6,7 @@
     entered_streams(stream, ...)         within: streams are current
     beside(streams)                      the same; they wait for those that were current, and these for them
     bind(streams)                        their devices are ready in this thread
-    use_here(tensors)                    tells the allocator which streams use tensors of others
+    use_here(tensors), use_in(stream, t) tells the allocator which streams use tensors of others
     moved_in_place(device)               within: parameters that move there stay the same objects
     default_generators(devices)          what layers there draw from
     peak_bytes(device)                   the most that was allocated there
@@ -124,8 +124,13 @@ def use_here(tensors: Iterable[Tensor | None]) -> None:
     """Tell the allocator that the current streams use tensors that were made on others."""
     for tensor in tensors:
         if tensor is not None and is_accelerator(tensor.device) and not is_legacy_batchedtensor(tensor):
-            for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else unwrapped(tensor):
-                part.record_stream(torch.accelerator.current_stream(tensor.device))
+            use_in(torch.accelerator.current_stream(tensor.device), tensor)
+
+
+def use_in(stream: torch.Stream, tensor: Tensor) -> None:
+    """Tell the allocator that a stream uses a tensor that was made on another, or the tensors that it is made of."""
+    for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else unwrapped(tensor):
+        part.record_stream(stream)
 
 
 @contextmanager

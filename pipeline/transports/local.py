@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partition.contents import rewrapped, unwrapped, wraps
-from pipeline.common.accelerators import entered_streams, is_accelerator
+from partition.contents import rewrapped, wraps
+from pipeline.common.accelerators import entered_streams, is_accelerator, use_in
 from pipeline.common.places import Place
 from pipeline.data.pytrees import line_offset, resolved, span_of, unrolled
 
@@ -67,8 +67,7 @@ class Local:
             if tensor is not None and is_accelerator(tensor.device):
                 reader = torch.accelerator.current_stream(tensor.device)
                 reader.wait_event(arrival)
-                for part in unwrapped(tensor):
-                    part.record_stream(reader)
+                use_in(reader, tensor)
             elif tensor is not None:
                 arrival.synchronize()  # the host itself reads it
         return parcel.tensors
@@ -119,7 +118,7 @@ class Local:
         reading.wait_stream(torch.accelerator.current_stream(tensor.device))
         with entered_streams(reading, writing):
             moved = tensor.to(target_device, non_blocking=True, copy=True)
-        tensor.record_stream(reading)
+        use_in(reading, tensor)
         streams.add(writing)
         return moved
 

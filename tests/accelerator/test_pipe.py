@@ -191,7 +191,7 @@ HOST, ZIGZAG = "host between", "zigzag"
 OF_COPY = "torch.accelerator.current_stream(tensor.device)"
 MISSING = {
     "the reader does not wait": Missing(Local, "receive", "reader.wait_event(arrival)", training, ZIGZAG),
-    "what arrives is not recorded": Missing(Local, "receive", "part.record_stream(reader)", training, ZIGZAG),
+    "what arrives is not recorded": Missing(Local, "receive", "use_in(reader, tensor)", training, ZIGZAG),
     "the host does not wait": Missing(Local, "receive", "arrival.synchronize()", training, HOST),
     "no event is recorded": Missing(
         Local, "send", "stream.record_event()", training, "named", instead="torch.Event(stream.device)"
@@ -211,7 +211,7 @@ MISSING = {
         Local, "_between_accelerators", f"reading.wait_stream({OF_COPY})", training, ZIGZAG
     ),
     "what is sent is freed early": Missing(
-        Local, "_between_accelerators", "tensor.record_stream(reading)", training, ZIGZAG
+        Local, "_between_accelerators", "use_in(reading, tensor)", training, ZIGZAG
     ),
     "threads have streams of their own": Missing(
         drivers, "_thread_like_this", "stack.enter_context(entered_streams(*streams))", training, ZIGZAG, "threads",
@@ -222,7 +222,7 @@ MISSING = {
         "threads", instead="if True",
     ),
     "gradients are not recorded": Missing(
-        forward, "use_here", f"part.record_stream({OF_COPY})", backward_on_other_streams, ZIGZAG
+        forward, "use_here", f"use_in({OF_COPY}, tensor)", backward_on_other_streams, ZIGZAG
     ),
 }  # fmt: skip
 

@@ -188,3 +188,13 @@ def test_parameters_that_move_stay_the_objects_that_they_are(device: str) -> Non
     assert not torch.__future__.get_swap_module_params_on_conversion()
     assert all(one is other for one, other in zip(layers.parameters(), before, strict=True))
     assert all(parameter.device.type == device for parameter in before)
+
+
+def test_the_allocator_is_told_of_what_a_sparse_tensor_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """record_stream has no kernel for sparse tensors."""
+    told: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda part, stream: told.append(part.data_ptr()))
+    sparse, dense = torch.eye(3).to_sparse(), torch.ones(2)
+    for tensor in (sparse, dense):
+        accelerators.use_in(SimpleNamespace(), tensor)  # type: ignore[arg-type]
+    assert told == [sparse._indices().data_ptr(), sparse._values().data_ptr(), dense.data_ptr()]
