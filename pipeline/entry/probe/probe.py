@@ -240,7 +240,7 @@ class Probe:
         )
 
     def _check_order(self, alone: Batch, others: Batch) -> None:
-        """Raise if a stage gives other values after other rows have gone through all stages."""
+        """Raise if a stage gives other values, or raises, after other rows have gone through all stages."""
         in_order, backwards = self._run(alone), self._new(others)
         stage = backwards.first_astray(in_order)
         if not self._communicator.exchange.any(stage is not None):
@@ -249,11 +249,11 @@ class Probe:
         if stage is not None and all_same(once_more.stage_outputs[stage], in_order.stage_outputs[stage]):
             name = in_order.stages[stage].layers.name
             raise RuntimeError(
-                f"{name} gives other values for the same input when other chunks have run before it: it reads what "
-                "another stage, or an earlier chunk, left elsewhere (in a shared dict, on a module, in a closure). "
-                "Stages run different chunks at a time, so the numbers would depend on the schedule. Return it from "
-                "the stage that makes it and pass it on, stash and pop it (pipeline.skip), or put these layers into "
-                "one stage. If a layer keeps something of its first batch, call the model with one before."
+                f"{name} gives other values, or raises, for the same input when other chunks have run before it: it "
+                "reads what another stage, or an earlier chunk, left elsewhere (in a shared dict, on a module, in a "
+                "closure). Stages run different chunks at a time, so the numbers would depend on the schedule. Return "
+                "it from the stage that makes it and pass it on, stash and pop it (pipeline.skip), or put these layers "
+                "into one stage. If a layer keeps something of its first batch, call the model with one before."
             )
 
 

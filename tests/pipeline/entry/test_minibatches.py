@@ -247,7 +247,7 @@ def test_a_stage_that_reads_what_another_left_is_refused_where_mini_batches_are_
 
     module = nn.Sequential(nn.Linear(4, 5), Leave(), nn.Linear(5, 5), Read()).double()
     pipe = Pipe(module, [2, 2], chunks=1, schedule="gpipe")
-    with pytest.raises(RuntimeError, match="other values for the same input when other chunks have run before it"):
+    with pytest.raises(RuntimeError, match="for the same input when other chunks have run before it"):
         pipe.step(parts(8, size), loss_fn=F.cross_entropy)
 
 
