@@ -25,6 +25,8 @@ from pipeline.common.torch_modes import without_function_modes
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
 Checksums: TypeAlias = list[tuple[Tensor, Tensor, torch.dtype]]
+MemoryId: TypeAlias = tuple[int, int, int]  # of memory in the plain module, which copies keep: stage, chunk, a number
+Written: TypeAlias = tuple[tuple[MemoryId, str], ...]  # with the name of the stage that writes it
 LINE = 64  # bytes of a cache line: memory of torch's own begins at multiples of it
 _STAYING: dict[type, tuple[str, str]] = {
     MaskedTensor: ("MaskedTensor", "Give x.get_data() and x.get_mask()"),
@@ -100,27 +102,18 @@ def parts_of(entries: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
     return [entries[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-class MemoryId(NamedTuple):
-    """The identity of a tensor's memory in the plain module; clones and copies on other devices keep it.
-
-    Attributes:
-        origin: the stage that made it, the chunk, and a number; equal for the same memory.
-        until: the last stage of another rank that still reads it, unknown to this process otherwise; -1: none.
-    """
-
-    origin: tuple[int, int, int]
-    until: int = -1
-
-
 class Activations(NamedTuple):
     """The message of one stage to another: a tree of detached tensors, and which of them need a gradient.
 
-    `memory`: the identity of each tensor's memory; empty where no other tensor can share it.
+    Attributes:
+        memory: the identity of each tensor's memory; empty where no other tensor can share it.
+        written: of the value that goes from stage to stage: the memory that stages before wrote copies of.
     """
 
     tree: Tree
     needs_grad: tuple[bool, ...]
     memory: tuple[MemoryId, ...] = ()
+    written: Written = ()
 
 
 def stays(tensor: Tensor) -> bool:
@@ -182,7 +175,7 @@ def memory_of(
 ) -> tuple[MemoryId, ...]:
     """The identity of each tensor's memory: one of `by_storage`, or a new one, which is added."""
     return tuple([
-        by_storage.setdefault(storage_of(tensor), MemoryId((stage, chunk, number)))
+        by_storage.setdefault(storage_of(tensor), (stage, chunk, number))
         for number, tensor in enumerate(tensors)
     ])
 

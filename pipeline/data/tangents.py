@@ -34,7 +34,7 @@ class Inbox(NamedTuple):
         """Take messages apart. `count`: the number of directions."""
         trees: list[Tree] = []
         tangents: list[list[Tensor]] = [[] for _ in range(count)]
-        for tree, needs, _ in messages:
+        for tree, needs, _, _ in messages:
             values, *others = parts_of(tree.tensors, [len(needs), *[sum(needs)] * count])
             trees.append(Tree(tuple(values), tree.skeleton))
             for direction, part in zip(tangents, others, strict=True):

@@ -9,9 +9,7 @@ A message travels with its spec (transports/link.py). The P2PPlan of a phase has
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads
@@ -21,8 +19,6 @@ from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.p2p_plan import MessageKey, P2PPlan
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
-
-MemoryOrigin: TypeAlias = tuple[int, int, int]
 
 
 class RankMailbox(Mailbox):
@@ -68,16 +64,6 @@ class RankMailbox(Mailbox):
         assert self._messages is not None  # a phase has begun
         return self._messages
 
-    def put(self, stage: int, chunk: int, outputs: Sequence[Activations]) -> None:
-        super().put(stage, chunk, _with_last_readers(self._made_by[stage], outputs))
-
-    def take(self, stage: int, chunk: int) -> list[Activations]:
-        inbox = super().take(stage, chunk)
-        last: dict[MemoryOrigin, int] = {}
-        for memory in [memory for message in inbox for memory in message.memory]:  # one memory may have come two ways
-            last[memory.origin] = max(memory.until, last.get(memory.origin, memory.until))
-        return _until(inbox, last)
-
     def _put(self, row: Value, chunk: int, message: Activations) -> None:
         if self._is_here(row.reader):
             super()._put(row, chunk, message)
@@ -119,24 +105,3 @@ class RankMailbox(Mailbox):
         if (target, source) in messages.channels:
             self._ranks.connections.sender(source).reap(messages.delivered[channel][receiver.position])
         return message
-
-
-def _with_last_readers(rows: Sequence[Value], messages: Sequence[Activations]) -> list[Activations]:
-    """Messages that know of each memory the last stage that reads it by another way.
-
-    What one rank keeps and another gets has one memory too, and a value that was sent is no longer under way here.
-    """
-    ends = defaultdict[MemoryOrigin, list[int]](list)  # of each tensor with that memory
-    for row, message in zip(rows, messages, strict=True):
-        for memory in dict.fromkeys(message.memory):
-            ends[memory.origin] += [memory.until, row.reader]
-    last = {origin: max(own_ends) if len(own_ends) > 2 else own_ends[0] for origin, own_ends in ends.items()}
-    return _until(messages, last)
-
-
-def _until(messages: Sequence[Activations], last: Mapping[MemoryOrigin, int]) -> list[Activations]:
-    """Messages that know these last readers."""
-    return [
-        message._replace(memory=tuple([identity._replace(until=last[identity.origin]) for identity in message.memory]))
-        for message in messages
-    ]

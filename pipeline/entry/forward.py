@@ -59,7 +59,7 @@ def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everyw
         reached = call.communicator.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
         if everywhere:
             output = share_output(call.communicator.exchange, output)
-        tree, needs_grad, _ = output or Activations(Tree((torch.zeros((), device="cpu"),), None), (reached,))
+        tree, needs_grad, _, _ = output or Activations(Tree((torch.zeros((), device="cpu"),), None), (reached,))
         owners = call.owners() if any(needs_grad) else []
         if call.batch.chunks == 1:  # else they are joined, in new memory
             tree = Tree(unshared(tree.tensors, [*call.batch.tensors, *owners]), tree.skeleton)

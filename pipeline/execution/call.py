@@ -30,6 +30,7 @@ from pipeline.execution.communicator import Averager, Communicator, Pair
 from pipeline.execution.execution import Execution, WorkTable
 from pipeline.execution.final_gradients import EarlyUse, GradientFinalizer
 from pipeline.execution.gradient_product import GradientProduct
+from pipeline.execution.mailbox import written_until
 from pipeline.execution.second_order import differentiate
 from pipeline.execution.stages import stages_of
 from pipeline.stage.records import OutputEdges
@@ -255,8 +256,9 @@ class Call:
         inbox = execution.take(stage, chunk)
         recompute = setup.grad and (stage, chunk) in setup.recompute
         outputs = run.forward(chunk, inbox, recompute, setup.grad and (setup.keep or recompute))
-        if run.writes_input:
-            execution.check_alone(stage, chunk, inbox)
+        if run.writes_input or inbox[0].written:
+            written = written_until(run.layers.name, inbox, run.writes_input)
+            outputs[0] = outputs[0]._replace(written=written)
         if stage != self._last:
             execution.mailbox.put(stage, chunk, outputs)
         else:

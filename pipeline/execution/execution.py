@@ -27,7 +27,7 @@ from pipeline.data.pytrees import Activations, Grads
 from pipeline.data.values import CALLER
 from pipeline.execution.communicator import Communicator
 from pipeline.execution.drivers import Driver
-from pipeline.execution.mailbox import Mailbox, check_alone
+from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.placement import ParameterPlacement
 from pipeline.execution.setup import Setup
 from pipeline.execution.threads import Perform
@@ -144,10 +144,6 @@ class Execution:
     def _begin_when_arrived(self, stage: int) -> None:
         if self.setup.traces:
             self._ready[stage] = max(self._ready[stage], self.mailbox.arrived)
-
-    def check_alone(self, stage: int, chunk: int, inbox: Sequence[Activations]) -> None:
-        """Raise if a stage that writes its input shares the memory with another reader."""
-        check_alone(stage, self.layers[stage].name, inbox, self.mailbox.under_way(chunk))
 
     def check_snapshots(self, snapshots: Mapping[int, ForwardSnapshot]) -> None:
         """Raise if a forward changed state of the stages so that numbers depend on the order of the chunks.

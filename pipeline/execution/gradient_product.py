@@ -115,7 +115,7 @@ class GradientProduct(Product):
             batch.cut_alike(index, cotangent) for index, cotangent in enumerate(self._of_input) if self._live[index]
         ]
         for chunk in range(batch.chunks):
-            tree, _, memory = batch.message(chunk, grad=False)
+            tree, _, memory, _ = batch.message(chunk, grad=False)
             chunk_tangents = [pieces[chunk] for pieces in tangents]
             message = Activations(Tree((*tree.tensors, *chunk_tangents), tree.skeleton), tuple(self._live), memory)
             self._execution.mailbox.put(CALLER, chunk, [message])

@@ -9,11 +9,11 @@ put, and has arrived when it is taken (transports/).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from pipeline.common.places import Place
-from pipeline.data.pytrees import Activations, Grads, MemoryId, Tree
+from pipeline.data.pytrees import Activations, Grads, Tree, Written
 from pipeline.data.values import CALLER, Name, Value, Values
 from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.transports.local import Local, Parcel
@@ -95,38 +95,35 @@ class Mailbox:
         grads, parcel = self._gradients.pop((row.name, chunk))
         return grads if parcel is None else self._transport.receive(parcel)
 
-    def under_way(self, chunk: int) -> Iterator[MemoryId]:
-        """Identities of the memory of those tensors of `chunk` that were made and are not read yet."""
-        of_chunk = [message for (_, number), (message, _) in list(self._activations.items()) if number == chunk]
-        return (memory for message in of_chunk for memory in message.memory)
-
     def __len__(self) -> int:
         """The number of values under way."""
         return len(self._activations) + len(self._gradients)
 
 
-def check_alone(index: int, name: str, inbox: Sequence[Activations], under_way: Iterable[MemoryId]) -> None:
-    """Refuse memory shared with the input of a stage that writes it: the stage writes a copy.
+def written_until(name: str, inbox: Sequence[Activations], writes: bool) -> Written:
+    """The memory that a stage and those before it write. They write copies: who reads it later reads old numbers.
+
+    Each stage tells the next one, so all that read later know of it, whatever way the memory came.
 
     Args:
-        index: the stage that writes its input.
-        name: how an error names it.
+        name: of the stage.
         inbox: the values that it has read.
-        under_way: the memory of those tensors of the chunk that other stages will read.
+        writes: whether it writes its input.
 
     Raises:
-        RuntimeError: another tensor shares that memory.
+        RuntimeError: it reads what a stage before has written, or two of the tensors that it writes share memory.
     """
-    of_input = [memory for value in inbox for memory in value.memory]
-    origins = {memory.origin for memory in of_input}
-    other_origins = {memory.origin for memory in under_way}
-    is_read_later = any(memory.until > index for memory in of_input)
-    if len(origins) < len(of_input) or not origins.isdisjoint(other_origins) or is_read_later:
+    memory = [identity for value in inbox for identity in value.memory]
+    written = inbox[0].written
+    writers = [writer for identity, writer in written if identity in memory]
+    writers += [name] if writes and len(set(memory)) < len(memory) else []
+    if writers:
         raise RuntimeError(
-            f"{name} writes its input in place, and another tensor of that input, or a skip that a later stage "
+            f"{writers[0]} writes its input in place, and another tensor of that input, or a skip that a later stage "
             "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "
             "keep. Write to a copy (x * 2 instead of x.mul_(2)), or stash a clone."
         )
+    return (*written, *[(identity, name) for identity in memory]) if writes else written
 
 
 def sent(message: Activations, parcel: Parcel) -> Activations:

@@ -20,6 +20,7 @@ from pipeline.data.microbatch import refuse_layouts
 from pipeline.data.pytrees import Activations, Grads
 from pipeline.data.tangents import Inbox, LeafGrads, groups_of
 from pipeline.execution.execution import Execution, WorkTable
+from pipeline.execution.mailbox import written_until
 from pipeline.stage.stage_rule import ProductGraph, ProductRecord, StageRule
 from scheduler import Kind
 
@@ -58,11 +59,13 @@ class Product(ABC):
         inbox = Inbox.of(messages, self._number)
         if stage == execution.last:
             run.wait(chunk, inbox)
+            written_until(run.layers.name, messages, False)
             return
         outputs = run.forward(chunk, inbox, (stage, chunk) in execution.setup.recompute)
         self.look(run, chunk, inbox, outputs)
-        if run.writes_input:
-            execution.check_alone(stage, chunk, messages)
+        if run.writes_input or messages[0].written:
+            written = written_until(run.layers.name, messages, run.writes_input)
+            outputs[0] = outputs[0]._replace(written=written)
         execution.mailbox.put(stage, chunk, outputs)
 
     def _backward(self, stage: int, chunk: int) -> None:
@@ -85,9 +88,7 @@ class Product(ABC):
         with run.forwards.standing():
             graph = run.run(chunk, inbox)
             if run.writes_input:
-                self._execution.check_alone(
-                    run.layers.index, chunk, [Activations(inbox.values.trees[0], (), inbox.memory)]
-                )
+                written_until(run.layers.name, [Activations(inbox.values.trees[0], (), inbox.memory)], True)
             refuse_layouts([tensor for tensor in graph.outputs.tensors if tensor.requires_grad])
             return self.at_end(run, chunk, graph, inbox).messages(inbox)
 

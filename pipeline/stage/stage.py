@@ -214,7 +214,7 @@ class StageRun:
         """The messages of `tensors`, which are those of `outputs`, detached."""
         if self.layers.passes_one and len(tensors) == len(layer_inputs) == 1:  # no other tensor can share their memory
             return [Activations(Tree(tensors, outputs.trees[0].skeleton), need)]
-        input_memory = [memory for message in inbox for memory in message.memory]
+        input_memory = [] if self._cut.writes else [memory for message in inbox for memory in message.memory]
         memory_by_storage = dict(zip(map(storage_of, layer_inputs), input_memory, strict=bool(input_memory)))
         memory = memory_of(outputs.tensors, memory_by_storage, self.layers.index, chunk)
         parts = zip(outputs.trees, outputs.split(tensors), outputs.split(need), outputs.split(memory), strict=True)

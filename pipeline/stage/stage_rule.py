@@ -147,7 +147,8 @@ class StageRule:
         if graph.roots:
             kept_graph = None if recompute else graph
             self._records[chunk] = ProductRecord(inbox, kept_graph, read_versions, live_of(graph.outputs))
-        memory_by_storage = dict(zip(graph.storages, inbox.memory, strict=bool(inbox.memory)))
+        input_memory = () if self.writes_input else inbox.memory
+        memory_by_storage = dict(zip(graph.storages, input_memory, strict=bool(input_memory)))
         memory = memory_of(graph.outputs.tensors, memory_by_storage, self.layers.index, chunk)
         return outbox(graph.outputs, tensors, tangents, memory)
 

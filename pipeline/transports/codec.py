@@ -4,7 +4,7 @@
     nan, inf, 0.0, -0.0         {"float": its 8 bytes}         {1: "a"}        {"dict": [[1, "a"]]}
     2**70                       {"int": hexadecimal}           list, Pair      {"type": "builtins:list"}
     torch.float32               {"dtype": "float32"}           [1, 2]          [1, 2]
-    MemoryId((0, 1, 2), 3)      {"memory": [its fields]}       (x, [y])        {"skeleton": [its spec, its leaves]}
+    TensorPosition(0)           {"slot": [its fields]}         (x, [y])        {"skeleton": [its spec, its leaves]}
     a spec of torch's pytree    {"node": ["builtins:tuple", its context, its children]}
 
 Nothing is pickled. A type is written as its name, and looked up in the modules that the other process has imported, a
@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-from pipeline.data.pytrees import MemoryId, Skeleton, TensorPosition
+from pipeline.data.pytrees import Skeleton, TensorPosition
 from pipeline.transports.tensor_spec import SparseSpec, StridedSpec
 
 Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
@@ -211,7 +211,7 @@ def _read_record(kind: type, written: Json) -> Any:
 
 
 _RECORDS = {
-    "slot": TensorPosition, "skeleton": Skeleton, "memory": MemoryId, "strided": StridedSpec, "sparse": SparseSpec,
+    "slot": TensorPosition, "skeleton": Skeleton, "strided": StridedSpec, "sparse": SparseSpec,
 }  # fmt: skip
 _WRITE: dict[type, Callable[[Any], Json]] = {
     type(None): _itself,

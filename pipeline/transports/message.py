@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipeline.data.pytrees import Activations, MemoryId, Skeleton, Tree
+from pipeline.data.pytrees import Activations, MemoryId, Skeleton, Tree, Written
 from pipeline.transports.codec import decode, encode, may_be_shared, same_skeleton
 from pipeline.transports.packing import Packing
 
@@ -25,18 +25,20 @@ class Message(NamedTuple):
         skeleton: the rest of the value; None: the value is one tensor.
         needs_grad: which of the tensors need a gradient.
         memory: the identity of each one's memory.
+        written: the memory that stages before wrote copies of.
     """
 
     tensors: tuple[Tensor | None, ...]
     skeleton: Skeleton | None = None
     needs_grad: tuple[bool, ...] = ()
     memory: tuple[MemoryId, ...] = ()
+    written: Written = ()
 
     @classmethod
     def of(cls, activations: Activations) -> Message:
         """The message of a value whose tensors may need gradients."""
-        (tensors, skeleton), needs_grad, memory = activations
-        return cls(tensors, skeleton, needs_grad, memory)
+        (tensors, skeleton), needs_grad, memory, written = activations
+        return cls(tensors, skeleton, needs_grad, memory, written)
 
     @property
     def tree(self) -> Tree:
@@ -46,7 +48,7 @@ class Message(NamedTuple):
     @property
     def activations(self) -> Activations:
         """The inverse of `of`."""
-        return Activations(self.tree, self.needs_grad, self.memory)
+        return Activations(self.tree, self.needs_grad, self.memory, self.written)
 
 
 class MessageSpec(NamedTuple):
@@ -62,6 +64,7 @@ class MessageSpec(NamedTuple):
     skeleton: Skeleton | None
     needs_grad: tuple[bool, ...]
     memory: tuple[MemoryId, ...]
+    written: Written
     written_skeleton: Any
     as_payload: bool = False
 
@@ -77,14 +80,16 @@ class MessageSpec(NamedTuple):
         Raises:
             LookupError: it names a class that this process does not know.
         """
-        specs, needs_grad, memory, as_payload, skeleton = json.loads(text)
-        return cls(Packing(decode(specs)), decode(skeleton), decode(needs_grad), decode(memory), skeleton, as_payload)
+        packed, as_payload, skeleton = json.loads(text)
+        specs, needs_grad, memory, written = decode(packed)
+        return cls(Packing(specs), decode(skeleton), needs_grad, memory, written, skeleton, as_payload)
 
     def says(self, message: Message) -> bool:
         """Whether a message has this spec."""
         return (
             self.needs_grad == message.needs_grad
             and self.memory == message.memory
+            and self.written == message.written
             and same_skeleton(self.skeleton, message.skeleton)
         )
 
@@ -93,10 +98,10 @@ class MessageSpec(NamedTuple):
         skeleton = self.skeleton
         if skeleton is not None and not may_be_shared(skeleton.spec):
             skeleton = decode(self.written_skeleton)
-        return Message(tensors, skeleton, self.needs_grad, self.memory)
+        return Message(tensors, skeleton, self.needs_grad, self.memory, self.written)
 
 
-NOTHING = MessageSpec(Packing(()), None, (), (), None)
+NOTHING = MessageSpec(Packing(()), None, (), (), (), None)
 
 
 def describe(message: Message, packing: Packing, label: str, as_payload: bool = False) -> bytes:
@@ -111,7 +116,8 @@ def describe(message: Message, packing: Packing, label: str, as_payload: bool = 
         TypeError: its structure cannot be written. The message says why, and what to do.
     """
     try:
-        written = encode([packing.specs, message.needs_grad, message.memory, as_payload, message.skeleton])
+        packed = [packing.specs, message.needs_grad, message.memory, message.written]
+        text = encode([packed, as_payload, message.skeleton])
     except TypeError as error:
         raise TypeError(f"{label} holds {error}") from None
-    return json.dumps(written).encode()
+    return json.dumps(text).encode()

@@ -15,10 +15,13 @@ from law_check import row_loss, target_of
 from one_and_many import Found, Make, state_of
 from rank_entry_points import OPTIMIZERS
 from rank_models import even, rows, square
+from skip_models import Pop, Stash
 from tied_models import KINDS, input_of, made
 from torch import Tensor, nn
 
 from pipeline import GradStore, Pipe
+from pipeline.curvature import Hessian
+from pipeline.skip import Namespace
 
 TIES = {
     "kind": tuple(KINDS),
@@ -300,3 +303,27 @@ def strange(which: str) -> tuple[str, float]:
     if isinstance(pipe[0], Strange):
         pipe[0].is_on = False
     return words, pipe.step(x, rows(4, seed=2), loss_fn=square).loss.item()
+
+
+def stashed_again(clones: bool, entry: str) -> str:
+    """What becomes of one memory that is stashed twice, and written by who pops it first: the error, or "equal".
+
+    Stage 1 stashes for stage 3 what stage 0 has already sent to stage 2, which writes it.
+    """
+    torch.manual_seed(5)
+    once, again = Namespace(), Namespace()
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), Stash().isolate(once)),
+        Stash(lambda x: x.clone() if clones else x, on=torch.sin).isolate(again),
+        Pop(lambda x, a: x + a.mul_(2)).isolate(once),
+        Pop(lambda x, b: x * b).isolate(again),
+    ).double()
+    x = rows(4)
+    want = model(x)
+    pipe = Pipe(model, [1] * 4, 2, schedule="interleaved")
+    try:
+        if entry == "product":
+            Hessian(pipe, [(x, x)], square) @ {name: torch.ones_like(of) for name, of in pipe.named_parameters()}
+        return "equal" if torch.allclose(pipe(x), want, rtol=0, atol=1e-12) else "wrong"
+    except RuntimeError as error:
+        return str(error)

@@ -76,3 +76,11 @@ def test_what_cannot_pass_between_ranks_is_refused_by_name_on_every_rank(crew2: 
     for each in (words, others):
         assert re.search(r"(Type|Rank)Error: .*stage 0", each.replace("\n", " ")), each
     assert loss == other_loss > 0
+
+
+@pytest.mark.parametrize("entry", ["forward", "product"])
+def test_memory_that_is_stashed_again_before_another_stage_writes_it_is_refused(crew2: Crew, entry: str) -> None:
+    """The plain module would see it written; the stage that writes got it before it was stashed again."""
+    words = "stage 2 .layer 2. writes its input in place.* a skip that a later stage pops, shares memory"
+    assert all([re.match(words, found) for found in crew2.run("rank_between:stashed_again", False, entry)])
+    assert crew2.run("rank_between:stashed_again", True, entry) == ["equal"] * 2

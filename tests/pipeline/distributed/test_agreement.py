@@ -26,8 +26,8 @@ from pipeline.execution.mailbox import Mailbox
     ],
 )
 def test_with_other_processes_nothing_is_answered_as_in_a_process_that_is_alone(kind: type, alone: type) -> None:
-    kept = {"under_way", "__len__"}  # of what is under way here, over ranks too
-    kept |= {"any", "put_grads", "take_grads"}  # which ask `rows`, and go row by row
+    kept = {"__len__"}  # of what is under way here, over ranks too
+    kept |= {"any", "put", "take", "put_grads", "take_grads"}  # which ask `rows`, and go row by row
     assert {name for name, value in vars(alone).items() if callable(value)} <= {*vars(kind), *kept}
     assert vars(kind).get("is_alone", False) is False and (kind.__base__ is alone)
 

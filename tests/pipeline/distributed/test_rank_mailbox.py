@@ -11,10 +11,10 @@ from torch import nn
 
 from pipeline import Pipe
 from pipeline.common.places import Place
-from pipeline.data.pytrees import Activations, MemoryId, Tree
+from pipeline.data.pytrees import Activations, Tree
 from pipeline.data.values import CALLER, chain
 from pipeline.distributed.mailbox import RankMailbox
-from pipeline.execution.mailbox import Mailbox
+from pipeline.execution.mailbox import Mailbox, written_until
 from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.skip import Key, pop, skippable, stash
 from pipeline.transports.local import Local
@@ -122,29 +122,30 @@ def test_values_and_gradients_come_to_their_readers_as_in_one_process(rank_of) -
 
 
 @pytest.mark.parametrize("rank_of", [(0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1)])
-def test_memory_that_a_later_stage_of_another_rank_reads_too_is_known_between(rank_of) -> None:
-    """Stage 0 gives one memory to stage 1 and, as a skip, to stage 3: stage 1, on whatever rank, must not write it."""
+def test_memory_that_a_stage_writes_is_known_to_all_later_stages_whatever_way_it_came(rank_of) -> None:
+    """Stage 0 gives one memory to stages 1 and 3; stage 1 stashes it again, for stage 3 too; stage 2 writes another."""
     _, _, of_ranks = mailboxes(rank_of)
     boxes = [of_ranks[rank] for rank in rank_of]
-    shared, own = MemoryId((0, 0, 0)), MemoryId((0, 0, 1))
+    shared, own = (0, 0, 0), (0, 0, 1)
     boxes[0].put(0, 0, [message(1.0, (shared,)), message(2.0, (own,)), message(3.0, (shared,))])
-    through, near = boxes[1].take(1, 0)
-    assert through.memory == (MemoryId((0, 0, 0), until=3),)
-    assert near.memory == (MemoryId((0, 0, 1), until=-1),)
-    boxes[1].put(1, 0, [message(4.0, through.memory), message(5.0, (MemoryId((1, 0, 0)),))])
-    assert boxes[2].take(2, 0)[0].memory == (MemoryId((0, 0, 0), until=3),)
+    inbox = boxes[1].take(1, 0)
+    written = written_until("stage 1", inbox, True)
+    assert written == ((shared, "stage 1"), (own, "stage 1"))
+    boxes[1].put(1, 0, [message(4.0, ((1, 0, 0),))._replace(written=written), message(5.0, (shared,))])
+    inbox = boxes[2].take(2, 0)
+    assert written_until("stage 2", inbox, False) == written
+    written = written_until("stage 2", inbox, True)
+    assert written[2:] == (((1, 0, 0), "stage 2"),)
+    boxes[2].put(2, 0, [message(6.0)._replace(written=written)])
+    with pytest.raises(RuntimeError, match="stage 1 writes its input in place, and another tensor .* stash a clone"):
+        written_until("stage 3", boxes[3].take(3, 0), False)
 
 
-@pytest.mark.parametrize("rank_of", [(0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 0, 0)])
-def test_of_one_memory_that_came_two_ways_both_know_the_last_reader(rank_of) -> None:
-    """Stage 3 may give on either of the two, and a stage behind it must not write it."""
-    _, _, of_ranks = mailboxes(rank_of)
-    boxes = [of_ranks[rank] for rank in rank_of]
-    early, late = MemoryId((0, 0, 0), until=3), MemoryId((0, 0, 0), until=5)
-    boxes[0].put(0, 0, [message(1.0), message(2.0), message(3.0, (early,))])
-    boxes[2].put(2, 0, [message(4.0, (late,))])
-    boxes[1].put(1, 0, [message(5.0), message(6.0)])
-    assert [one.memory for one in boxes[3].take(3, 0)] == [(late,), (late,), ()]
+def test_two_tensors_that_share_memory_may_be_read_and_not_written() -> None:
+    inbox = [message(1.0, ((0, 0, 0),)), message(2.0, ((0, 0, 0),))]
+    assert written_until("stage 1", inbox, False) == ()
+    with pytest.raises(RuntimeError, match="stage 1 writes its input in place, and another tensor of that input"):
+        written_until("stage 1", inbox, True)
 
 
 @skippable(stash=["s"])
