@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_iter, tree_map_only, tree_unflatten
 
 from partition.errors import PartitionError
 from partition.models.shapes import TensorShape
@@ -99,9 +100,10 @@ class ModelInputs(NamedTuple):
         """
         x = dict(x) if self.names is not None and isinstance(x, Mapping) else x
         for given in (x, (x,)):  # pipe(x) is as the sample (x,)
-            leaves, tree = tree_flatten(_in_order(given, self.tree))
-            if tree == self.tree:
-                return leaves
+            with suppress(ValueError):
+                leaves = self.tree.flatten_up_to(given)
+                if all(map(tree_is_leaf, leaves)):
+                    return leaves
         tree = tree_flatten(dict(x) if isinstance(x, Mapping) else x)[1]
         differing = list(_differing(self.tree, tree, "")) if _are_alike(self.tree, tree) else []
         raise PartitionError(
@@ -139,16 +141,6 @@ class ModelInputs(NamedTuple):
         """The name of a leaf, in words."""
         are_leaves_named = self.names is not None and len(self.names) == len(self.read)
         return f"input {self.names[number]!r}" if are_leaves_named and self.names else f"tensor {number} of the inputs"
-
-
-def _in_order(value: Any, tree: TreeSpec) -> Any:
-    """A value in which dicts have their entries in the order of a tree, where they have the same."""
-    if type(value) is not tree.type or type(value) not in (dict, list, tuple) or len(value) != tree.num_children:
-        return value
-    if type(value) is not dict:
-        return type(value)(map(_in_order, value, tree.children()))
-    entries = zip(tree.context, tree.children(), strict=True)
-    return {key: _in_order(value[key], child) for key, child in entries} if set(value) == set(tree.context) else value
 
 
 def called_with(x: Any, always: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
