@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter, signature
-from itertools import chain, count
+from itertools import chain
 from math import nextafter
 from typing import Any, NamedTuple
 
@@ -108,7 +108,6 @@ class ModuleCall(NamedTuple):
         returned: the leaves of what it returned, and their tree.
         argument_keys: by (id, version) of a tensor among the leaves of its arguments, which one.
         output_states: the (id, version) of each leaf that it returned.
-        number: of the call, in the order of all begins.
         nodes: of the flow: those of these tensors.
         writes: whether it wrote into one of them.
     """
@@ -120,7 +119,6 @@ class ModuleCall(NamedTuple):
     returned: tuple[Leaves, TreeSpec]
     argument_keys: dict[tuple[int, int], ArgumentKey]
     output_states: list[tuple[int, int]]
-    number: int
     nodes: dict[ArgumentKey, int]
     writes: bool
 
@@ -291,7 +289,6 @@ def _calling(
     named_modules: Iterable[tuple[str, nn.Module]], calls: list[ModuleCall], flow: Flow, draw_times: list[int]
 ) -> Iterator[Callable[[], int]]:
     """Within: note the calls of modules in a model, and when Python or numpy has drawn. It yields the clock."""
-    numbers = count()
     state = host_state()
 
     def tick() -> int:
@@ -302,26 +299,24 @@ def _calling(
             draw_times.append(time)
         return time
 
-    open_calls: list[tuple[int, int, CallArguments, dict[tuple[int, int], ArgumentKey], dict[ArgumentKey, int]]] = []
+    open_calls: list[tuple[int, CallArguments, dict[tuple[int, int], ArgumentKey], dict[ArgumentKey, int]]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         arguments = CallArguments(args, kwargs)
         tensors = {key: leaf for key, leaf in arguments.leaves.items() if isinstance(leaf, Tensor)}
         argument_keys = {_state(tensors[key]): key for key in sorted(reversed(tensors), key=arguments.is_argument)}
         nodes = {key: flow.node(leaf) for key, leaf in tensors.items()}
-        open_calls.append((next(numbers), tick(), arguments, argument_keys, nodes))
+        open_calls.append((tick(), arguments, argument_keys, nodes))
 
     def after(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
-            number, begin, arguments, argument_keys, nodes = open_calls.pop()
+            begin, arguments, argument_keys, nodes = open_calls.pop()
             leaves, tree = tree_flatten(returned)
             output_states = [_state(leaf) for leaf in leaves]
-            flow.record_return(number, leaves)
+            flow.record_return(begin, leaves)
             writes = any(_state(arguments[key]) != state for state, key in argument_keys.items())
             calls.append(
-                ModuleCall(
-                    name, begin, tick(), arguments, (leaves, tree), argument_keys, output_states, number, nodes, writes
-                )
+                ModuleCall(name, begin, tick(), arguments, (leaves, tree), argument_keys, output_states, nodes, writes)
             )
 
         return note

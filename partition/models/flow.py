@@ -32,7 +32,7 @@ class StorageVersion(NamedTuple):
         parents: the nodes that it was given.
         previous: the node of the same storage into which it wrote; None: it made the storage.
         drawn: whether random numbers were drawn for it.
-        returned_by: where it is what a module returned: the number of that call, and the places among the leaves.
+        returned_by: where it is what a module returned: when that call began, and the places among the leaves.
     """
 
     time: int
@@ -90,8 +90,8 @@ class Flow:
             number = node.previous
         return number
 
-    def record_return(self, call: int, leaves: Iterable[Any]) -> None:
-        """Note what a module returns."""
+    def record_return(self, begin: int, leaves: Iterable[Any]) -> None:
+        """Note what a module returns that was called at `begin`."""
         places: dict[int, list[int]] = {}
         tensors = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for place, leaf in tensors:
@@ -99,7 +99,7 @@ class Flow:
         time = self.tick()
         for leaf, node in [(leaf, self.node(leaf)) for _, leaf in tensors]:
             if node in places:
-                self._put(leaf, StorageVersion(time, (node,), node, returned_by=(call, tuple(places.pop(node)))))
+                self._put(leaf, StorageVersion(time, (node,), node, returned_by=(begin, tuple(places.pop(node)))))
 
     def record_operation(
         self, inputs: Iterable[Any], outputs: Iterable[Any], written: Iterable[Tensor], drawn: bool

@@ -70,8 +70,8 @@ class Sources:
     ) -> None:
         self.blocks = blocks
         self.run = run
-        self._numbers = {block.number: number for number, block in enumerate(blocks)}
-        self._calls = {call.number: call for call in run.calls}
+        self._numbers = {block.begin: number for number, block in enumerate(blocks)}
+        self._calls = {call.begin: call for call in run.calls}
         prefixes = tuple([f"{name}." for name in part_names])
         inner_names = {call.name for call in run.calls if f"{call.name}.".startswith(prefixes)}
         called = [f"{call.name}." for call in outermost_calls(run.calls, inner_names) if call.nodes]
@@ -81,12 +81,12 @@ class Sources:
         self._times = Counter(call.name for call in run.calls)
         names = names_of(model)
         self._units = {
-            call.number: frozenset(names[id(model.get_submodule(call.name))]) & set(part_names) for call in run.calls
+            call.begin: frozenset(names[id(model.get_submodule(call.name))]) & set(part_names) for call in run.calls
         }
         self._owners = _owners(model, run.flow, [*part_names, *[block.name for block in blocks]])
         spans: list[tuple[int, int, int | _NameSet]] = []
         for call in run.calls:
-            enclosing = self._numbers.get(call.number, self._units[call.number])
+            enclosing = self._numbers.get(call.begin, self._units[call.begin])
             if enclosing != frozenset() and (not spans or call.begin > spans[-1][1]):
                 spans.append((call.begin, call.end, enclosing))
         self._spans = spans
@@ -181,7 +181,7 @@ class Sources:
     def _module_of(self, node: StorageVersion) -> str:
         """The name of a module that returned a node, lies in a part and is called once, with a tensor."""
         call = node.returned_by and self._calls[node.returned_by[0]]
-        is_single = call and self._units[call.number] and call.nodes and self._times[call.name] == 1
+        is_single = call and self._units[call.begin] and call.nodes and self._times[call.name] == 1
         return call.name if call and is_single else ""
 
     def _is_elsewhere(self, time: int, present: Collection[str]) -> bool:
