@@ -299,18 +299,22 @@ def _calling(
             draw_times.append(time)
         return time
 
-    open_calls: list[tuple[int, CallArguments, dict[tuple[int, int], ArgumentKey], dict[ArgumentKey, int]]] = []
+    open_calls: list[
+        tuple[nn.Module, int, CallArguments, dict[tuple[int, int], ArgumentKey], dict[ArgumentKey, int]]
+    ] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         arguments = CallArguments(args, kwargs)
         tensors = {key: leaf for key, leaf in arguments.leaves.items() if isinstance(leaf, Tensor)}
         argument_keys = {_state(tensors[key]): key for key in sorted(reversed(tensors), key=arguments.is_argument)}
         nodes = {key: flow.node(leaf) for key, leaf in tensors.items()}
-        open_calls.append((tick(), arguments, argument_keys, nodes))
+        open_calls.append((module, tick(), arguments, argument_keys, nodes))
 
     def after(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
-            begin, arguments, argument_keys, nodes = open_calls.pop()
+            while open_calls[-1][0] is not module:  # its forward raised, and something around it caught that
+                open_calls.pop()
+            _, begin, arguments, argument_keys, nodes = open_calls.pop()
             leaves, tree = tree_flatten(returned)
             output_states = [_state(leaf) for leaf in leaves]
             flow.record_return(begin, leaves)

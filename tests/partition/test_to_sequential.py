@@ -587,6 +587,29 @@ def test_layers_print_with_the_names_of_the_model():
     assert "(0): Beginning(\n    embed\n" in repr(to_sequential(Chain(), ids(2)))
 
 
+class Hesitant(nn.Linear):
+    """A block in which a call fails, and another takes its place."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.either = nn.Bilinear(4, 2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            x = self.either(x, x)
+        except RuntimeError:
+            x = self.either(x, x[..., :2])
+        return super().forward(x).tanh()
+
+
+def test_a_block_may_catch_what_a_module_in_it_raises() -> None:
+    model, ids = Chain(), torch.arange(10).view(2, 5)
+    model.blocks = nn.ModuleList(Hesitant() for _ in range(3))
+    layers = to_sequential(model, ids)
+    assert [type(layer).__name__ for layer in layers] == ["Beginning", "Block", "Block", "Block", "End"]
+    assert torch.equal(layers(ids.flip(0)), model(ids.flip(0)))
+
+
 class Stage(nn.Module):
     def __init__(self, *layers):
         super().__init__()
