@@ -207,9 +207,11 @@ class ForwardSnapshot:
         )
         buffers = self.buffers.as_before(before.buffers, again) if self.buffers else _NOTHING
         generators = generators_at([*before.generators.values()]) if before.generators else _NOTHING
-        differing = _all_of(self._differing) if self._differing else _NOTHING
-        with Recomputing(), differing, hooks, attributes, buffers, generators:
-            yield
+        with Recomputing(), ExitStack() as differing:
+            for make in self._differing:
+                differing.enter_context(make())
+            with hooks, attributes, buffers, generators:
+                yield
 
     def check_same(self, chunk: int, outputs: Sequence[Tensor]) -> None:
         """Raise if a recomputation gave other values than its forward."""
@@ -231,14 +233,6 @@ class ForwardSnapshot:
         """Drop all state: no recomputation follows."""
         for state in (self.attributes, self._before, self._fingerprints):
             state.clear()
-
-
-@contextmanager
-def _all_of(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for make in contexts:
-            stack.enter_context(make())
-        yield
 
 
 _NOTHING = nullcontext()
