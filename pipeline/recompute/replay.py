@@ -88,7 +88,7 @@ def replayed(
             _requiring(parameters, require_grad), checkpointing(False),
         ):  # fmt: skip
             recomputed = saved.filled(partial(_called, forward, args, kwargs), whole)
-        if not recomputed.is_whole:
+        if recomputed is None:
             return
         outputs = tensors_in(recomputed.result)
         if nodes and holds(_with_graphs(outputs), OF_SCRIPTS):

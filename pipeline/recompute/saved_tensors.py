@@ -47,15 +47,13 @@ class _AllSlotsFilled(BaseException):
 
 
 class RecomputeResult(NamedTuple):
-    """The result of R.
+    """The result of R that went on to its end.
 
     Attributes:
-        is_whole: whether it went on to its end, and returned something.
         result: what it returned.
         matches: whether it saved as many tensors as F, of the same shapes and dtypes.
     """
 
-    is_whole: bool
     result: Any
     matches: bool
 
@@ -107,8 +105,8 @@ class SavedTensors:
             )
         return tensor
 
-    def filled(self, compute: Callable[[], Any], whole: bool) -> RecomputeResult:
-        """R: call `compute`, and fill the slots with what autograd saves meanwhile.
+    def filled(self, compute: Callable[[], Any], whole: bool) -> RecomputeResult | None:
+        """R: call `compute`, and fill the slots with what autograd saves meanwhile. None: it ended with the last one.
 
         Args:
             compute: the forward.
@@ -144,8 +142,8 @@ class SavedTensors:
         finally:
             _hooks._pop_saved_tensors_default_hooks()
         if is_full:
-            return RecomputeResult(False, None, True)
-        return RecomputeResult(True, result, matches and (count == needed or not self.is_over))
+            return None
+        return RecomputeResult(result, matches and (count == needed or not self.is_over))
 
 
 def _refill(saved: SavedTensors) -> None:
