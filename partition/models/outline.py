@@ -49,6 +49,7 @@ from partition.models.stand_ins import (
     StandIn,
     VolatileAttributes,
     copied,
+    copy_that_calls,
     forget_oldest,
     rebuilt,
     shallow,
@@ -124,7 +125,7 @@ class Outline(nn.Module):
                 _copy_in_eval_mode(child, volatile, own, copies)
         kept |= copies.keys()
         for module in absent.values():
-            AbsentModule(module, volatile).copy_of(module, volatile, copies)
+            copy_that_calls(AbsentModule(module, volatile), module, volatile, copies)
         for block in [module for module in model.modules() if id(module) in numbers]:
             calls = numbers[id(block)]
             is_shaping = any([number in shaping for number in calls])

@@ -6,7 +6,6 @@ finds, so whatever would need its numbers is seen.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -33,27 +32,12 @@ VolatileAttributes: TypeAlias = "Mapping[tuple[int, str], bool]"
 _CACHE_SIZE = 32  # calls of which something is remembered
 
 
-class Replacement(ABC):
-    """A replacement for the call of a module, in a copy of it without numbers, which has its attributes."""
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's forward."""
-
-    def copy_of(self, module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]) -> nn.Module:
-        """The copy of a module, which calls this, without hooks. It is added to `copies`: see `rebuilt`."""
-        copy = rebuilt(module, without_numbers, volatile, copies)
-        no_hooks = {name: table for name, table in vars(nn.Module()).items() if "_hooks" in name}
-        vars(copy).update(no_hooks, forward=self, _compiled_call_impl=self)  # nor does it call those of all modules
-        return copy
-
-
-class StandIn(Replacement):
+class StandIn:
     """The call of what stands in for a block.
 
     Args:
         block: the block.
-        volatile, copies: as of `copy_of`.
+        volatile, copies: as of `copy_that_calls`.
         numbers: its numbers, of all its calls.
         is_shaping: whether it returns more than the hidden state, in another shape than it is called with, say.
         hooks: on what it returns, which hand that to the model's forward.
@@ -71,7 +55,7 @@ class StandIn(Replacement):
         self._numbers = numbers
         self._absent = AbsentModule(block, volatile) if is_shaping else None
         self._hooks = tuple(hooks)
-        self._copy = self.copy_of(block, volatile, copies)
+        self._copy = copy_that_calls(self, block, volatile, copies)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         returned = this_run.get().reach(self._numbers, args, kwargs, self._absent)
@@ -82,7 +66,7 @@ class StandIn(Replacement):
         return returned
 
 
-class AbsentModule(Replacement):
+class AbsentModule:
     """The call of a module that lies in another part: nan, of the shapes that it would return."""
 
     def __init__(self, module: nn.Module, volatile: VolatileAttributes) -> None:
@@ -148,6 +132,16 @@ class AbsentModule(Replacement):
         module = rebuilt(self._on_meta, lambda tensor: TensorShape.of(tensor).poison(device))
         with torch.no_grad():
             return module(*args, **kwargs)
+
+
+def copy_that_calls(
+    forward: StandIn | AbsentModule, module: nn.Module, volatile: VolatileAttributes, copies: dict[int, Any]
+) -> nn.Module:
+    """A copy of a module without numbers and hooks, whose call is another. It is added to `copies`: see `rebuilt`."""
+    copy = rebuilt(module, without_numbers, volatile, copies)
+    no_hooks = {name: table for name, table in vars(nn.Module()).items() if "_hooks" in name}
+    vars(copy).update(no_hooks, forward=forward, _compiled_call_impl=forward)  # nor does it call those of all modules
+    return copy
 
 
 def without_numbers(tensor: Tensor) -> Tensor:
@@ -221,7 +215,7 @@ def shallow(module: nn.Module, volatile: VolatileAttributes = MappingProxyType({
                 attributes[name] = True
     for table in ("_parameters", "_buffers", "_modules"):
         attributes[table] = attributes[table].copy()
-    if not isinstance(attributes.get("forward"), Replacement):  # it is bound to the other
+    if not isinstance(attributes.get("forward"), StandIn | AbsentModule):  # it is bound to the other
         for name in ("forward", "_compiled_call_impl"):
             attributes.pop(name, None)
     return module_copy
