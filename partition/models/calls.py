@@ -19,7 +19,6 @@ from partition.models.flow import Flow
 from partition.models.inputs import Leaves, called_with
 from partition.models.runs import ArgumentKey, CallArguments
 from partition.models.stand_ins import VolatileAttributes
-from partition.modes import modes_kept
 from partition.randomness import drawing, host_state, seed_host
 
 
@@ -53,13 +52,6 @@ def training(*modules: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.eval()
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    with modes_kept(model.modules()):
-        model.eval()
-        yield
 
 
 def same(one: Any, other: Any) -> bool:

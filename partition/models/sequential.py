@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_iter
 from partition.compilation import uncompiled
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
-from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, in_eval_mode, record_model
+from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, record_model
 from partition.models.carrying import AbsentUnitsError, LostValueError, NotCarriedError, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks, outermost_calls
 from partition.models.comparison import UnfitModelError, check_undrawn, compare, keeps
@@ -35,7 +35,7 @@ from partition.models.shares import phases_of, shares_of, unit_of
 from partition.models.sources import Sources
 from partition.models.stand_ins import rebuilt
 from partition.models.twin import twin_of
-from partition.modes import Modes
+from partition.modes import Modes, modes_kept
 from partition.names import ModelLayers
 from partition.opaque import named, opaque, remedy
 from partition.randomness import generators_left
@@ -129,7 +129,8 @@ def to_sequential(
         return _of(model, twin.returned(cut))
     leaves = [*model.parameters(), *model.buffers(), *tree_iter(sample)]
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-    with in_eval_mode(model), generators_left(devices), uncompiled():
+    with modes_kept(model.modules()), generators_left(devices), uncompiled():
+        model.eval()
         layers = _first_cut(model, sample, blocks, output or _plain)
     return _of(model, layers)
 
