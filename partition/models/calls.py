@@ -156,11 +156,6 @@ class ModelRecord(NamedTuple):
     hooks: Mapping[int, Sequence[Hook]]
 
     @property
-    def flags(self) -> list[tuple[int, str]]:
-        """The flags among what is volatile."""
-        return [key for key, is_done in self.volatile.items() if is_done]
-
-    @property
     def runs(self) -> tuple[ModelRun, ModelRun]:
         """Both."""
         return self.in_eval_mode, self.in_train_mode

@@ -176,7 +176,7 @@ def _called(
         for x in xs:
             seed_host(seed)
             value = run(x)
-        return value, snapshot.changed(record.flags)
+        return value, snapshot.changed({key for key, is_done in record.volatile.items() if is_done})
 
 
 def _compare_grads(
