@@ -6,7 +6,8 @@ import threading
 from contextvars import copy_context
 
 from pipeline.execution.execution import Execution
-from pipeline.stage.stage import SharedState, StageRun, StageSettings
+from pipeline.recompute.randomness import Seeder
+from pipeline.stage.stage import StageRun, StageSettings
 
 
 def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
@@ -16,9 +17,8 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     samples = setup.keep or setup.compares or not all([layers.is_quiet for layers in execution.layers.values()])
     settings = StageSettings(
         grad=setup.grad, ambient=execution.ambient, context=copy_context(), traits=setup.traits,
-        compares=setup.compares, defer=setup.defer, threads=execution.has_threads,
-        shared=SharedState(threading.Lock(), {}), keep=setup.keep, samples=samples, seed=setup.seed,
-        generators=execution.generators,
+        compares=setup.compares, defer=setup.defer, external=threading.Lock(), owners={}, keep=setup.keep,
+        samples=samples,
     )
     split: dict[int, set[int]] = {index: set() for index in execution.layers}
     for index, chunk in setup.plan.schedule.split:
@@ -26,8 +26,9 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
             split[index].add(chunk)
     return [
         StageRun(
-            layers, setup.layout.places[index].device, execution.bring(index), settings, split[index],
-            ends_in_loss and index == execution.last
+            layers,
+            Seeder(setup.seed, [setup.layout.places[index].device], execution.generators, learns=execution.has_threads),
+            execution.bring(index), settings, split[index], ends_in_loss and index == execution.last,
         )
         for index, layers in execution.layers.items()
     ]

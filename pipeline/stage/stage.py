@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context
 from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -33,7 +32,7 @@ from pipeline.common.profiling import named
 from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
-from pipeline.recompute.randomness import GeneratorGuard, Seeder, unobserved
+from pipeline.recompute.randomness import Seeder, unobserved
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 from pipeline.stage.batchnorm import DeferredBatchNorms
 from pipeline.stage.external import ExternalLeaves
@@ -49,18 +48,6 @@ _NOTHING = nullcontext()
 BACKWARD = 0xFFFF  # draws in a backward (a noisy hook) have the seed of layer BACKWARD - last layer
 
 
-class SharedState(NamedTuple):
-    """The state that the stages of a call in one process share.
-
-    Attributes:
-        external: a lock, held while the hooks of leaves that several stages may have captured are disabled.
-        owners: the stages that reach a module's dict or a container, by id.
-    """
-
-    external: threading.Lock
-    owners: dict[int, set[int]]
-
-
 class StageSettings(NamedTuple):
     """The settings that all stages of a call share.
 
@@ -71,13 +58,11 @@ class StageSettings(NamedTuple):
         traits: the traits that earlier calls have observed.
         compares: whether whole recomputations are compared with their forwards.
         defer: whether batch norms update their running statistics once, at the end.
-        threads: whether other stages may compute at the same time.
-        shared: what the stages share.
+        external: a lock, held while the hooks of leaves that several stages may have captured are disabled.
+        owners: the stages that reach a module's dict or a container, by id.
         keep: whether every chunk may have to be recomputed after the caller's own code has run (second order of
             `pipe(x)`).
         samples: whether to compare some entries of every recomputed output.
-        seed: of the call.
-        generators: puts the default generators back when a phase is over.
     """
 
     grad: bool
@@ -86,12 +71,10 @@ class StageSettings(NamedTuple):
     traits: StageTraits
     compares: bool
     defer: bool
-    threads: bool
-    shared: SharedState
+    external: threading.Lock
+    owners: dict[int, set[int]]
     keep: bool
     samples: bool
-    seed: int
-    generators: GeneratorGuard
 
 
 class StageRun:
@@ -99,7 +82,7 @@ class StageRun:
 
     Args:
         layers: its layers.
-        device: that on which it computes.
+        seeder: seeds them.
         bring: from parameters to their values at this stage's place: themselves, or copies.
         settings: those that all stages share.
         split: the chunks whose backward is I and W.
@@ -109,7 +92,7 @@ class StageRun:
     def __init__(
         self,
         layers: StageLayers,
-        device: torch.device,
+        seeder: Seeder,
         bring: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         settings: StageSettings,
         split: Collection[int],
@@ -122,14 +105,14 @@ class StageRun:
         self._settings = settings
         self._deferred = DeferredBatchNorms([layer for _, layer in layers.numbered]) if settings.defer else None
         self.snapshot = ForwardSnapshot(
-            modules, settings.ambient, name, layers.index, traits, compares, samples, owners=settings.shared.owners
+            modules, settings.ambient, name, layers.index, traits, compares, samples, owners=settings.owners
         )
         # Without gradients no check finds a later chunk written through `.data`, which is the caller's own tensor.
         is_of_caller = layers.index == 0 and not grad
         self._cut = InputCut(name, self.snapshot.key, traits, compares or not grad, is_of_caller)
         self.aliases = Aliases(modules, layers.numbered, name, self._cut.guard, compares and grad, bring, grad)
-        self.external = ExternalLeaves(name, settings.shared.external)
-        self.seeder = Seeder(settings.seed, [device], settings.generators, learns=settings.threads)
+        self.external = ExternalLeaves(name, settings.external)
+        self.seeder = seeder
         self._records: dict[int, ChunkRecord] = {}
         self._split = SplitBackward(name, split)
         self._saves_until_the_end = False  # a layer calls autograd within its forward
