@@ -72,6 +72,9 @@ class StageLayers:
         Args:
             values: the value before the layers, then the skips that they pop.
             seed: called with (chunk, layer) before a layer that may draw random numbers.
+
+        Raises:
+            TypeError: the value after the layers holds an object that cannot cross stages.
         """
         if not self._has_skips:
             value = self._run(chunk, values[0], seed)
@@ -82,14 +85,14 @@ class StageLayers:
         return Bundle.of((value, *stashed))
 
     def _run(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Tree:
-        tree = self.taken_apart(self.run_on(chunk, value, seed))
+        tree = flatten(self._run_on(chunk, value, seed), f"the output of {self.name}")
         for tensor in tree.tensors:
             if tensor.requires_grad and tensor.is_leaf:
                 return _without_leaves(tree)
         return tree
 
     @calls_users_code
-    def run_on(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Any:
+    def _run_on(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Any:
         """The layers alone, on the value before them."""
         quiet = self.quiet if type(value) is Tensor else ()
         for index, layer in self.numbered:
@@ -101,14 +104,6 @@ class StageLayers:
                 error.add_note(_in_words(index, layer))
                 raise
         return value
-
-    def taken_apart(self, value: Any) -> Tree:
-        """The value after the layers, as a tree of tensors.
-
-        Raises:
-            TypeError: it holds an object that cannot cross stages.
-        """
-        return flatten(value, f"the output of {self.name}")
 
 
 def _without_leaves(tree: Tree) -> Tree:
