@@ -12,7 +12,6 @@ a later chunk is an error. A recomputation gets a copy where the forward did: nu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import StrayGradientGuard, enter, mark
-from pipeline.data.pytrees import Bundle, Grads, copied, same_values, versions
+from pipeline.data.pytrees import Bundle, Grads, copied, parts_of, same_values, versions
 from pipeline.recompute.snapshot import StageTraits
 
 
@@ -49,9 +48,7 @@ class StageInputs(NamedTuple):
         arrived = iter(self.arrived.copy())
         self.arrived[:] = [None] * len(self.arrived)
         grads = tuple([None if leaf is None else next(arrived, None) for leaf in self.leaves])
-        if len(self.sizes) == 1:
-            return [grads]
-        return [grads[end - size : end] for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)]
+        return list(map(tuple, parts_of(grads, self.sizes)))
 
 
 class InputCut:
