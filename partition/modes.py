@@ -10,9 +10,10 @@ A model whose own `train` leaves some modules in the other mode (a BatchNorm tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -43,33 +44,21 @@ class Modes:
 
     Args:
         model: the model, which is not kept alive. None: that is not known, as of a copy of its parts.
-        layers: its parts. What is in them, under its names in the model, and is not the model's own stands for that.
-        exempt: by mode the names of the modules that the model's own `train` leaves in the other one.
+        layers: its parts, which are told the modes that it has. What is in them, under its names in the model, and is
+            not the model's own stands for that.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        layers: Iterable[nn.Module] = (),
-        exempt: Mapping[bool, frozenset[str]] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module | None = None, layers: Iterable[nn.Module] = ()) -> None:
         self._model = None if model is None else weakref.ref(model)
-        self._exempt = exempt or {}
+        self._exempt = {} if model is None else _exempt(model)
         self._pairs: list[_ModePair] = []
         for name, module in [(name, module) for layer in layers for name, module in layer.named_modules()]:
             if model is not None and module is not (original := model.get_submodule(name)):
+                module.training = original.training
                 self.add(original, module, name)
 
-    @classmethod
-    def of(cls, model: nn.Module, layers: Iterable[nn.Module]) -> Modes:
-        """Those of a model and its parts, which are told the modes that it has."""
-        layers = list(layers)
-        for name, module in [(name, module) for layer in layers for name, module in layer.named_modules()]:
-            module.training = model.get_submodule(name).training
-        return cls(model, layers, _exempt(model))
-
-    def __reduce__(self) -> tuple[type[Modes], tuple[None, tuple[()], Mapping[bool, frozenset[str]]]]:
-        return Modes, (None, (), self._exempt)
+    def __reduce__(self) -> tuple[type[Modes], tuple[()], dict[str, Any]]:
+        return Modes, (), {"_exempt": self._exempt}
 
     @property
     def model(self) -> nn.Module | None:
@@ -132,6 +121,7 @@ class _ModePair:
 
 
 def _exempt(model: nn.Module) -> dict[bool, frozenset[str]]:
+    """By mode the names of the modules that the model's own `train` leaves in the other one."""
     if all(type(module).train is nn.Module.train for module in model.modules()):
         return {}
     exempt: dict[bool, frozenset[str]] = {}

@@ -371,7 +371,7 @@ def _layers(
 def _of(model: nn.Module, layers: Iterable[nn.Module]) -> ModelLayers:
     """Layers that hold what is the model's. What stands for one of its modules, a copy too, is in the mode of that."""
     layers = list(layers)
-    container = ModelLayers(*layers, modes=Modes.of(model, layers))
+    container = ModelLayers(*layers, modes=Modes(model, layers))
     container.training = model.training
     return container
 
