@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -27,11 +27,8 @@ class EarlierForwards(Forwards):
         self._stage = stage
         self.is_doubtful = False
 
-    @contextmanager
-    def standing(self) -> Iterator[None]:
-        """Within: the call's aliases stand in the modules, and a layer's own torch.utils.checkpoint may recompute."""
-        with self._stage.aliases.stand_in(), self._stage.differentiating():
-            yield
+    def standing(self) -> AbstractContextManager[None]:
+        return self._stage.standing()
 
     def layer_inputs(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         inputs = self._stage.layer_inputs(chunk, tensors)

@@ -275,7 +275,7 @@ class StageRun:
             self._seed_backward(chunk)
             self.aliases.begin_sums()
             left = self.snapshot.attributes.as_left(chunk)
-            with left, self._cut.guard, self._differentiating(), self._modes_of_backward():
+            with left, self._cut.guard, self.standing(), self._modes_of_backward():
                 if chunk in self._split:
                     self._differentiate_first(chunk, roots, inputs, sites, retain)
                 else:
@@ -306,8 +306,8 @@ class StageRun:
         if self.ends_in_loss or not self.layers.is_quiet or not unobserved():
             self.seeder.seed(chunk, BACKWARD - self.layers.numbered[-1][0])
 
-    def _differentiating(self) -> AbstractContextManager[None]:
-        """Within: autograd runs, and with it the recomputations of a layer's own torch.utils.checkpoint."""
+    def standing(self) -> AbstractContextManager[None]:
+        """Within: aliases stand in the modules, and a layer's own torch.utils.checkpoint may recompute."""
         standing = self.aliases.stand_in()
         return standing if self._deferred is None else _both(standing, self.differentiating())
 
