@@ -210,7 +210,7 @@ def solve(
 def _settings(system: Inverse, b: Vec, start: Vec | None) -> dict[str, Any]:
     """The traits that must be the same for a run to go on."""
     return {
-        "file": "solve 4", "method": system.method, "damping": system.damping, "tol": system.tol,
+        "file": "solve 5", "method": system.method, "damping": system.damping, "tol": system.tol,
         "max_products": system.limit, "block": system.block, "b": _digest(system.space, b),
         "start": _digest(system.space, start), "preconditioner": _digest(system.space, system.scales),
     }  # fmt: skip

@@ -3,8 +3,8 @@
     b, b, ... --a recurrence for each, in lockstep--> one call of products, one or two all-reduces a step --> x, x, ...
               <--again, from what is left of b--------- b - (A + damping I) x, by a product
 
-    recurrence --ProductRequest(v)----> M v, M = A + damping I, from who has the matrix
-               --DotsRequest(u.w, ...)> numbers, from who can sum over the processes: the same on all of them
+    recurrence --yields v------------> M v, M = A + damping I, from who has the matrix
+               --yields (u, w), ...--> u.w, ..., from who can sum over the processes: the same on all of them
 
 A recurrence is a generator for one right-hand side: it reads as in its paper. Whenever it waits for a product, its
 SystemState is all that it needs to go on: a single system that is interrupted goes on from there (resume.py).
@@ -38,55 +38,41 @@ class IndefiniteError(ValueError):
     """Conjugate gradients met a direction in which the matrix does not curve upwards."""
 
 
-@dataclass(frozen=True)
-class ProductRequest:
-    """Asks for M times a vector, a new one; says how large the residual is by now."""
-
-    vec: Vec
-    residual: float = math.nan
-
-
-@dataclass(frozen=True)
-class DotsRequest:
-    """Asks for inner products, as a list of floats."""
-
-    pairs: tuple[tuple[Vec, Vec], ...]
-
-
 @dataclass
 class SystemState:
     """The state of a system that asks for a product.
 
     Attributes:
-        phase: "start", in the "steps" of a recurrence, or at the "check" of what that gave.
-        vectors: x; at the check what may take its place, too.
+        vectors: x; at the check of what a recurrence gave that, too. Empty: the residual of the guess is not known yet.
         residual: of x, relative to b.
         products, rounds: those that led to x.
         spent: products in all, from the system's beginning.
-        steps: of the recurrence, at the check.
+        steps: of the recurrence.
+        left: the norm of what they leave of the residual, by the recurrence.
         norm: of M with the preconditioner, as far as it is known, a lower bound. MINRES asks for it: a residual that M
             makes nothing of shows only beside what M makes of others.
         step_vectors, step_numbers: those of the recurrence; empty: at its beginning.
     """
 
-    phase: str = "start"
     vectors: list[Vec] = field(default_factory=list)
     residual: float = 1.0
     products: int = 0
     rounds: int = 0
     spent: int = 0
     steps: int = 0
+    left: float = 1.0
     norm: float = 0.0
     step_vectors: list[Vec] = field(default_factory=list)
     step_numbers: list[Any] = field(default_factory=list)
 
 
-Steps: TypeAlias = Generator[ProductRequest | DotsRequest, Any, T]
+SystemRequest: TypeAlias = Vec | tuple[tuple[Vec, Vec], ...]  # M times a vector, a new one; inner products, as floats
+Steps: TypeAlias = Generator[SystemRequest, Any, T]
 
 
 def conjugate_gradients(
     system: Inverse, residual: Vec, target_norm: float, limit: int, state: SystemState
-) -> Steps[tuple[Vec, int]]:
+) -> Steps[Vec]:
     """Solves M x = residual.
 
     Args:
@@ -95,69 +81,65 @@ def conjugate_gradients(
         limit: on steps, each one product.
         state: its steps say where to go on; kept up to date.
 
-    Returns:
-        x, and the number of steps.
-
     Raises:
         IndefiniteError: M is not positive definite.
     """
     if state.step_vectors:
         x, residual, along = state.step_vectors
-        energy, square, step = state.step_numbers
+        (energy,) = state.step_numbers
     else:
         x = [torch.zeros_like(part) for part in residual]
         scaled = system.scaled(residual)
         along = copy(scaled)
-        energy, square = yield DotsRequest(((residual, scaled), (residual, residual)))
-        step = 0
-    while step < limit and math.sqrt(square) > target_norm:
-        state.step_vectors, state.step_numbers = [x, residual, along], [energy, square, step]
-        step += 1
-        image = yield ProductRequest(along, math.sqrt(square))
-        curvature, length, reach = yield DotsRequest(((along, image), (along, along), (image, image)))
+        energy, square = yield (residual, scaled), (residual, residual)
+        state.left = math.sqrt(square)
+    while state.steps < limit and state.left > target_norm:
+        state.step_vectors, state.step_numbers = [x, residual, along], [energy]
+        image = yield along
+        state.steps += 1
+        curvature, length, reach = yield (along, image), (along, along), (image, image)
         # Below this not even the sign of p.Mp is known; for positive definite M p.Mp is never near it.
         if curvature <= system.eps * math.sqrt(length * reach):
-            raise IndefiniteError(_indefinite(system, curvature / max(length, torch.finfo(torch.float64).tiny), step))
+            curvature /= max(length, torch.finfo(torch.float64).tiny)
+            raise IndefiniteError(_indefinite(system, curvature, state.steps))
         add_(x, along, energy / curvature)
         add_(residual, image, -energy / curvature)
         scaled = system.scaled(residual)
         old_energy = energy
-        energy, square = yield DotsRequest(((residual, scaled), (residual, residual)))
+        energy, square = yield (residual, scaled), (residual, residual)
+        state.left = math.sqrt(square)
         add_(scale_(along, energy / old_energy), scaled)
-    return x, step
+    return x
 
 
 def minimal_residual(
     system: Inverse, residual: Vec, target_norm: float, limit: int, state: SystemState
-) -> Steps[tuple[Vec, int]]:
+) -> Steps[Vec]:
     """Solves M x = residual for any symmetric M; where there is no solution, it heads for the smallest residual.
 
     Takes and returns what `conjugate_gradients` does; the names of numbers are those of the paper's section 6.
     """
     if state.step_vectors:
         x, older, old, last, unit_vec, along, rest = state.step_vectors
-        beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, step = state.step_numbers
+        beta, phi_bar, cos, sin, delta_bar, epsilon = state.step_numbers
     else:
         x, older, old, last = ([torch.zeros_like(part) for part in residual] for _ in range(4))
         fresh = residual  # the next Lanczos vector; divided by its norm it is `unit_vec`, and preconditioned `along`
         scaled = system.scaled(fresh)
-        energy, square = yield DotsRequest(((fresh, scaled), (fresh, fresh)))
+        energy, square = yield (fresh, scaled), (fresh, fresh)
         beta = phi_bar = math.sqrt(energy)
         unit_vec, along = _unit(fresh, scaled, beta)
-        rest, residual_norm = copy(unit_vec), math.sqrt(square)  # residual = phi_bar * rest
+        rest, state.left = copy(unit_vec), math.sqrt(square)  # residual = phi_bar * rest
         cos, sin, delta_bar, epsilon = -1.0, 0.0, 0.0, 0.0
-        step = 0
-    while step < limit and residual_norm > target_norm:
+    while state.steps < limit and state.left > target_norm:
         state.step_vectors = [x, older, old, last, unit_vec, along, rest]
-        state.step_numbers = [beta, phi_bar, residual_norm, cos, sin, delta_bar, epsilon, step]
-        step += 1
-        fresh = yield ProductRequest(along, residual_norm)
-        (alpha,) = yield DotsRequest(((along, fresh),))
+        state.step_numbers = [beta, phi_bar, cos, sin, delta_bar, epsilon]
+        fresh = yield along
+        state.steps += 1
+        (alpha,) = yield ((along, fresh),)
         add_(add_(fresh, unit_vec, -alpha), older, -beta)  # `older` begins at zero
         scaled = system.scaled(fresh)
-        energy, across, square, rests = yield DotsRequest(
-            ((fresh, scaled), (rest, fresh), (fresh, fresh), (rest, rest))
-        )
+        energy, across, square, rests = yield (fresh, scaled), (rest, fresh), (fresh, fresh), (rest, rest)
         beta, epsilon_old = math.sqrt(max(energy, 0.0)), epsilon
         delta, gamma_bar = cos * delta_bar + sin * alpha, sin * delta_bar - cos * alpha
         epsilon, delta_bar = sin * beta, -cos * beta
@@ -173,11 +155,11 @@ def minimal_residual(
         if beta <= system.eps * state.norm:  # the space is complete
             break
         older, (unit_vec, along) = unit_vec, _unit(fresh, scaled, beta)
-        residual_norm = phi_bar * math.sqrt(
+        state.left = phi_bar * math.sqrt(
             max(sin * sin * rests - 2.0 * sin * cos * across / beta + cos * cos * square / beta**2, 0.0)
         )
         add_(scale_(rest, sin), unit_vec, -cos)
-    return x, step
+    return x
 
 
 def _unit(fresh: Vec, scaled: Vec, norm: float) -> tuple[Vec, Vec]:
@@ -226,9 +208,9 @@ def solved(
     vectors = {name: from_host(A.space, saved[name]) for name in saved if name.endswith("vectors")}
     state, results = SystemState(**{**saved, **vectors}), list[SystemResult]()
 
-    def products(vecs: list[Vec], residual: float) -> list[Vec]:
+    def products(vecs: list[Vec]) -> list[Vec]:
         if run is not None:
-            run.record(state.spent, dict(vars(state)), f"residual {residual:.1e}")
+            run.record(state.spent, dict(vars(state)), f"residual {state.residual * state.left:.1e}")
         state.spent += len(vecs)
         return A.products(vecs)
 
@@ -244,11 +226,11 @@ def _run_in_lockstep(
     A: LinearMap,
     damping: float,
     runs: Sequence[Steps[SystemResult]],
-    products: Callable[[list[Vec], float], list[Vec]],
+    products: Callable[[list[Vec]], list[Vec]],
 ) -> list[SystemResult]:
     """Answers inner products, all by one all-reduce, until all wait for products; then these, by one call."""
     results: dict[int, SystemResult] = {}
-    requests: dict[int, ProductRequest | DotsRequest] = {}
+    requests: dict[int, SystemRequest] = {}
 
     def answer(index: int, value: Any) -> None:
         try:
@@ -260,17 +242,16 @@ def _run_in_lockstep(
     for index in range(len(runs)):
         answer(index, None)
     while requests:
-        dots = {index: request for index, request in requests.items() if isinstance(request, DotsRequest)}
-        if dots:
-            pairs = [pair for request in dots.values() for pair in request.pairs]
-            numbers = iter(finite(A.space.paired_dots(pairs), f"{A.name}, or b itself,").tolist())
-            for index in dots:
-                answer(index, [next(numbers) for _ in dots[index].pairs])
+        pairs = {index: request for index, request in requests.items() if isinstance(request, tuple)}
+        if pairs:
+            dots = A.space.paired_dots([pair for request in pairs.values() for pair in request])
+            numbers = iter(finite(dots, f"{A.name}, or b itself,").tolist())
+            for index, request in pairs.items():
+                answer(index, [next(numbers) for _ in request])
         else:
-            waiting = {index: request for index, request in requests.items() if isinstance(request, ProductRequest)}
-            images = products([request.vec for request in waiting.values()], next(iter(waiting.values())).residual)
-            for index, image in zip(waiting, images, strict=True):
-                answer(index, add_(image, waiting[index].vec, damping))
+            vecs = {index: request for index, request in requests.items() if isinstance(request, list)}  # all
+            for (index, vec), image in zip(vecs.items(), products(list(vecs.values())), strict=True):
+                answer(index, add_(image, vec, damping))
     return [results[index] for index in range(len(runs))]
 
 
@@ -282,35 +263,35 @@ def _solve_one(system: Inverse, b: Vec, start: Vec | None, state: SystemState) -
         b, start: the right-hand side, and a guess of x.
         state: where to go on; kept up to date.
     """
-    (square,) = yield DotsRequest(((b, b),))
+    (square,) = yield ((b, b),)
     size = math.sqrt(square)
     if size == 0.0:
         return SystemResult([torch.zeros_like(part) for part in b], 0.0, 0)
     remainder: Vec = []
-    if state.phase == "start":
+    if not state.vectors:
         x = [torch.zeros_like(part) for part in b] if start is None else start
-        remainder = copy(b) if start is None else add_(scale_((yield ProductRequest(x)), -1.0), b)
-        (square,) = yield DotsRequest(((remainder, remainder),))
+        remainder = copy(b) if start is None else add_(scale_((yield x), -1.0), b)
+        (square,) = yield ((remainder, remainder),)
         state.vectors, state.residual, state.products = [x], math.sqrt(square) / size, int(start is not None)
     while state.residual > system.tol and state.products + 2 <= system.limit:
-        if state.phase == "start":
-            # Of norm 1, so that float32 does not underflow.
-            scale_(remainder, 1.0 / (state.residual * size))
-            state.phase = "steps"
-        if state.phase == "steps":
+        if len(state.vectors) == 1:
+            if not state.step_vectors:
+                # Of norm 1, so that float32 does not underflow.
+                scale_(remainder, 1.0 / (state.residual * size))
+                state.steps = 0
             # Aimed a little lower, so that rounding needs no further round.
             target_norm, limit = 0.9 * system.tol / state.residual, system.limit - state.products - 1
-            correction, state.steps = yield from METHODS[system.method](system, remainder, target_norm, limit, state)
+            correction = yield from METHODS[system.method](system, remainder, target_norm, limit, state)
             trial = add_(scale_(correction, state.residual * size), state.vectors[0])
-            state.phase, state.vectors, state.step_vectors = "check", [state.vectors[0], trial], []
+            state.vectors, state.step_vectors = [state.vectors[0], trial], []
         trial, old_residual = state.vectors[1], state.residual
-        remainder = add_(scale_((yield ProductRequest(trial, old_residual)), -1.0), b)
-        (square,) = yield DotsRequest(((remainder, remainder),))
+        remainder = add_(scale_((yield trial), -1.0), b)
+        (square,) = yield ((remainder, remainder),)
         new_residual = math.sqrt(square) / size
         state.products, state.rounds = state.products + state.steps + 1, state.rounds + 1
         if new_residual > old_residual and (state.rounds > 1 or system.method == "minres"):
             break  # rounding alone; but conjugate gradients lower another norm, and may raise this one on their way
-        state.phase, state.vectors, state.residual = "start", [trial], new_residual
+        state.vectors, state.residual = [trial], new_residual
         if new_residual > old_residual / 2.0:
             break
     return SystemResult(state.vectors[0], state.residual, state.products)

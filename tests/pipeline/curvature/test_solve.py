@@ -18,7 +18,6 @@ from pipeline.curvature.estimates.solve import ConvergenceError, Inverse, Soluti
 from pipeline.curvature.estimates.systems import (
     METHODS,
     IndefiniteError,
-    ProductRequest,
     SystemResult,
     SystemState,
     solved,
@@ -161,17 +160,18 @@ def test_residual_that_a_recurrence_goes_by_is_the_true_one(method, jacobi):
     system, b = Inverse(A, preconditioner=diagonal, method=method), right(A, 2)
 
     def run(limit: int) -> tuple[Vec, list[float]]:
-        steps, announced = METHODS[method](system, [part.clone() for part in b], 0.0, limit, SystemState()), []
+        state, announced = SystemState(), []
+        steps = METHODS[method](system, [part.clone() for part in b], 0.0, limit, state)
         ask = next(steps)
         try:
             while True:
-                if isinstance(ask, ProductRequest):
-                    announced.append(ask.residual)
-                    ask = steps.send(A.products([ask.vec])[0])
+                if isinstance(ask, list):
+                    announced.append(state.left)
+                    ask = steps.send(A.products([ask])[0])
                 else:
-                    ask = steps.send([float(A.space.dots([one], [other])) for one, other in ask.pairs])
+                    ask = steps.send([float(A.space.dots([one], [other])) for one, other in ask])
         except StopIteration as stop:
-            return stop.value[0], announced
+            return stop.value, announced
 
     announced = run(12)[1]
     for step in range(12):
