@@ -97,15 +97,20 @@ def compared(
     for plus_part, minus_part, derivative_part in zip(plus, minus, derivative, strict=True):
         if plus_part is None or minus_part is None:
             continue
-        expected = (plus_part.double() - minus_part.double()) / (2 * step)
-        computed = torch.zeros_like(expected) if derivative_part is None else derivative_part.double()
-        difference += float((expected - computed).square().sum())
-        computed_sum += float(computed.square().sum())
-        expected_sum += float(expected.square().sum())
-        values += float(plus_part.double().square().sum())
+        value = _in_double(plus_part)
+        expected = (value - _in_double(minus_part)) / (2 * step)
+        computed = torch.zeros_like(expected) if derivative_part is None else _in_double(derivative_part)
+        difference += float((expected - computed).abs().square().sum())
+        computed_sum += float(computed.abs().square().sum())
+        expected_sum += float(expected.abs().square().sum())
+        values += float(value.abs().square().sum())
     rounding = 3 * eps * values**0.5 / step
     size = max(computed_sum**0.5, expected_sum**0.5, rounding, 1e-300)
     return float(difference**0.5 / size), float(rounding / size)
+
+
+def _in_double(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def norm(tensors: Sequence[Tensor]) -> float:

@@ -197,7 +197,11 @@ def loss_error(output: Sequence[Tensor], gradient_at: GradientAt) -> tuple[float
     leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in output]
     live = [leaf for leaf in leaves if leaf.requires_grad]
     generator = torch.Generator("cpu").manual_seed(0)
-    along = [torch.randn(leaf.shape, generator=generator, device="cpu").to(leaf) for leaf in live]
+    kinds = [torch.complex64 if leaf.is_complex() else torch.float32 for leaf in live]
+    along = [
+        torch.randn(leaf.shape, generator=generator, dtype=kind, device="cpu").to(leaf)
+        for leaf, kind in zip(live, kinds, strict=True)
+    ]
     grads = gradient_at(leaves, True)
     refuse_once_differentiable("loss_fn", grads)
     derivative = hessian_times(grads, live, along)

@@ -173,6 +173,46 @@ def test_a_wrong_derivative_is_found_and_the_stage_is_named(at: int, stage: str)
     assert "double backward through the whole model" not in wrong(report)  # autograd says the same: it is not ours
 
 
+class CubeOfImaginary(torch.autograd.Function):
+    """The cube of an imaginary part. Of numbers that are complex its gradient, too, is imaginary."""
+
+    @staticmethod
+    def forward(ctx, z, keeps):
+        ctx.kept = z.imag.detach().clone()
+        ctx.keeps = keeps
+        ctx.save_for_backward(z)
+        return z.imag**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        z = ctx.kept if ctx.keeps else ctx.saved_tensors[0].imag
+        return torch.complex(torch.zeros_like(grad), 3 * grad * z**2), None
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("place", ["stage 1", "loss_fn"])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_wrong_derivative_by_an_imaginary_part_is_found(is_wrong: bool, place: str) -> None:
+    torch.manual_seed(0)
+    cube = Layer(lambda z: CubeOfImaginary.apply(z, is_wrong))
+    layers = [nn.Linear(4, 6), Layer(lambda x: torch.complex(x, x.sin()))]
+    is_layer = place == "stage 1"
+    model = nn.Sequential(*layers, *[cube, nn.Linear(6, 2)] * is_layer).double()
+    pipe = Pipe(model, [2, 2] if is_layer else [2], 2)
+
+    def loss_fn(output: Tensor, _: None) -> Tensor:
+        return (output if is_layer else cube(output)).sum(1).square().mean()
+
+    report = Hessian(pipe, (data()[0], None), loss_fn, verify=False).check()
+    assert len([what for what in wrong(report) if place in what]) == is_wrong
+    op = Hessian(pipe, (data()[0], None), loss_fn)
+    if is_wrong:
+        with pytest.raises(ValueError, match=f"{place}.* has an autograd.Function of its own, and its second"):
+            op.trace(1)
+    else:
+        op.trace(1)
+
+
 @pytest.mark.parametrize("matrix", [Hessian, GaussNewton])
 def test_a_wrong_derivative_of_the_loss_is_found_and_named(matrix) -> None:
     def loss(out: Tensor, target: Tensor) -> Tensor:
