@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pipeline.distributed.agreement import MismatchError, difference
+
 Vec: TypeAlias = list[Tensor]  # this process's part of a vector: a flat tensor for each shard
 HOST: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # numbers about vectors, whatever the default device
 
@@ -83,6 +85,12 @@ class Space(ABC):
             KeyError: a name is missing, or is none of a parameter.
             ValueError: a shape is not the parameter's.
         """
+
+    def check_same(self, settings: Mapping[str, Any]) -> None:
+        """Raise MismatchError unless all processes were given the same settings. All processes call it."""
+        by_rank = self.rows({name: repr(value) for name, value in settings.items()})
+        if any([words != by_rank[0] for words in by_rank]):
+            raise MismatchError(f"{difference(by_rank)}. Give each process the same.")
 
     def dots(self, left: Sequence[Vec], right: Sequence[Vec]) -> Tensor:
         """All inner products, one all-reduce.

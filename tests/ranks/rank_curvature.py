@@ -595,6 +595,8 @@ APART: dict[str, Script] = {
     "dots": lambda pipe, odd: _alone(pipe, odd, lambda A: A.space.norm(A.space.zeros())),
     "step": lambda pipe, odd: _alone(pipe, odd, lambda A: pipe.step(rows(6), rows(6), loss_fn=square)),
     "gradient": lambda pipe, odd: _alone(pipe, odd, lambda A: A.gradient()),
+    "seeds": lambda pipe, odd: Hessian(pipe, data_of([6]), curved, seed=11).trace(2, seed=int(odd)),
+    "damping": lambda pipe, odd: Hessian(pipe, data_of([6]), curved, seed=11).inverse(9.0 + odd).products([]),
     "a part": _without_a_part,
     "changed": _changed,
     "frozen": _frozen,

@@ -205,6 +205,8 @@ APART = {  # what is done -> what the error says
     "dots": "take none of them into an `if rank == 0:`",
     "step": "the calls differ between the ranks",
     "gradient": "differ between the ranks",
+    "seeds": "seed differ between the ranks: rank 0: ",
+    "damping": "damping differ between the ranks: rank 0: ",
     "a part": "are missing. Give zeros for those that you leave out",
     "changed": "mini-batch 0 of the data is not what it was in the first product",
     "frozen": "do not require a gradient. Call requires_grad_() first",

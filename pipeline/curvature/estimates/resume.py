@@ -180,7 +180,7 @@ class RunFiles:
 
 class Resumable:
     """A run of an estimator: within, a bar shows how far it is, and its state is saved now and then, and at an
-    exception; then removed.
+    exception; then removed. All processes make it.
 
     tqdm draws the bar, on stderr, if it is installed.
 
@@ -197,6 +197,10 @@ class Resumable:
         saved_state: the state to go on from, or None.
         is_done: whether the file is removed at the end; else it is kept for a call that goes on.
 
+    Raises:
+        MismatchError: the settings differ between processes.
+        ResumeError: the file is of another run, or cannot be read.
+
     Example:
         >>> from torch import nn
         >>> from pipeline.curvature import Hessian
@@ -209,6 +213,7 @@ class Resumable:
         self, A: LinearMap, title: str, total: int | None, settings: Mapping[str, SavedValue] = {},
         show: bool | None = None, resume: str | os.PathLike[str] | None = None, save_every: float = 300.0,
     ) -> None:  # fmt: skip
+        A.space.check_same(settings)
         settings = {} if resume is None else {**settings_of(A), **settings}
         self._saves = None if resume is None else RunFiles(resume, A.space, settings, save_every)
         self.saved_state: SavedValue | None = None if self._saves is None else self._saves.latest()

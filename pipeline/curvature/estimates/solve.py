@@ -78,6 +78,11 @@ class Inverse(LinearMap):
         self.scales = None if preconditioner is None else scales_of(A, preconditioner, damping)
         self.name = f"inverse of ({A.name} + {self.damping:g} I)"
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by which its products are found, but for the preconditioner."""
+        return {"damping": self.damping, "tol": self.tol, "max_products": self.limit, "method": self.method}
+
     def scaled(self, vec: Vec) -> Vec:
         """The preconditioner times a vector: a new one, or the same where there is none."""
         return vec if self.scales is None else [part * scale for part, scale in zip(vec, self.scales, strict=True)]
@@ -101,8 +106,7 @@ class Inverse(LinearMap):
 
     def fingerprint(self) -> str:
         weight = "none" if self.scales is None else repr(self.space.norm(self.scales))
-        settings = f"{self.damping!r} {self.tol!r} {self.limit} {self.method}"
-        return f"inverse {settings} {weight} of {self.map.fingerprint()}"
+        return f"inverse {self.settings} {weight} of {self.map.fingerprint()}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +214,7 @@ def solve(
 def _settings(system: Inverse, b: Vec, start: Vec | None) -> dict[str, Any]:
     """The traits that must be the same for a run to go on."""
     return {
-        "file": "solve 5", "method": system.method, "damping": system.damping, "tol": system.tol,
-        "max_products": system.limit, "block": system.block, "b": _digest(system.space, b),
+        "file": "solve 5", **system.settings, "block": system.block, "b": _digest(system.space, b),
         "start": _digest(system.space, start), "preconditioner": _digest(system.space, system.scales),
     }  # fmt: skip
 

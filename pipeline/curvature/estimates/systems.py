@@ -203,8 +203,10 @@ def solved(
     Raises:
         IndefiniteError: by "cg", where A + damping I is not positive definite.
         FloatingPointError: a vector has entries that are not finite.
+        MismatchError: processes solve different systems.
     """
     A, saved = system.map, (run and run.saved_state) or {}
+    A.space.check_same(system.settings)
     vectors = {name: from_host(A.space, saved[name]) for name in saved if name.endswith("vectors")}
     state, results = SystemState(**{**saved, **vectors}), list[SystemResult]()
 

@@ -32,6 +32,7 @@ from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
+from pipeline.distributed.agreement import MismatchError
 
 # Two rounds that find something, a third that does not, and restarts on the way.
 VALUES = torch.tensor([6.0, 6.0, 6.0, 5.0] + [0.1 * place for place in range(26)])
@@ -422,6 +423,19 @@ def test_an_estimate_does_not_go_on_from_another_ones_file(name: str, tmp_path: 
         ESTIMATES[name](DenseMap(SPECTRUM + torch.eye(30)), resume=path)
     with pytest.raises(ResumeError, match="is the state of another run: .*file was"):
         top_eigenpairs(DenseMap(SPECTRUM), resume=path)
+
+
+@every_estimate
+def test_processes_that_give_an_estimator_other_arguments_are_told(name: str) -> None:
+    """Random vectors of two seeds would be no vectors of the whole space where a parameter is tied."""
+    words = "seed differ between the ranks: rank 0: 0; rank 1: 1. Give each process the same."
+    with pytest.raises(MismatchError, match=words):
+        over_ranks(SPECTRUM, 2, lambda A: ESTIMATES[name](A, seed=A.space.rank), tied=4)
+
+
+def test_processes_that_solve_other_systems_are_told() -> None:
+    with pytest.raises(MismatchError, match="damping differ between the ranks: rank 0: 5.0; rank 1: 6.0. Give each"):
+        over_ranks(SPECTRUM, 2, lambda A: solve(A, A.space.random("normal", 5, 0), damping=5.0 + A.space.rank), tied=4)
 
 
 @pytest.mark.parametrize("method", ["cg", "minres"])

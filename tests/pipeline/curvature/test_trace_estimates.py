@@ -264,7 +264,7 @@ def test_a_block_of_hutchinsons_products_costs_one_all_reduce() -> None:
         return int(A.space.exchange.meetings)
 
     exchanges = over_ranks(symmetric(EIGENVALUES), 2, work, block=4)
-    assert min(exchanges) == 2 * (12 + 3)  # of two barriers each: a product of the fake is an exchange too
+    assert min(exchanges) == 2 * (1 + 12 + 3)  # of two barriers each; the arguments and a product of the fake are one
 
 
 def test_one_draw_has_an_infinite_error() -> None:
