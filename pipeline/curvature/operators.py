@@ -20,7 +20,7 @@ from partition.names import NamedLayer
 from pipeline.common.arguments import check_count, check_flags, shown
 from pipeline.common.torch_modes import Ambient
 from pipeline.curvature.by_layers import layer_densities, per_layer
-from pipeline.curvature.checking import Report, check
+from pipeline.curvature.checking import check
 from pipeline.curvature.estimates.density import density
 from pipeline.curvature.estimates.diagonal import diagonal
 from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
@@ -176,6 +176,8 @@ class Operator(LinearMap):
     solve = solve
     to_scipy = to_scipy
 
+    check = check
+
     def inverse(
         self,
         damping: float = 0.0,
@@ -211,14 +213,6 @@ class Operator(LinearMap):
         return twin
 
     # ------------------------------------------------------------------------------------------------------- checks
-
-    def check(self, seed: int = 0) -> Report:
-        """Try on random vectors whether the products keep the laws of second derivatives; see checking.py.
-
-        Args:
-            seed: of the vectors.
-        """
-        return check(self, seed)
 
     @property
     def workarounds(self) -> list[str]:
