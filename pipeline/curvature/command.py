@@ -15,10 +15,12 @@ Over ranks every process computes; the eigenvectors are sharded, so each saves i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import click
 from torch import nn
@@ -137,12 +139,11 @@ def operator_of(options: SimpleNamespace) -> Operator:
     arguments.setdefault("seed", options.seed)
     _refuse_unsharded(options.target, arguments.get("model"))
     try:
-        return MATRICES[options.matrix or "hessian"](**arguments)
+        signature(Operator).bind(**arguments)
     except TypeError as error:
-        if "argument" not in str(error):  # of the call itself
-            raise
         raise CommandError(f"{options.target} gives a dict that does not fit: {error}. Its keys are arguments of "
                            "pipeline.curvature.Hessian: model, data, loss_fn, params, training, ...") from error
+    return MATRICES[options.matrix or "hessian"](**arguments)
 
 
 def _unchanged(options: SimpleNamespace, operator: Operator) -> Operator:
@@ -180,8 +181,6 @@ def _refuse_unsharded(target: str, model: Any) -> None:
         )
 
 
-CurvatureCommand: TypeAlias = Callable[..., int]
-
 _QUESTIONS = ("check", "top", "trace", "layers", "density")  # what can be asked; none of them stands for top and trace
 _COUNT = click.IntRange(min=1)
 _SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
@@ -202,11 +201,7 @@ def _products(value: Any) -> int | str:
     return _AS_SAMPLES if value == _AS_SAMPLES else int(_COUNT.convert(value, None, None))
 
 
-def _query(
-    name: str, metavar: str, alone: object, **settings: Any
-) -> Callable[[CurvatureCommand], CurvatureCommand]:
-    """An option that may stand without a value, and means `alone` then."""
-    return click.option(name, is_flag=False, flag_value=alone, metavar=f"[{metavar}]", **settings)
+_query = partial(click.option, is_flag=False)  # an option that may stand without a value: it has `flag_value` then
 
 
 @click.command(context_settings={"max_content_width": 120}, short_help="Eigenvalues, trace, density of a Hessian.")
@@ -217,10 +212,13 @@ def _query(
 @click.option("--train-mode", is_flag=True, help="With dropout and the like; default: eval mode.")
 @click.option("--check", is_flag=True, help="Try the laws of second derivatives first; if one is broken, compute "
               "nothing else and end with status 1.")
-@_query("--top", "K", 1, type=_COUNT, help="K outermost eigenvalues; alone: 1.")
-@_query("--trace", "N", _AS_SAMPLES, type=_products, help="The trace, by N products; alone: --samples.")
-@_query("--layers", "K", 1, type=_COUNT, help="K eigenvalues (alone: 1) and the trace of each layer's own block.")
-@_query("--density", "FILE", "", help="How the eigenvalues are spread; FILE (.png, .svg, .pdf) gets the picture.")
+@_query("--top", metavar="[K]", flag_value=1, type=_COUNT, help="K outermost eigenvalues; alone: 1.")
+@_query("--trace", metavar="[N]", flag_value=_AS_SAMPLES, type=_products, help="The trace, by N products; alone: "
+        "--samples.")
+@_query("--layers", metavar="[K]", flag_value=1, type=_COUNT, help="K eigenvalues (alone: 1) and the trace of each "
+        "layer's own block.")
+@_query("--density", metavar="[FILE]", flag_value="", help="How the eigenvalues are spread; FILE (.png, .svg, .pdf) "
+        "gets the picture.")
 @click.option("--which", type=click.Choice(("LM", "LA", "SA", "BE")), default="LM", show_default=True,
               help="--top, --layers: largest magnitude, largest, smallest, both ends.")
 @click.option("--tol", type=_SHARE, default=1e-4, show_default=True, metavar="X",
@@ -261,9 +259,7 @@ def curvature(**options: Any) -> int:
         options.update(top=1, trace=_AS_SAMPLES)
     if options["trace"] == _AS_SAMPLES:
         options["trace"] = options["samples"]
-    for option in ("resume", "max_products"):
-        if options[option] is not None and options["top"] is None:
-            raise CommandError(f"--{option.replace('_', '-')} is for --top. Add --top K, or leave it out.")
-    if options["rel"] is not None and options["trace"] is None:
-        raise CommandError("--rel is for --trace. Add --trace, or leave it out.")
+    for option, question in {"resume": "top", "max_products": "top", "rel": "trace"}.items():
+        if options[option] is not None and options[question] is None:
+            raise CommandError(f"--{option.replace('_', '-')} is for --{question}. Add --{question}, or leave it out.")
     return answer(SimpleNamespace(**options))
