@@ -1,6 +1,4 @@
-"""The common part of all plots: axes, files, and scales for values of any size.
-
-    draw(ax), a result's --drawn--> new axes, or the caller's --> a file, or the screen
+"""The common part of all plots: new axes, names of files, and scales for values of any size.
 
 matplotlib is imported when a picture is asked for, and not before. A figure that goes to a file never meets a window
 system: it is made without pyplot, whose back end stays as it was.
@@ -9,8 +7,6 @@ system: it is made without pyplot, whose back end stays as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from io import StringIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,31 +18,6 @@ from pipeline.curvature.results.resultfile import ResultError
 from scheduler.plotting import matplotlib
 
 
-def drawn(
-    draw: Callable[[Any], None], path: str | PathLike[str] | None, ax: Any, inches: tuple[float, float]
-) -> Any:
-    """The axes, with the picture on them; also in a file if `path` is given.
-
-    Args:
-        draw: the picture, on axes.
-        path: of the file, or None.
-        ax: the caller's axes; new ones if None.
-        inches: width and height of a new figure.
-
-    Raises:
-        ResultError: the path's suffix is none of png, svg and pdf.
-        ImportError: matplotlib is not installed.
-    """
-    if path is not None:
-        check_suffix(path)
-    if ax is None:
-        ax = _new_axes(inches, on_screen=path is None)
-    draw(ax)
-    if path is not None:
-        ax.get_figure(root=True).savefig(path)
-    return ax
-
-
 def check_suffix(path: str | PathLike[str]) -> None:
     """Raise ResultError for a file that no picture can go to."""
     check_path("the path of the picture", path)
@@ -54,19 +25,12 @@ def check_suffix(path: str | PathLike[str]) -> None:
         raise ResultError(f"a picture goes to a file named *.png, *.svg or *.pdf (path: {path})")
 
 
-def svg(draw: Callable[[Any], None], inches: tuple[float, float]) -> str | None:
-    """The picture as the text of an SVG file. None: matplotlib is not installed, or there is nothing to draw."""
-    text = StringIO()
-    try:
-        ax = _new_axes(inches, on_screen=False)
-        draw(ax)
-    except (ImportError, ResultError):
-        return None
-    ax.get_figure(root=True).savefig(text, format="svg")
-    return text.getvalue()
+def new_axes(inches: tuple[float, float], on_screen: bool = False) -> Any:
+    """Axes of a new figure, of a width and a height.
 
-
-def _new_axes(inches: tuple[float, float], on_screen: bool) -> Any:
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     if on_screen:
         return matplotlib("pyplot").subplots(figsize=inches, layout="constrained")[1]
     return matplotlib("figure").Figure(figsize=inches, layout="constrained").subplots()

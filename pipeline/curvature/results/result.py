@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from io import StringIO
 from os import PathLike
 from typing import Any, Self, TypeAlias
 
@@ -68,7 +69,16 @@ class Result(NotebookResult):
         return f"<{type(self).__name__}: {next(iter(self.lines()), '').strip()}>"
 
     def _picture(self) -> str | None:
-        return None if type(self).draw is Result.draw else plots.svg(self.draw, self.inches())
+        if type(self).draw is Result.draw:
+            return None
+        try:
+            ax = plots.new_axes(self.inches())
+            self.draw(ax)
+        except (ImportError, ResultError):
+            return None
+        text = StringIO()
+        ax.get_figure(root=True).savefig(text, format="svg")
+        return text.getvalue()
 
     def save(self, path: FilePath) -> None:
         """Writes all fields to a file, without loss. A file of that name is replaced, at the end and at once.
@@ -125,7 +135,14 @@ class Result(NotebookResult):
         """
         if type(self).draw is Result.draw:
             self.draw(ax)
-        return plots.drawn(self.draw, path, ax, self.inches())
+        if path is not None:
+            plots.check_suffix(path)
+        if ax is None:
+            ax = plots.new_axes(self.inches(), on_screen=path is None)
+        self.draw(ax)
+        if path is not None:
+            ax.get_figure(root=True).savefig(path)
+        return ax
 
 
 def _class_named(name: str, module: str, path: FilePath) -> type[Result]:
