@@ -104,22 +104,20 @@ def layer_traces(
           front  4 +- 0        2                2
     """
     sampling = SampleSize(A, samples, "rademacher", rel, abs, min_samples, seed, show, resume, save_every)
-    entries, names_of = _counted_entries(A.space), layers_of(A.space, groups)
+    names_of, entries = layers_of(A.space, groups), _counted_entries(A.space)
 
     def by_layer(vectors: list[Vec], products: list[Vec]) -> Tensor:
         local = [_local_sums(A.space, names_of, vec, product) for vec, product in zip(vectors, products, strict=True)]
         return A.space.sum_over(torch.stack(local))
 
     drawn = estimate(sampling, by_layer, "traces of layers", groups=names_of)
-    local_sizes = [sum(entries.get(name, 0) for name in group) for group in names_of.values()]
-    sizes = A.space.sum_over(torch.tensor(local_sizes, **HOST))
     return LayerTraces(
         drawn.spent,
         drawn.stopped,
         A.name,
         dict(zip(names_of, drawn.mean.tolist(), strict=True)),
         dict(zip(names_of, drawn.stderr.tolist(), strict=True)),
-        dict(zip(names_of, map(int, sizes.tolist()), strict=True)),
+        {layer: sum([entries[name] for name in group]) for layer, group in names_of.items()},
     )
 
 
@@ -133,11 +131,12 @@ def _local_sums(space: Space, groups: Mapping[str, Sequence[str]], vec: Vec, pro
 
 
 def _counted_entries(space: Space) -> dict[str, int]:
-    """The names of parameters that count in sums here, and their entries."""
+    """The names of the parameters of all processes, and their entries, each where it counts in sums."""
     marked = space.zeros()
     for shard, counts in zip(marked, space.counted, strict=True):
         shard.fill_(float(counts))
-    return {name: part.numel() for name, part in space.named(marked).items() if part.numel() and part.any()}
+    local = {name: part.numel() for name, part in space.named(marked).items() if part.numel() and part.any()}
+    return {name: count for row in space.rows(local) for name, count in row.items()}
 
 
 def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
@@ -146,7 +145,7 @@ def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[
     Raises:
         ValueError: a group is empty or has a name that no process has, or the processes were given different groups.
     """
-    names = list(dict.fromkeys(name for row in space.rows(list(_counted_entries(space))) for name in row))
+    names = list(_counted_entries(space))
     return by_module(names) if groups is None else _checked_groups(space, groups, names)
 
 
