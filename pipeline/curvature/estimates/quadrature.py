@@ -32,10 +32,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.krylov import Basis, Split, is_noise, orthogonalise_
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.space import HOST, Space, Vec, copy, scale_
+from pipeline.curvature.space import HOST, Vec, copy, scale_
 
 
 def tridiagonals(
@@ -62,7 +61,6 @@ def tridiagonals(
         beta is the norm of what the last step left over, 0 where the Krylov space is invariant.
 
     Raises:
-        ValueError: a start is zero, or `steps` is not positive.
         FloatingPointError: a product is not finite.
 
     Example:
@@ -76,13 +74,14 @@ def tridiagonals(
         >>> alphas.round(decimals=9).tolist(), betas.round(decimals=9).tolist()
         ([5.0, 5.0], [3.0, 0.0])
     """
-    most = min(check_count("steps", steps), A.space.size)
+    most = min(steps, A.space.size)
     remaining = iter(starts)
     lanes = [_LanczosLane(Basis(A.space, state["basis"]), *state["numbers"]) for state in saved_states]
     while True:
         if all([lane.is_done for lane in lanes]):
             for start in islice(remaining, A.block):
-                lanes.append(_LanczosLane(_begun(A.space, start, len(lanes))))
+                lanes.append(_LanczosLane(Basis(A.space)))
+                lanes[-1].basis.append(scale_(copy(start), 1 / A.space.norm(start)))
         live = [lane for lane in lanes if not lane.is_done]
         if not live:
             return [(torch.tensor(lane.alphas, **HOST), torch.tensor(lane.betas, **HOST)) for lane in lanes]
@@ -91,15 +90,6 @@ def tridiagonals(
         for lane, image, split in zip(live, images, splits, strict=True):
             lane.take(image, split, most)
         on_progress(sum([len(lane.alphas) for lane in lanes]), [lane.state() for lane in lanes])
-
-
-def _begun(space: Space, start: Vec, number: int) -> Basis:
-    """A basis of the start alone."""
-    basis, norm = Basis(space), space.norm(start)
-    if not norm > 0:
-        raise ValueError(f"start {number} has norm {norm}: Lanczos needs a vector that is not zero.")
-    basis.append(scale_(copy(start), 1 / norm))
-    return basis
 
 
 @dataclass
