@@ -10,7 +10,6 @@ matrix of more than its columns can hide from; products that a sketch of lower r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -40,11 +39,11 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
             f"sketch is {sketch} of {samples} samples: it costs two products a column and leaves at least two for the "
             f"rest; use 1 to {(samples - 2) // 2}, or more samples"
         )
-    saved = run.saved_state or {"basis": [], "drawn": 0, "parts": [], "values": []}
+    saved = run.saved_state or {"basis": [], "drawn": 0, "parts": [], "values": None}
     basis, drawn, parts = from_host(A.space, saved["basis"]), saved["drawn"], saved["parts"]
 
-    def record(label: str, draws: int = 0, values: Sequence[Tensor] = ()) -> None:
-        state = {"basis": basis, "drawn": drawn, "parts": parts, "values": [*values]}
+    def record(label: str, draws: int = 0, values: Tensor | None = None) -> None:
+        state = {"basis": basis, "drawn": drawn, "parts": parts, "values": values}
         run.record(drawn + len(parts) + draws, state, label)
 
     # Orthonormal vectors that span A times random ones.
@@ -68,7 +67,7 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
 
     spent = columns + len(basis)
     found = draw(
-        replace(sampling, samples=samples - spent), rest, lambda draws, values, note: record(note, draws, [values]),
+        replace(sampling, samples=samples - spent), rest, lambda draws, values, note: record(note, draws, values),
         saved["values"], first=columns, prepare=deflated
     )
     return found._replace(spent=spent + found.spent)

@@ -24,7 +24,7 @@ from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.linear import LinearMap, blocks, finite, products_of
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import plus_minus
-from pipeline.curvature.space import Vec
+from pipeline.curvature.space import HOST, Vec
 from scheduler.errors import refuse_unless_finite
 
 KINDS = ("rademacher", "normal")
@@ -96,7 +96,7 @@ class SampleSize:
         vectors = {"samples": self.samples, "kind": self.kind, "seed": self.seed, "block": self.A.block}
         goal = {"rel": self.rel, "abs": self.abs, "min_samples": self.min_samples}
         total = self.A.space.size if self.is_exact else self.samples
-        settings = {"file": f"{quantity} 4", **vectors, **goal, **settings}
+        settings = {"file": f"{quantity} 5", **vectors, **goal, **settings}
         title = f"{quantity} of {self.A.name}"
         return Resumable(self.A, title, total, settings, self.show, self.resume, self.save_every)
 
@@ -189,14 +189,14 @@ def estimate(sampling: SampleSize, measure: Measure, quantity: str, **settings: 
         settings: of the measure, for a run that goes on.
     """
     with sampling.resumable(quantity, **settings) as run:
-        return draw(sampling, measure, run.record, [] if run.saved_state is None else [run.saved_state])
+        return draw(sampling, measure, run.record, run.saved_state)
 
 
 def draw(
     sampling: SampleSize,
     measure: Measure,
     on_progress: OnProgress,
-    values: list[Tensor],
+    saved: Tensor | None,
     first: int = 0,
     prepare: VectorTransform | None = None,
 ) -> SampleStatistics:
@@ -204,23 +204,17 @@ def draw(
 
     Args:
         on_progress: told after each group of products how many draws there are, and their values.
-        values: those of draws before.
+        saved: the values of draws before.
     """
-    groups = sampled_products(sampling, sum(map(len, values)), first, prepare)
-    while not (is_enough := _is_enough(sampling, values)) and (group := next(groups, None)):
-        values.append(finite(measure(*group), sampling.A.name))
-        drawn = torch.cat(values)
+    drawn = torch.zeros(0, **HOST) if saved is None else saved  # the first values give it its other dims
+    groups = sampled_products(sampling, len(drawn), first, prepare)
+    while not (is_enough := sampling.is_reached(*mean_and_stderr(drawn), len(drawn))) and (group := next(groups, None)):
+        drawn = torch.cat([drawn, finite(measure(*group), sampling.A.name)])
         on_progress(len(drawn), drawn, _note(sampling, drawn))
-    drawn = torch.cat(values)
     if sampling.is_exact:
         total = drawn.sum(0)
         return SampleStatistics(total[None], total, torch.zeros_like(total), len(drawn), "exact")
     return SampleStatistics(drawn, *mean_and_stderr(drawn), len(drawn), "tolerance" if is_enough else "samples")
-
-
-def _is_enough(sampling: SampleSize, values: list[Tensor]) -> bool:
-    """Whether the draws are enough before all are spent."""
-    return bool(values) and sampling.is_reached(*mean_and_stderr(torch.cat(values)), sum(map(len, values)))
 
 
 def _note(sampling: SampleSize, drawn: Tensor) -> str:
