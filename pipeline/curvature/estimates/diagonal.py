@@ -123,12 +123,8 @@ def _draw(sampling: SampleSize, running: _RunningMoments, run: Resumable) -> str
         if (group := next(groups, None)) is None:
             return "exact" if sampling.is_exact else "samples"
         for vec, product in zip(*group, strict=True):
-            running.add(_times_(product, vec))
+            running.add([shard.mul_(factor) for shard, factor in zip(product, vec, strict=True)])
         run.record(running.count, running.state())
-
-
-def _times_(vec: Vec, factors: Vec) -> Vec:
-    return [shard.mul_(factor) for shard, factor in zip(vec, factors, strict=True)]
 
 
 class _RunningMoments:
@@ -156,6 +152,8 @@ class _RunningMoments:
 
     def errors(self) -> Vec:
         """A vector of standard errors."""
+        if self._is_sum:
+            return self.A.space.zeros()
         if self.count < 2:
             return [torch.full_like(shard, math.inf) for shard in self.squares]
         return [shard.div(self.count * (self.count - 1)).sqrt_() for shard in self.squares]
@@ -169,8 +167,5 @@ class _RunningMoments:
 
     def result(self, stopped: str) -> Diagonal:
         values, errors = self.sizes()
-        stderr = self.errors()
-        if stopped == "exact":
-            stderr, errors = self.A.space.zeros(), torch.zeros((), device="cpu")
-        named_values, named_errors = self.A.space.on_host(self.mean), self.A.space.on_host(stderr)
+        named_values, named_errors = self.A.space.on_host(self.mean), self.A.space.on_host(self.errors())
         return Diagonal(self.count, stopped, self.A.name, named_values, named_errors, float(values), float(errors))
