@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from pipeline.curvature.estimates.sampling import check_tol
 from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table
-from pipeline.curvature.space import HOST, Vec, add_
+from pipeline.curvature.space import HOST, add_
 from scheduler.errors import whole
 
 
@@ -210,11 +210,14 @@ def _measured(run: LanczosRun, advance: Callable[..., None]) -> Eigenpairs:
     """The k best pairs, with residuals of new products."""
     goal, A = run.goal, run.map
     vecs = run.best()
-    values, squares = [], []
+    values, squares = [], []  # x'Ax of each x, and |A x - x (x'Ax)|^2
     for group, images in products_of(A, vecs):
-        group_values, group_squares = _residuals(A, group, images)
+        pairs = list(zip(group, images, strict=True))
+        group_values = A.space.paired_dots(pairs).tolist()
+        for (vec, image), value in zip(pairs, group_values, strict=True):
+            add_(image, vec, -value)
         values += group_values
-        squares += group_squares
+        squares += A.space.paired_dots(zip(images, images)).clamp(min=0.0).tolist()
         advance(len(images))
     order = wanted(torch.tensor(values, **HOST), goal.k, goal.which)
     scale = max(run.current.largest, *(abs(value) for value in values))
@@ -232,16 +235,6 @@ def _measured(run: LanczosRun, advance: Callable[..., None]) -> Eigenpairs:
         why=why,
         tol=goal.tol,
     )
-
-
-def _residuals(A: LinearMap, vecs: Sequence[Vec], images: Sequence[Vec]) -> tuple[list[float], list[float]]:
-    """x'Ax of each, and |A x - x (x'Ax)|^2; the images are overwritten. Two all-reduces."""
-    pairs = list(zip(vecs, images, strict=True))
-    values = A.space.paired_dots(pairs).tolist()
-    for (vec, image), value in zip(pairs, values, strict=True):
-        add_(image, vec, -value)
-    squares = A.space.paired_dots(zip(images, images))
-    return values, squares.clamp(min=0.0).tolist()
 
 
 def _failure_reason(run: LanczosRun, residuals: Tensor) -> str:
