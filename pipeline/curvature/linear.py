@@ -158,8 +158,8 @@ def _columns(space: Space, vecs: list[Vec], like: Tensor) -> Tensor:
 
 
 def _cut(space: Space, entries: Tensor) -> Vec:
-    vec, first = space.zeros(), 0
-    for view in space.named(vec).values():
-        view.copy_(entries[first : first + view.numel()].detach().view(view.shape))
-        first += view.numel()
+    vec = space.zeros()
+    views = space.named(vec).values()
+    for view, part in zip(views, entries.detach().split([view.numel() for view in views]), strict=True):
+        view.copy_(part.view(view.shape))
     return vec
