@@ -287,7 +287,7 @@ def _computed_by_layer(
         done: dict[str, dict[str, Any]] = dict(run.saved_state or {})
         for layer, names in layers.items():
             if layer not in done:
-                done[layer] = compute(A.restricted(frozenset(names)), of_layer)
+                done[layer] = compute(A.restricted(names), of_layer)
                 run.record(len(done), done, layer)
         yield done
 

@@ -124,8 +124,8 @@ class ParameterSpace(Space):
         return {name: named[name] for name in self.slots}
 
     def restricted(self, names: Collection[str]) -> ParameterSpace:
-        """That of some of its parameters, by the names of all ranks."""
-        return ParameterSpace(self._pipe, self._prefix, lambda name, _: name in names)
+        """That of some of its parameters, by names of all ranks."""
+        return ParameterSpace(self._pipe, self._prefix, names)
 
     def zeros(self) -> Vec:
         return [torch.zeros(size, dtype=self.dtype, device=device) for size, device in self._shards]

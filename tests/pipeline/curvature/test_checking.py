@@ -371,3 +371,14 @@ def test_a_restricted_operator_is_the_block_and_leaves_the_whole_as_it_is() -> N
     chosen = [place for place, name in enumerate(names) if name in ("3.weight", "5.bias")]
     torch.testing.assert_close(dense(block), whole[chosen][:, chosen], rtol=1e-10, atol=1e-14)
     assert torch.equal(dense(op), whole)
+
+
+def test_a_restricted_operator_takes_the_names_that_params_takes() -> None:
+    op = operator()
+    assert list(op.restricted("3.weight").space.slots) == ["3.weight"]
+    assert list(op.restricted(["5", "3.bias"]).space.slots) == ["3.bias", "5.weight", "5.bias"]
+    for names, error, words in ((3, TypeError, "params is 3. Give names of layers or parameters"),
+                                ("13.weight", ValueError, "params has '13.weight', which is no parameter or layer"),
+                                (["0", "x"], ValueError, "params has 'x', which is no parameter or layer")):
+        with pytest.raises(error, match=words):
+            op.restricted(names)  # type: ignore[arg-type]
