@@ -571,6 +571,14 @@ def _changed(pipe: Pipe, odd: bool) -> object:
     return A @ vector
 
 
+def in_any_order(make: Make) -> Found:
+    """A product by parameters that each process names in an order of its own, as a set of names comes."""
+    pipe = make(model_of("layered", 2), even(len(model_of("layered", 2)), 2), 2)
+    params = ["0.weight", "0.bias", "1"][:: 1 - 2 * (dist.is_initialized() and dist.get_rank() == 1)]
+    A = MATRICES["H"](pipe, data_of([6]), LOSSES["curved"], params=params, seed=11)
+    return by_all_names(pipe, A @ drawn(pipe, A.space.slots, 0), "product")
+
+
 def _frozen(pipe: Pipe, odd: bool) -> object:
     """A layer that one rank has is frozen."""
     layer = list(pipe)[0]

@@ -89,6 +89,10 @@ def test_a_tied_weight_is_chosen_on_all_ranks_by_any_of_its_names(crew2: Crew, c
     ])  # fmt: skip
 
 
+def test_names_of_parameters_may_come_in_another_order_on_each_rank(crew2: Crew) -> None:
+    agree([crew2], "in_any_order", lambda size: [{}])
+
+
 def _weights(name: str, parameter: Any) -> bool:
     """A predicate; it knows the tied weight by its first name alone."""
     return name in ("0.weight", "1.weight")

@@ -61,7 +61,7 @@ class ParameterSpace(Space):
         if isinstance(params, nn.Module) or params is not None and not isinstance(params, Iterable | Callable):
             raise TypeError(f"params is {shown(params)}. Give names of layers or parameters, or a function of both.")
         if params is not None and not isinstance(params, str) and not callable(params):
-            params = list(params)
+            params = sorted(params, key=str)  # of a set: in one order on all ranks
         words = getattr(params, "__qualname__", "a function") if callable(params) else repr(params)
         elsewhere = {id(copy) for tie, copy in runtime.tied().items() if tie.owner != self.rank}
         sizes: dict[tuple[torch.device, bool], int] = {}
