@@ -213,6 +213,7 @@ def density(
     """
     for name, value, least in ("steps", steps, 1), ("runs", runs, 1), ("points", points, 10):
         check_count(name, value, least)
+    steps = min(steps, A.space.size)  # of more a run would make no use
     if sigma is not None:
         refuse_unless_finite("sigma", sigma, above=True, error=ValueError)
     refuse_unless_finite("margin", margin, error=ValueError)

@@ -161,6 +161,14 @@ def test_trace_and_count_are_the_dense_ones_within_their_errors():
     assert everything == pytest.approx(100.0) and error == pytest.approx(0.0, abs=1e-9)
 
 
+def test_steps_beyond_the_rows_of_the_matrix_take_neither_products_nor_memory():
+    A = DenseMap(symmetric(torch.tensor([0.5, 1.0, 4.0])))
+    enough, more = density(A, steps=3, runs=2), density(A, steps=10**15, runs=2)
+    assert more.nodes.shape == (2, 3)
+    for field in ("nodes", "weights", "density", "grid"):
+        assert torch.equal(getattr(more, field), getattr(enough, field))
+
+
 def test_nodes_at_the_ends_of_an_interval_are_in_it():
     found = density(DenseMap(2.0 * torch.eye(9, dtype=torch.float64)), steps=5, runs=2)
     ends = float(found.nodes.min()), float(found.nodes.max())
