@@ -114,7 +114,7 @@ class RunWithLoss:
         execution, arguments, counts = self.execution, self.arguments, self.runtime.history.losses
         rows = execution.batch.rows
         is_several, is_uneven = len(rows) > 1, len(set(rows)) > 1
-        kind = is_uneven, arguments.loss_reduction
+        kind = is_uneven, str(arguments.loss_reduction)  # which may be anything, until Loss looks at it
         known = counts.of(arguments.loss_fn).get(kind, LossCount())
         loss = Loss(arguments.loss_fn, arguments.loss_reduction, rows, arguments.is_part, known)
         number = known.number + is_several

@@ -15,6 +15,7 @@ from io import StringIO
 from os import PathLike
 from typing import Any, Self, TypeAlias
 
+from pipeline.common.arguments import shown
 from pipeline.curvature.results import plots, resultfile
 from pipeline.curvature.results.resultfile import ResultError
 from scheduler.notebook import NotebookResult
@@ -130,6 +131,7 @@ class Result(NotebookResult):
             The axes.
 
         Raises:
+            TypeError: `ax` is no axes.
             ResultError: the result has no picture, or the path another suffix.
             ImportError: matplotlib is not installed.
         """
@@ -139,6 +141,8 @@ class Result(NotebookResult):
             plots.check_suffix(path)
         if ax is None:
             ax = plots.new_axes(self.inches(), on_screen=path is None)
+        elif not hasattr(ax, "get_figure"):
+            raise TypeError(f"ax is {shown(ax)}. Give axes of matplotlib, one of plt.subplots(), or None for new ones.")
         self.draw(ax)
         if path is not None:
             ax.get_figure(root=True).savefig(path)

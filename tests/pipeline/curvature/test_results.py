@@ -411,6 +411,11 @@ def test_plot_draws_on_the_axes_that_it_is_given(tmp_path):
     assert (tmp_path / "two.png").stat().st_size > 0
 
 
+def test_plot_on_what_is_no_axes_is_refused_in_words(tmp_path):
+    with pytest.raises(TypeError, match="ax is 3. Give axes of matplotlib"):
+        Curve(torch.ones(2)).plot(tmp_path / "two.png", ax=3)
+
+
 def test_plot_without_a_path_is_pyplots_figure():
     import matplotlib.pyplot as plt
 

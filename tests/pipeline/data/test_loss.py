@@ -629,6 +629,7 @@ def test_a_loss_per_row_is_refused_where_each_chunk_has_one_row():
         (partial(F.mse_loss, reduction="sum"), "mean", ValueError, "mse_loss has reduction='sum'"),
         (nn.MSELoss(reduction="none"), None, ValueError, "reduction='none'. Use 'mean' or 'sum'"),
         (F.mse_loss, "median", ValueError, "loss_reduction is 'median'"),
+        (F.mse_loss, ["sum"], ValueError, r"loss_reduction is \['sum'\]. Use 'mean' or 'sum'"),
         (masked, "sum", ValueError, r"loss_reduction is 'sum' but masked returned \(sum, count\)"),
         (3, None, TypeError, "loss_fn is 3, which is not callable"),
     ],
