@@ -190,23 +190,20 @@ def several(net: nn.Module, case: Case, names: Names, count: int, which: str) ->
 def adapted(net: nn.Module, case: Case, names: Names, count: int, steps: int) -> Found:
     """MAML: the gradient of a loss after some steps of gradient descent, by the parameters before them."""
     params = {name: one for name, one in net.named_parameters() if one.requires_grad}
-    own = [*params.values()] or trained(net)
+    own = [*params.values()]
     x, y = case.make_input(count), case.make_input(count + 1)
-    fast = own
+    fast = params
     for step in range(steps):
-        loss = case.loss(_called(net, params, fast, x)) / (step + 1)
-        grads = torch.autograd.grad(loss, fast, create_graph=True, allow_unused=True)
-        fast = [one if grad is None else one - 0.01 * grad for one, grad in zip(fast, grads, strict=True)]
-    loss = case.loss(_called(net, params, fast, y))
+        loss = case.loss(functional_call(net, fast, (x,))) / (step + 1)
+        grads = torch.autograd.grad(loss, [*fast.values()], create_graph=True, allow_unused=True)
+        pairs = zip(fast.items(), grads, strict=True)
+        fast = {name: one - 0.01 * grad for (name, one), grad in pairs if grad is not None}  # others stay as they are
+    loss = case.loss(functional_call(net, fast, (y,)))
     meta = torch.autograd.grad(loss, own, allow_unused=True)
     found: Found = {"loss": loss.detach()}
     return found | names.found("meta", net, [
         (one, _zeros(grad, one)) for one, grad in zip(own, meta, strict=True)
     ])  # fmt: skip
-
-
-def _called(net: nn.Module, params: Mapping[str, Tensor], fast: Sequence[Tensor], x: Any) -> Any:
-    return functional_call(net, dict(zip(params, fast, strict=False)), (x,))
 
 
 def at_the_end(net: nn.Module, case: Case, names: Names, count: int) -> Found:

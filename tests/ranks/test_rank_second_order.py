@@ -104,8 +104,10 @@ def test_several_second_backwards_run_in_one_or_one_after_the_other(crew3: Crew)
 def test_maml_adapts_the_parameters_of_every_rank(crew2: Crew, crew3: Crew) -> None:
     for crew in (crew2, crew3):
         agree(crew, "adapted", [
-            {"model": "mlp", "stages": crew.size, "checkpoint": checkpoint, "count": 7, "steps": steps}
-            for checkpoint, steps in (("always", 1), ("never", 2), ("mixed", 3))[: 5 - crew.size]
+            {"model": model, "stages": crew.size, "checkpoint": checkpoint, "count": 7, "steps": steps}
+            for model, checkpoint, steps in (
+                ("mlp", "always", 1), ("never_used", "never", 2), ("mlp", "mixed", 3)
+            )[: 5 - crew.size]
         ])  # fmt: skip
 
 
