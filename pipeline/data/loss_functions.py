@@ -21,7 +21,7 @@ _REDUCING = frozenset(
 _TOKEN_MEANS = ("cross_entropy", "nll_loss", "linear_cross_entropy")
 _PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv")
 _SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
-_WEIGHING = frozenset((*_SCALING, *_PRODUCTS, "einsum", "dot", "inner", "tensordot"))
+_WEIGHING = frozenset((*_SCALING, *_PRODUCTS, "einsum", "dot", "vdot", "inner", "tensordot"))
 _ADDING = ("add", "sub", "subtract", "__radd__")
 _SUMMING = ("sum", "mean", "nansum", "nanmean")
 _REDUCERS = (*_SUMMING, "amax", "amin", "max", "min", "prod", "std", "var", "logsumexp", "all", "any", "median")
@@ -33,7 +33,7 @@ _LINEAR = frozenset((
     "concat", "concatenate", "hstack", "vstack", "__get__", "__getitem__", "__setitem__", "select", "index_select",
     "narrow", "unbind", "split", "chunk", "cumsum", "unsqueeze", "expand", "expand_as", "broadcast_to", "view_as",
     "reshape_as", "ravel", "unflatten", "permute", "transpose", "t", "movedim", "detach", "cpu", "half",
-    "bfloat16", "type_as", "requires_grad_", "dot", "inner", "matmul", "mv", "mm", "bmm", "einsum", "tensordot",
+    "bfloat16", "type_as", "requires_grad_", "dot", "vdot", "inner", "matmul", "mv", "mm", "bmm", "einsum", "tensordot",
     "index_add", "scatter_add",
 ))  # fmt: skip
 _OPAQUE = frozenset((

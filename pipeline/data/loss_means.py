@@ -118,7 +118,7 @@ class LossOrigin(NamedTuple):
 
 
 CONSTANT, OUTPUT, REDUCED, SEVERAL, BENT = "constant", "output", "reduced", "several", "bent"
-_OF_CONSTANTS, _OF_FOREIGN = LossOrigin(frozenset([CONSTANT])), LossOrigin(frozenset([CONSTANT]))
+_OF_CONSTANTS, _OF_FOREIGN, _OF_CHECK = [LossOrigin(frozenset([CONSTANT])) for _ in range(3)]
 _FLOORS = ("clamp", "clip", "clamp_min")  # where they have no upper end
 
 
@@ -214,10 +214,15 @@ class DivisorTrace(TorchFunctionMode):
             self.is_blind = True
             return func(*args, **kwargs)
         function = known(func)
+        if function.reads and self._joined(args, {}) is _OF_CHECK:
+            return func(*args, **kwargs)
         self._names.add(function.name)
         if function.is_token_mean and _is_mean(kwargs) and _has_labels(args, kwargs):
             return self._token_mean(func, args, kwargs)
         result = func(*args, **kwargs)
+        if func is torch._is_all_true:  # by which torch checks arguments: those of distributions
+            self._note(result, _OF_CHECK)
+            return result
         along_rows = function.looks and self._looks_along_rows(function, args, kwargs)
         if along_rows and takes_all(function, args):
             self._names.add(MOVED)

@@ -547,6 +547,10 @@ BENT_BY_ROW = {
     "running sum": lambda o, t: errors(o, t).cumsum(1).clamp(min=1).mean(),
     "class by class": lambda o, t: torch.zeros_like(o).index_add(
         1, torch.tensor([0, 0, 2, 3, 3]), errors(o, t)).clamp(min=1).mean(),
+    "likelihood": lambda o, t: -torch.distributions.Normal(o, o.detach().abs() + 0.1).log_prob(t).mean(),
+    "divergence": lambda o, t: torch.distributions.kl_divergence(
+        torch.distributions.Dirichlet(o.exp()), torch.distributions.Dirichlet(t.exp())).mean(),
+    "inner product": lambda o, t: torch.vdot((o - t).flatten(), (o - t).flatten()) / len(o),
 }  # fmt: skip
 
 
