@@ -386,11 +386,15 @@ class Loss:
     def unproven(self) -> ValueError:
         """The error for a loss whose weights are not proven."""
         if self._kind == _PAIR:
-            return self.neither("what Python or a function that is not linear has made of a number cannot be seen")
+            return self.neither(
+                "what Python or a function that is not linear has made of a number cannot be seen (to log one keep "
+                "loss.detach() in the place of loss.item())"
+            )
         return self.neither(
             f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
             "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen: something else "
-            "than sums and factors came behind a mean, or Python has read it (.item(), an if)"
+            "than sums and factors came behind a mean, or Python has read a number (an if, an assert, or .item(): to "
+            "log one keep loss.detach())"
         )
 
     def neither(self, reason: str) -> ValueError:

@@ -38,6 +38,7 @@ LOSSES = {
     "sum and count": lambda o, t: (F.cross_entropy(o, t, reduction="sum"), (t != -100).sum()),
     "with metrics": lambda o, t: (F.cross_entropy(o, t), correct(o, t)),
     "all": lambda o, t: (F.cross_entropy(o, t, reduction="sum"), (t != -100).sum(), correct(o, t)),
+    "likelihood": lambda o, t: -torch.distributions.Categorical(logits=o).log_prob(t.clamp(min=0)).mean(),
 }
 
 
@@ -160,6 +161,24 @@ def test_a_loss_without_a_mean_over_rows_is_refused_beside_a_mini_batch_of_other
     assert pipe.evaluate(iter([(x, y)]), loss_fn=loss_fn).loss.isfinite()
     with pytest.raises(ValueError, match=r"Return \(sum, count\)"):
         pipe.evaluate(iter([(x, y), (x[:3], y[:3])]), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_a_loss_that_python_reads_to_log_it_is_refused_with_a_remedy_that_works(is_pair: bool) -> None:
+    log: list[Any] = []
+
+    def logged(o: Tensor, t: Tensor, keep: Any) -> Any:
+        loss = o.square().mean()
+        log.append(keep(loss))
+        return (loss * o.numel(), o.numel()) if is_pair else loss
+
+    pipe, (x, y) = Pipe(classifier(), [5], chunks=2), data().tensors
+    with pytest.raises(ValueError, match=r"to log one keep loss\.detach\(\)"):
+        pipe.evaluate(iter([(x, y), (x[:3], y[:3])]), loss_fn=lambda o, t: logged(o, t, Tensor.item))
+    both = [(x, y), (x[:3], y[:3])]
+    found = pipe.evaluate(iter(both), loss_fn=lambda o, t: logged(o, t, Tensor.detach)).loss
+    outputs = pipe.evaluate(torch.cat([x, x[:3]]), torch.cat([y, y[:3]]), loss_fn=F.cross_entropy, outputs=True).outputs
+    torch.testing.assert_close(found, outputs.square().mean(), rtol=1e-12, atol=0)
 
 
 def test_ctc_loss_has_a_mean_over_rows() -> None:
