@@ -392,9 +392,9 @@ class Loss:
             )
         return self.neither(
             f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
-            "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen: something else "
-            "than sums and factors came behind a mean, or Python has read a number (an if, an assert, or .item(): to "
-            "log one keep loss.detach())"
+            "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen: a term is "
+            "scripted, of an extension or of torch.func, something else than sums and factors came behind a mean, or "
+            "Python has read a number (an if, an assert, or .item(): to log one keep loss.detach())"
         )
 
     def neither(self, reason: str) -> ValueError:

@@ -163,6 +163,19 @@ def test_a_loss_without_a_mean_over_rows_is_refused_beside_a_mini_batch_of_other
         pipe.evaluate(iter([(x, y), (x[:3], y[:3])]), loss_fn=loss_fn)
 
 
+def test_a_loss_with_a_term_that_nobody_sees_is_refused_with_a_remedy_that_works() -> None:
+    def mapped(o: Tensor, t: Tensor) -> Tensor:
+        return o.square().mean() + torch.vmap(lambda row: row.abs().sum())(o).mean()
+
+    pipe, (x, y) = Pipe(classifier(), [5], chunks=2), data().tensors
+    both = [(x, y), (x[:3], y[:3])]
+    with pytest.raises(ValueError, match=r"cannot be seen: a term is scripted, .* torch\.func.* Return \(sum, count\)"):
+        pipe.evaluate(iter(both), loss_fn=mapped)
+    found = pipe.evaluate(iter(both), loss_fn=lambda o, t: (mapped(o, t) * len(o), len(o))).loss
+    outputs = pipe.evaluate(torch.cat([x, x[:3]]), torch.cat([y, y[:3]]), loss_fn=F.cross_entropy, outputs=True).outputs
+    torch.testing.assert_close(found, mapped(outputs, y), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("is_pair", [False, True])
 def test_a_loss_that_python_reads_to_log_it_is_refused_with_a_remedy_that_works(is_pair: bool) -> None:
     log: list[Any] = []
