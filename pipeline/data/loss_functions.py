@@ -43,7 +43,6 @@ _SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_a
 TO_HOST = frozenset([
     "__bool__", "__float__", "__int__", "__index__", "__array__", "__dlpack__", "item", "tolist", "numpy",
 ])  # fmt: skip
-FILLING = ("full", "full_like", "new_full", "fill")
 _ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given
     "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
     "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1), "argmax": (1, None), "argmin": (1, None),

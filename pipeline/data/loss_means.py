@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from partition.contents import tensors_in
 from partition.precision import HALF
 from pipeline.common.torch_modes import within_checkpoint, without_function_modes
-from pipeline.data.loss_functions import FILLING, MOVED, LossFunction, dims_along, known, takes_all
+from pipeline.data.loss_functions import MOVED, LossFunction, dims_along, known, takes_all
 
 
 class Divisor:
@@ -85,7 +85,7 @@ class LossOrigin(NamedTuple):
 
     Attributes:
         marks: what of these was computed on the way to it.
-            CONSTANT: neither output nor target: it has no other mark, and the numbers by which it was scaled.
+            CONSTANT: neither output nor target: it has no other mark, and the factors and fractions that made it.
             OUTPUT: it was computed with the output.
             REDUCED: a part of it was summed over rows.
             SEVERAL: such sums are several numbers (one for each column), which are no divisors that are noted.
@@ -347,7 +347,7 @@ class DivisorTrace(TorchFunctionMode):
     def _amounts(
         self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> list[Tensor | float]:
-        """The divisors and factors of a function call."""
+        """The divisors and factors of a function call, and the other fractions that it is given: they may be some."""
         name = function.name
         if name == "nanmean":
             with without_function_modes():
@@ -362,11 +362,8 @@ class DivisorTrace(TorchFunctionMode):
             return [averaged.numel() / max(result.numel(), 1)]
         if "alpha" in kwargs:
             return [float(kwargs["alpha"])]
-        if function.plain in FILLING:
-            number = kwargs.get("fill_value", kwargs.get("value", args[-1] if args else None))
-            return [float(number)] if isinstance(number, (int, float)) and number and isfinite(number) else []
         if function.role != "scales":
-            return []
+            return list(_floats([*args, *kwargs.values()]))
         values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
         if name in ("__rdiv__", "__rtruediv__"):
             values.reverse()
@@ -455,6 +452,17 @@ def _is_one_of_several(result: Any, values: Any) -> bool:
     return any([tensor.numel() == 1 for tensor in tensors_in(result)]) and any([
         tensor.numel() > 1 for tensor in tensors_in(values)
     ])
+
+
+def _floats(values: Iterable[Any]) -> dict[float, None]:
+    """The floats among some values and the lists in them, each once, without zero, infinity and nan."""
+    numbers: dict[float, None] = {}
+    for value in values:
+        if type(value) in (list, tuple):
+            numbers.update(_floats(value))
+        elif isinstance(value, float) and value and isfinite(value):
+            numbers[value] = None
+    return numbers
 
 
 def _weight_of_l1_loss() -> Tensor | None:

@@ -103,9 +103,10 @@ def _is_as(numbers: Sequence[float], weights: Sequence[float]) -> bool:
     """Whether numbers are in one proportion to the weights. A nan passes: the loss is nan then, too."""
     if any([isnan(number) for number in numbers]):
         return True
-    total, all_weights = sum(numbers), sum(weights)
-    near = 1e-6 * max([abs(number) for number in numbers])
+    largest = max([abs(number) for number in numbers]) or 1.0  # of which a product may overflow
+    parts, all_weights = [number / largest for number in numbers], sum(weights)
+    total = sum(parts)
     return all([
-        abs(number * all_weights - total * weight) <= near * all_weights
-        for number, weight in zip(numbers, weights, strict=True)
+        abs(part * all_weights - total * weight) <= 1e-6 * all_weights
+        for part, weight in zip(parts, weights, strict=True)
     ])

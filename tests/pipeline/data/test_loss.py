@@ -550,6 +550,7 @@ BENT_BY_ROW = {
     "likelihood": lambda o, t: -torch.distributions.Normal(o, o.detach().abs() + 0.1).log_prob(t).mean(),
     "divergence": lambda o, t: torch.distributions.kl_divergence(
         torch.distributions.Dirichlet(o.exp()), torch.distributions.Dirichlet(t.exp())).mean(),
+    "entropy": lambda o, t: -torch.distributions.Categorical(logits=o).entropy().mean(),  # clamps at the least float
     "inner product": lambda o, t: torch.vdot((o - t).flatten(), (o - t).flatten()) / len(o),
 }  # fmt: skip
 

@@ -229,6 +229,12 @@ UNEVEN = {
         numpy.asarray(shares(t)) / numpy.asarray(shares(t)).sum())).sum(),
     "by a constant": lambda o, t: (chosen(o, t) * constant(o, t)).sum(),
     "by what is filled": lambda o, t: chosen(o, t).dot(o.new_full((len(chosen(o, t)),), 1 / len(chosen(o, t)))),
+    "by a list": lambda o, t: chosen(o, t).dot(
+        torch.tensor([1 / len(chosen(o, t))] * len(chosen(o, t)), dtype=o.dtype)),
+    "by what is added": lambda o, t: chosen(o, t).dot(
+        torch.zeros(len(chosen(o, t)), dtype=o.dtype) + 1 / len(chosen(o, t))),
+    "by a choice": lambda o, t: torch.where(t.flatten() != -100, 1 / len(chosen(o, t)), 0.0).to(o.dtype).dot(
+        flat(o, t, reduction="none")),
     "by a layer": lambda o, t: F.linear(chosen(o, t), constant(o, t)),
     "pooled": lambda o, t: F.adaptive_avg_pool1d(chosen(o, t)[None, None], 1).squeeze(),
     "of a pair": lambda o, t: torch.std_mean(chosen(o, t), correction=0)[1],
