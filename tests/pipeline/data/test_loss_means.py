@@ -233,7 +233,7 @@ UNEVEN = {
         torch.tensor([1 / len(chosen(o, t))] * len(chosen(o, t)), dtype=o.dtype)),
     "by what is added": lambda o, t: chosen(o, t).dot(
         torch.zeros(len(chosen(o, t)), dtype=o.dtype) + 1 / len(chosen(o, t))),
-    "by a choice": lambda o, t: torch.where(t.flatten() != -100, 1 / len(chosen(o, t)), 0.0).to(o.dtype).dot(
+    "by a choice": lambda o, t: torch.where(t.flatten() != -100, 1 / len(chosen(o, t)), o.new_zeros(())).dot(
         flat(o, t, reduction="none")),
     "by a layer": lambda o, t: F.linear(chosen(o, t), constant(o, t)),
     "pooled": lambda o, t: F.adaptive_avg_pool1d(chosen(o, t)[None, None], 1).squeeze(),
