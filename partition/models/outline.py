@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdRef
 
-from partition.contents import version_of
+from partition.contents import address_of, version_of
 from partition.errors import PartitionError
 from partition.models.as_found import Hook, is_same, stays
 from partition.models.following import ModuleCopies
@@ -33,6 +32,7 @@ from partition.models.lost import LostTensor
 from partition.models.passing import PassingPlan
 from partition.models.references import drop_others, hooks_of, references_of, renew_references, settings_of
 from partition.models.runs import (
+    ArgumentKey,
     BlockChain,
     CallArguments,
     OutlineRun,
@@ -57,25 +57,15 @@ from partition.models.stand_ins import (
 )
 from partition.names import OF_EVERY_MODULE, behaviour_of, places_of, starts
 
-
-class _CachedArguments(NamedTuple):
-    """The arguments of blocks.
-
-    Attributes:
-        inputs: the tensors that they were made from.
-        calls: the arguments, by a block's number.
-    """
-
-    inputs: list[weakref.ref[Tensor]]
-    calls: list[CallArguments]
+_CHUNKS_UNDER_WAY = 4  # in the stages of one thread, as a rule
 
 
-class _ArgumentCache:
-    """The arguments of blocks that were made from inputs. It is no module, so no one takes it for the state of one."""
+class _ArgumentCache(threading.local):
+    """The arguments of blocks that were made from inputs, by what made them, and with what. In the thread where they
+    were made, they are ready. It is no module, so no one takes it for the state of one."""
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[Any, _CachedArguments] = OrderedDict()
-        self.lock = threading.Lock()
+        self.entries: OrderedDict[Any, list[CallArguments]] = OrderedDict()
 
     def __reduce__(self) -> tuple[type[_ArgumentCache], tuple[()]]:
         return _ArgumentCache, ()
@@ -263,39 +253,29 @@ class Outline(nn.Module):
         return *call.replaced([*zip(chain.entries, hidden, strict=True), *carried]), call.switches
 
     def arguments_of_block(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> CallArguments:
-        """The arguments of a block, with nan where the hidden state goes.
+        """The arguments of a block, with nothing where what travels there goes.
 
-        One run finds it for all blocks of a chain. It is kept for the call, as long as the inputs live from which it
-        was made.
+        One run finds it for all blocks of a chain, in all stages of a thread, and again as they are recomputed. It is
+        kept for as many chunks as may be under way.
         """
         end = chain_of(self.chains, number).last
-        tensors = [leaf for leaf in travelling if isinstance(leaf, Tensor)]
-        # In the thread and stream where it was made, it is ready.
-        key = (
-            end, device, threading.get_ident(), _stream(device), torch.is_inference_mode_enabled(), Switches.now(),
-            *[
-                (id(leaf), version_of(leaf)) if isinstance(leaf, Tensor)
-                else leaf if type(leaf) is tuple else repr(leaf)
-                for leaf in travelling
-            ],
-        )  # fmt: skip
-        cached = self._cache.entries.get(key)
-        if cached is not None and all(
-            [reference() is tensor for reference, tensor in zip(cached.inputs, tensors, strict=True)]
-        ):
-            return self.call_of_block(cached.calls, number)
-        run, rewind = OutlineRun(self.chains, end), self.generator_rewind(device, False)
-        self.run(run, self.inputs.arrived(travelling, device), device, {})
-        rewind()
-        forget = partial(self._cache.entries.pop, key, None)
-        inputs = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
-        tensors_of_calls = [tensor for call in run.calls for tensor in call.tensors]
-        self._check_between(run, tensors_of_calls, chain_of(self.chains, number))
-        self._check_arguments(run, tensors_of_calls)
-        with self._cache.lock:
-            self._cache.entries[key] = _CachedArguments(inputs, run.calls)
-            forget_oldest(self._cache.entries)
-        return self.call_of_block(run.calls, number)
+        identities = [
+            _identity(leaf) if isinstance(leaf, Tensor) else leaf if type(leaf) is tuple else repr(leaf)
+            for leaf in travelling
+        ]
+        key = end, device, _stream(device), torch.is_inference_mode_enabled(), Switches.now(), *identities
+        calls = self._cache.entries.get(key)
+        if calls is None:
+            run, rewind = OutlineRun(self.chains, end), self.generator_rewind(device, False)
+            self.run(run, self.inputs.arrived(travelling, device), device, {})
+            rewind()
+            tensors = [tensor for call in run.calls for tensor in call.tensors]
+            self._check_between(run, tensors, chain_of(self.chains, number))
+            self._check_arguments(run, tensors)
+            calls = [call.without(self._travelling(number)) for number, call in enumerate(run.calls)]
+            self._cache.entries[key] = calls
+            forget_oldest(self._cache.entries, _CHUNKS_UNDER_WAY)
+        return self.call_of_block(calls, number)
 
     def generator_rewind(self, device: torch.device, in_training: bool) -> Callable[[], object]:
         """Puts the default generators back to where they are now: what was drawn until it is called, others draw.
@@ -351,10 +331,7 @@ class Outline(nn.Module):
 
     def _check_arguments(self, run: OutlineRun, tensors: Sequence[Tensor]) -> None:
         """See that the leaves of blocks' arguments are here, but for those that travel there."""
-        travelling = [
-            {*chain_of(self.chains, number).entries, *[key for key, _ in self.passing.carried[number]]}
-            for number in range(len(run.calls))
-        ]
+        travelling = [self._travelling(number) for number in range(len(run.calls))]
         arriving = [call[key] for call, keys in zip(run.calls, travelling, strict=True) for key in keys]
         if _count_lost(tensors) == _count_lost(arriving):
             return
@@ -362,6 +339,10 @@ class Outline(nn.Module):
             for key, leaf in call.leaves.items():
                 if key not in travelling[number]:
                     run.here(leaf, f"argument {key[0]!r} of block {self.name_of(number)!r}")
+
+    def _travelling(self, number: int) -> set[ArgumentKey]:
+        """The arguments of a block that travel there."""
+        return {*chain_of(self.chains, number).entries, *[key for key, _ in self.passing.carried[number]]}
 
     def name_of(self, number: int) -> str:
         """The name of a block."""
@@ -383,10 +364,9 @@ class Outline(nn.Module):
 
     def begin_call(self) -> None:
         """Forget what was made in an earlier call: it was made of the inputs, and of the model as it was then."""
-        with self._cache.lock:
-            self._cache.entries.clear()
-            if self._copies.follow():
-                self._roots = {None: self._roots[None]}
+        self._cache = _ArgumentCache()
+        if self._copies.follow():
+            self._roots = {None: self._roots[None]}
 
     def _on(self, device: torch.device) -> nn.Module:
         """The root, with its buffers on a device."""
@@ -428,6 +408,14 @@ def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict
     excluded = OF_EVERY_MODULE | references_of(module).keys()
     attributes = {key: value for key, value in vars(module).items() if key not in excluded}
     return {key: value for key, value in attributes.items() if (id(module), key) not in volatile} | behaviour_of(module)
+
+
+def _identity(leaf: Tensor) -> tuple[Any, ...]:
+    """What tells an input's numbers from others: their memory, or the tensor itself where a gradient goes to it."""
+    storage = leaf if leaf.requires_grad else address_of(leaf)
+    if storage is leaf:
+        return WeakIdRef(leaf), version_of(leaf)
+    return storage, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype, version_of(leaf)
 
 
 def _count_lost(leaves: Iterable[Any]) -> int:

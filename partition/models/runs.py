@@ -112,6 +112,16 @@ class CallArguments:
             table[argument] = leaf
         return args, kwargs
 
+    def without(self, keys: Iterable[ArgumentKey]) -> CallArguments:
+        """The same call, with nothing in some places."""
+        call: CallArguments = object.__new__(CallArguments)
+        args, call.kwargs = self.replaced([(key, _NOTHING) for key in keys])
+        call.args, call.switches = tuple(args), self.switches
+        return call
+
+
+_NOTHING = torch.empty(0, device="cpu")
+
 
 def _leaves_of(argument: int | str, value: Any, place: int) -> tuple[Leaves, TreeSpec]:
     """The leaves of an argument, among them the one at a place, and their tree.

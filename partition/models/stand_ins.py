@@ -29,7 +29,6 @@ from partition.opaque import named, opaque, remedy
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
 # have True there: the first forward alone sets that, since it does something once. transformers registers hooks so.
 VolatileAttributes: TypeAlias = "Mapping[tuple[int, str], bool]"
-_CACHE_SIZE = 32  # calls of which something is remembered
 
 
 class StandIn:
@@ -225,7 +224,7 @@ def _are_plain(value: Any) -> bool:
     return all(isinstance(leaf, bool | int | float | str | ref) for leaf in tree_leaves(value))
 
 
-def forget_oldest(cache: OrderedDict[Any, Any]) -> None:
-    """Forget the oldest of what is known."""
-    while len(cache) > _CACHE_SIZE:
+def forget_oldest(cache: OrderedDict[Any, Any], size: int = 32) -> None:
+    """Forget the oldest of what is known, until so much is left."""
+    while len(cache) > size:
         cache.popitem(last=False)

@@ -381,19 +381,37 @@ def test_what_blocks_are_called_with_is_of_the_types_that_autocast_has_now():
     assert same(layers(x), model(x))
 
 
-def test_masks_are_made_once_for_all_blocks_and_go_with_their_inputs(monkeypatch):
-    layers, runs, made = to_sequential(Gpt().eval(), padded(2)), [], []
-    run = Outline.run
-    monkeypatch.setattr(Outline, "run", lambda self, *args: [runs.append(1), run(self, *args)][1])
+@pytest.fixture
+def runs(monkeypatch):
+    """The runs of outlines: the number of the block at which each ended."""
+    found, run = [], Outline.run
+    monkeypatch.setattr(Outline, "run", lambda self, *args: [found.append(args[0]._end), run(self, *args)][1])
+    return found
+
+
+def test_masks_are_made_once_for_all_blocks_of_a_call(runs):
+    layers, made = to_sequential(Gpt().eval(), padded(2)), []
+    runs.clear()
     x = padded(2)
     layers(x)
-    assert len(runs) == 3  # the beginning, the blocks, the end
-    (entry,) = layers[1].outline._cache.entries.values()
-    made += [weakref.ref(leaf) for leaf in tree_leaves(entry.calls[1].kwargs) if isinstance(leaf, torch.Tensor)]
+    assert runs == [0, 2, None]  # the beginning, the blocks, the end
+    (calls,) = layers[1].outline._cache.entries.values()
+    made += [weakref.ref(leaf) for leaf in tree_leaves(calls[1].kwargs) if isinstance(leaf, torch.Tensor)]
     assert made and all(each() is not None for each in made)
-    del x, entry
+    del calls, x
+    layers(padded(2))
     gc.collect()
-    assert not layers[1].outline._cache.entries and all(each() is None for each in made)
+    assert runs == [0, 2, None] * 2 and all(each() is None for each in made)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_masks_are_made_once_for_all_stages_of_a_thread_and_as_they_are_recomputed(checkpoint, runs):
+    model = Gpt().eval()
+    pipe = Pipe(model, [2, 3], chunks=4, sample=padded(8), schedule="1f1b", checkpoint=checkpoint)
+    for _ in range(6):
+        runs.clear()
+        pipe.step(padded(8), ids(8), loss_fn=lambda out, target: ((hidden(out) - target[..., None]) ** 2).mean())
+    assert runs.count(2) == 4 == runs.count(0) // (2 if checkpoint == "always" else 1)
 
 
 def test_a_copy_computes_with_its_own_parameters():
