@@ -1266,7 +1266,7 @@ REFUSED = {
     ReadsBlocksInTraining: "computes beside what it returns is used behind block 'blocks.2', in another part of",
     ListsInTraining: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argum",
     WritesShared: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argument",
-    WritesDict: "KeyError: 'keys'. Blocks are called with a collections.UserDict: what one writes into it, other parts",
+    WritesDict: "Modules of it are called with a collections.UserDict: what one writes there, others do not see",
     WritesWeights: "It writes blocks.0.weight in its forward: turn that off",
     BorrowsStatistics: "module 'blocks.1.1' is called in several parts of the model, and writes its buffer 'blocks",
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",

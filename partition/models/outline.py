@@ -273,8 +273,9 @@ class Outline(nn.Module):
             self._check_between(run, tensors, chain_of(self.chains, number))
             self._check_arguments(run, tensors)
             calls = [call.without(self._travelling(number)) for number, call in enumerate(run.calls)]
-            self._cache.entries[key] = calls
-            forget_oldest(self._cache.entries, _CHUNKS_UNDER_WAY)
+            if not any([call.may_change for call in calls]):  # else each block has its own
+                self._cache.entries[key] = calls
+                forget_oldest(self._cache.entries, _CHUNKS_UNDER_WAY)
         return self.call_of_block(calls, number)
 
     def generator_rewind(self, device: torch.device, in_training: bool) -> Callable[[], object]:

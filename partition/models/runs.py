@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_leaves, tree_map, tree_unflatten
 
-from partition.contents import storage_of, tensors_in, version_of
+from partition.contents import PLAIN, storage_of, tensors_in, version_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves, UnsentInput, UnsentInputError
 from partition.models.lost import LostTensor, filled, is_lost, lost
 from partition.models.shapes import is_without_memory
+from partition.opaque import may_change
 
 ArgumentKey: TypeAlias = "tuple[int | str, int]"  # an argument, by its place or its name; and a place among its leaves
 
@@ -81,6 +82,12 @@ class CallArguments:
         """The tensors of all arguments."""
         return tensors_in([*self.args, *self.kwargs.values()])
 
+    @property
+    def may_change(self) -> bool:
+        """Whether a block may write into an object that it is called with."""
+        values = [value for value in (*self.args, *self.kwargs.values()) if _is_renewed(value)]
+        return any(map(may_change, tree_leaves(values)))
+
     def is_argument(self, key: ArgumentKey) -> bool:
         """Whether a key leads to an argument itself, and not to a part of one."""
         return self[key] is self._argument(key[0])
@@ -139,16 +146,17 @@ def _leaves_of(argument: int | str, value: Any, place: int) -> tuple[Leaves, Tre
 
 
 def renewed(value: Any) -> Any:
-    """A value with lists, tuples and dicts of its own."""
+    """A value with containers of its own."""
     kind = type(value)
     if kind in (list, tuple):
-        return kind([renewed(entry) if type(entry) in _RENEWED else entry for entry in value])
+        return kind([renewed(entry) if _is_renewed(entry) else entry for entry in value])
     if kind is dict:
-        return {name: renewed(entry) if type(entry) in _RENEWED else entry for name, entry in value.items()}
-    return value
+        return {name: renewed(entry) if _is_renewed(entry) else entry for name, entry in value.items()}
+    return value if tree_is_leaf(value) else tree_map(renewed, value)
 
 
-_RENEWED = (list, tuple, dict)
+def _is_renewed(entry: Any) -> bool:
+    return type(entry) not in PLAIN and not isinstance(entry, Tensor)
 
 
 class BlockChain(NamedTuple):

@@ -37,7 +37,7 @@ from partition.models.stand_ins import rebuilt
 from partition.models.twin import twin_of
 from partition.modes import Modes, modes_kept
 from partition.names import ModelLayers
-from partition.opaque import named, opaque, remedy
+from partition.opaque import may_change, named, opaque, remedy
 from partition.randomness import generators_left
 
 
@@ -147,8 +147,11 @@ def _first_cut(
     try:
         return _first_that_fits(record, names, output)
     except PartitionError as error:
-        for leaf in opaque([leaf for call in record.in_eval_mode.calls for leaf in call.returned[0]]):
+        calls = record.in_eval_mode.calls
+        for leaf in opaque([leaf for call in calls for leaf in call.returned[0]]):
             error.add_note(f"Modules of it return a {named(leaf)}, and nothing sees what is in it: {remedy(leaf)}.")
+        for leaf in filter(may_change, opaque([leaf for call in calls for leaf in call.arguments.leaves.values()])):
+            error.add_note(f"Modules of it are called with a {named(leaf)}: what one writes there, others do not see.")
         raise
 
 
@@ -219,10 +222,6 @@ def _cut(
 
 def _hint(record: ModelRecord, blocks: Sequence[ModuleCall]) -> str:
     """Words for what may stand in the way where a forward does not run without its blocks."""
-    given = opaque([leaf for block in blocks for leaf in block.arguments.leaves.values()])
-    containers = [named(leaf) for leaf in given if isinstance(leaf, Collection)]
-    if containers:
-        return f"Blocks are called with a {containers[0]}: what one writes into it, other parts do not see. "
     within = tuple([f"{block.name}." for block in blocks])
     modules = [name for name, module in record.model.named_modules() if id(module) in record.hooks]
     hooked = [name for name in modules if name.startswith(within)]

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,70 @@ def test_a_table_that_modules_in_blocks_return_is_still_the_models_parameter(cut
         for output in (outputs, expected):
             output.square().sum().backward()
         torch.testing.assert_close(model.table.weight.grad, plain.table.weight.grad)
+
+
+class Writing(Block):
+    """A block that writes into an object, and goes by what is there."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x, written):
+        return super().forward(x, self.write(self, written))
+
+
+class Writers(Base):
+    def __init__(self, make, write):
+        super().__init__(lambda: Writing(write))
+        self.make = make
+
+    def given(self, x, other):
+        return (self.make(),)
+
+
+def counted(block, written):
+    written.count += 1
+    return written.count
+
+
+def queued(block, written):
+    written.append(0.5)
+    return len(written)
+
+
+def unless_seen(block, written):
+    factor = 1 + len({id(block)} & written)
+    written.add(id(block))
+    return factor
+
+
+BY_OTHERS = {
+    "an object": (lambda: SimpleNamespace(count=0), counted, "SimpleNamespace: what one writes there, others do not s"),
+    "an iterator": (lambda: iter((0.5, 1.0, 1.5)), lambda _, numbers: next(numbers), "tuple_iterator: what one writes"),
+    "a list": (list, queued, "does not return on the sample what its parts return"),
+    "a queue": (deque, queued, "does not return on the sample what its parts return"),
+    "a tuple of queues": (lambda: (deque(),), lambda block, of: queued(block, *of), "does not return on the sample wh"),
+}
+
+
+@pytest.mark.parametrize("what", BY_OTHERS)
+def test_blocks_that_go_by_what_others_wrote_into_an_object_are_refused(what):
+    make, write, words = BY_OTHERS[what]
+    with pytest.raises(PartitionError, match=words):
+        to_sequential(Writers(make, write), rows())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_a_block_writes_into_an_object_is_not_there_in_the_next_chunk(checkpoint):
+    model, x, target = Writers(set, unless_seen), rows(), rows(WIDE)[:, :5]
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, sample=x, chunks=4, devices=["cpu"] * 2, checkpoint=checkpoint)
+    F.mse_loss(plain(x), target).backward()
+    for _ in range(3):
+        model.zero_grad()
+        pipe.step(x, target, loss_fn=nn.MSELoss())
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
 # ------------------------------------------------------------------------------------------------- between two blocks
