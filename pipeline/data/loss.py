@@ -16,6 +16,7 @@ in float64: in their own type a few hundred tokens are too many for bfloat16 or 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -40,6 +41,7 @@ LossFn: TypeAlias = Callable[[Any, Any], Any]
 Divisors: TypeAlias = tuple[Divisor, ...]
 REDUCTIONS = ("mean", "sum")
 _UNSEEN = frozenset((*TO_HOST, MOVED))  # in the form of a loss
+_SAID = 8  # after so many steps it is said that each is compared
 _PAIR, _TOKENS, _SINGLE = "(sum, count)", "a mean over tokens", "a single loss"  # kinds of what loss_fn returned
 
 
@@ -353,10 +355,22 @@ class Loss:
 
     def known(self, number: int, compared: bool) -> LossCount:
         """The count of this loss after so many mini-batches, with what is known of it. `compared`: this one was."""
-        number = number if self.is_proven else 0
         if not compared:
-            return self._known._replace(number=number)
-        return LossCount(number, self.proof or (), self._form | (self._known.form or frozenset()))
+            return self._known._replace(number=number if self.is_proven else 0)
+        form = self._form | (self._known.form or frozenset())
+        if self.is_proven:
+            return LossCount(number, self.proof or (), form)
+        if self._known.unproven + 1 == _SAID:
+            reads = ", ".join(sorted(map(str, self._form & TO_HOST)))
+            reason = (
+                f"Python reads numbers there ({reads}), and what it does with them cannot be seen. Keep the tensor of "
+                "what is logged, loss.detach(), and return tensors as metrics"
+            ) if reads else self._unproven
+            warnings.warn(
+                f"{self._name} is compared with the loss of the joined outputs in every step, which takes a second "
+                f"call of it and of its gradient: {reason}.", UserWarning, stacklevel=2,
+            )
+        return LossCount(0, self.proof or (), form, self._known.unproven + 1)
 
     @cached_property
     def proof(self) -> Proof | None:
@@ -385,12 +399,17 @@ class Loss:
 
     def unproven(self) -> ValueError:
         """The error for a loss whose weights are not proven."""
+        return self.neither(self._unproven)
+
+    @property
+    def _unproven(self) -> str:
+        """The reason why the weights are not proven, in words."""
         if self._kind == _PAIR:
-            return self.neither(
+            return (
                 "what Python or a function that is not linear has made of a number cannot be seen (to log one keep "
                 "loss.detach() in the place of loss.item())"
             )
-        return self.neither(
+        return (
             f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
             "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen: a term is "
             "scripted, of an extension or of torch.func, something else than sums and factors came behind a mean, or "

@@ -33,11 +33,13 @@ class LossCount(NamedTuple):
         number: the count.
         proof: that of the last comparison.
         form: of the loss, in all comparisons. None: there was none.
+        unproven: how many in a row were compared since nothing proved the weights of their chunks.
     """
 
     number: int = 0
     proof: Proof = ()
     form: LossForm | None = None
+    unproven: int = 0
 
 
 def is_alike(one: Proof, earlier: Proof) -> bool:

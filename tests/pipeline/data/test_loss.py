@@ -8,6 +8,7 @@ import copy
 import gc
 import re
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -445,6 +446,28 @@ def test_losses_number_1_2_4_8_are_compared(number):
         with pytest.raises(ValueError, match="switched is not a mean over rows"):
             pipe.step(x, y, loss_fn=switched)
         assert_unchanged(pipe, before)
+
+
+def logged(read):
+    """A mean that reads a number, to log it."""
+    return lambda o, t: (read(nn.functional.mse_loss(o, t)), nn.functional.mse_loss(o, t))[1]
+
+
+COMPARED = {
+    "item": (logged(torch.Tensor.item), r"Python reads numbers there \(item\), .* Keep the tensor of what is logged"),
+    "float": (logged(lambda loss: float(loss.detach())), r"Python reads numbers there \(__float__\)"),
+    "if": (logged(bool), r"Python reads numbers there \(__bool__\)"),
+    "kink": (lambda o, t: (nn.functional.mse_loss(o, t) + 1).abs(), "something else than sums and factors came behind"),
+    "metric": (lambda o, t: (nn.functional.mse_loss(o, t), {"low": ((o < t).sum().item(), t.numel())}), r"\(item\)"),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_is_compared_in_every_step_is_said_once(name):
+    pipe, (loss_fn, words) = pipe_of(model()), COMPARED[name]
+    for number in range(1, 20):
+        with pytest.warns(UserWarning, match=words) if number == 8 else nullcontext():
+            pipe.step(*data(6, seed=number), loss_fn=loss_fn)
 
 
 def test_a_loss_that_agrees_by_chance_at_first_is_caught_later():

@@ -246,6 +246,7 @@ ENTRIES = {"step": Pipe.step, "evaluate": Pipe.evaluate, "eager": eager}
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.* is compared with the loss of the joined outputs in every step")
 def test_a_loss_counts_as_in_a_loop_over_the_chunks(kind, chunks, schedule, entry, workers):
     pipe = piped(chunks, schedule, workers=workers, devices=["cpu"] * 2)
     loss_fn, state = kind(pipe)
