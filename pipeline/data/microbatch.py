@@ -392,7 +392,8 @@ def _rows(tree: Tree, cut: Sequence[bool], name: str, batch_dim: int) -> int:
             f"along dim {batch_dim} and need the same number of rows. Transpose those with rows in another dim (the "
             "state of an RNN), and back in the layer; wrap those that every chunk needs whole in NoChunk(...). Of a "
             "list with an entry for each row pad the entries and stack them; a target may stay a list in "
-            "loss_fn(pipe(x), target).backward()." + (_where(batch_dim) if batch_dim else "")
+            "loss_fn(pipe(x), target).backward(). A list of mini-batches (x, target) is given as iter(list)."
+            + (_where(batch_dim) if batch_dim else "")
         )
     if lengths[0] == 0:
         raise ValueError(f"{name} has 0 rows: {describe(tree)}. A mini-batch needs at least one row.")

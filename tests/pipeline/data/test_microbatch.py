@@ -183,6 +183,7 @@ def test_a_target_of_whole_tensors_needs_no_rows():
         (torch.ones(4), "the target has 4 rows but the input has 5. Give one row of the target for each row"),
         (torch.ones(()), "the target holds a 0-d tensor"),
         ((torch.ones(5), torch.ones(4)), "holds tensors of different length.*Transpose those with rows in another dim"),
+        ([(torch.ones(5), torch.ones(5)), (torch.ones(4), torch.ones(4))], r"mini-batches .* is given as iter\(list\)"),
         ([torch.ones(rows) for rows in (2, 1, 3, 2, 2)], "with an entry for each row pad the entries and stack them"),
         (torch.ones(0), "the target has 0 rows"),
     ],
