@@ -24,6 +24,17 @@ _TABLES = OF_EVERY_MODULE - {"training"}  # of every module: of parameters, of h
 Hook: TypeAlias = "tuple[Callable[..., Any], bool]"  # on what a module returns; whether it takes keyword arguments
 
 
+class PutBacks:
+    """The times at which what forwards had set was put back: a forward whose settings are read runs again."""
+
+    count = 0
+
+    @classmethod
+    def note(cls) -> None:
+        """Count one."""
+        cls.count += 1
+
+
 class _ModuleAttributes(NamedTuple):
     name: str
     module: nn.Module

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ from torch.utils.weak import WeakIdRef
 
 from partition.contents import address_of, version_of
 from partition.errors import PartitionError
-from partition.models.as_found import Hook, is_same, stays
+from partition.models.as_found import Hook, PutBacks, is_same, stays
 from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
 from partition.models.lost import LostTensor
@@ -50,25 +49,30 @@ from partition.models.stand_ins import (
     VolatileAttributes,
     copied,
     copy_that_calls,
-    forget_oldest,
     rebuilt,
     shallow,
     without_numbers,
 )
 from partition.names import OF_EVERY_MODULE, behaviour_of, places_of, starts
 
-_CHUNKS_UNDER_WAY = 4  # in the stages of one thread, as a rule
 
+class _LastChunk(threading.local):
+    """The chunk for which the model's forward ran last in a thread, and what it called blocks with.
 
-class _ArgumentCache(threading.local):
-    """The arguments of blocks that were made from inputs, by what made them, and with what. In the thread where they
-    were made, they are ready. It is no module, so no one takes it for the state of one."""
+    What it has set elsewhere, in a config or a global that blocks read, is of this chunk, too. It is no module, so no
+    one takes it for the state of one.
+
+    Attributes:
+        identities: of the inputs.
+        calls: the arguments of blocks, by what made them.
+    """
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[Any, list[CallArguments]] = OrderedDict()
+        self.identities: list[Any] = []
+        self.calls: dict[Any, list[CallArguments]] = {}
 
-    def __reduce__(self) -> tuple[type[_ArgumentCache], tuple[()]]:
-        return _ArgumentCache, ()
+    def __reduce__(self) -> tuple[type[_LastChunk], tuple[()]]:
+        return _LastChunk, ()
 
 
 class Outline(nn.Module):
@@ -139,7 +143,7 @@ class Outline(nn.Module):
             name: OF_EVERY_MODULE | {key for owner, key in volatile if owner == id(module)}
             for name, module in containers.items()
         }
-        self._cache = _ArgumentCache()
+        self._last = _LastChunk()
 
     @property
     def buffers_beside(self) -> list[Tensor]:
@@ -162,7 +166,7 @@ class Outline(nn.Module):
     def alone(self) -> Outline:
         """The same outline, which keeps nothing where this one would find it."""
         outline: Outline = shallow(self)  # type: ignore[assignment]  # of the same type
-        vars(outline).update(_roots={None: self._roots[None]}, _cache=_ArgumentCache())
+        vars(outline).update(_roots={None: self._roots[None]}, _last=_LastChunk())
         return outline
 
     def run(
@@ -186,6 +190,9 @@ class Outline(nn.Module):
         Returns:
             What the model returns; None where the run ended at a block.
         """
+        identities = _identities(self.inputs.travelling(leaves))
+        if self._last.identities != identities:
+            self._last.identities, self._last.calls = identities, {}
         given, leaves = leaves, [
             leaf.clone() if is_written and isinstance(leaf, Tensor) else leaf
             for leaf, is_written in zip(leaves, self.inputs.written, strict=True)
@@ -255,17 +262,12 @@ class Outline(nn.Module):
     def arguments_of_block(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> CallArguments:
         """The arguments of a block, with nothing where what travels there goes.
 
-        One run finds it for all blocks of a chain, in all stages of a thread, and again as they are recomputed. It is
-        kept for as many chunks as may be under way.
+        One run finds it for all blocks of a chain, in all stages of a thread, until another chunk is run.
         """
         end = chain_of(self.chains, number).last
-        identities = [
-            _identity(leaf) if isinstance(leaf, Tensor) else leaf if type(leaf) is tuple else repr(leaf)
-            for leaf in travelling
-        ]
-        key = end, device, _stream(device), torch.is_inference_mode_enabled(), Switches.now(), *identities
-        calls = self._cache.entries.get(key)
-        if calls is None:
+        key = end, device, _stream(device), torch.is_inference_mode_enabled(), Switches.now()
+        calls = self._last.calls.get(key)
+        if calls is None or self._last.identities != _identities(travelling):
             run, rewind = OutlineRun(self.chains, end), self.generator_rewind(device, False)
             self.run(run, self.inputs.arrived(travelling, device), device, {})
             rewind()
@@ -274,8 +276,7 @@ class Outline(nn.Module):
             self._check_arguments(run, tensors)
             calls = [call.without(self._travelling(number)) for number, call in enumerate(run.calls)]
             if not any([call.may_change for call in calls]):  # else each block has its own
-                self._cache.entries[key] = calls
-                forget_oldest(self._cache.entries, _CHUNKS_UNDER_WAY)
+                self._last.calls[key] = calls
         return self.call_of_block(calls, number)
 
     def generator_rewind(self, device: torch.device, in_training: bool) -> Callable[[], object]:
@@ -365,7 +366,7 @@ class Outline(nn.Module):
 
     def begin_call(self) -> None:
         """Forget what was made in an earlier call: it was made of the inputs, and of the model as it was then."""
-        self._cache = _ArgumentCache()
+        self._last = _LastChunk()
         if self._copies.follow():
             self._roots = {None: self._roots[None]}
 
@@ -411,12 +412,21 @@ def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict
     return {key: value for key, value in attributes.items() if (id(module), key) not in volatile} | behaviour_of(module)
 
 
+def _identities(travelling: Iterable[Any]) -> list[Any]:
+    """What tells a chunk from others, and the time in which its forward ran from that after attributes were put back."""
+    identities = [
+        _identity(leaf) if isinstance(leaf, Tensor) else leaf if type(leaf) is tuple else repr(leaf)
+        for leaf in travelling
+    ]
+    return [PutBacks.count, *identities]
+
+
 def _identity(leaf: Tensor) -> tuple[Any, ...]:
     """What tells an input's numbers from others: their memory, or the tensor itself where a gradient goes to it."""
     storage = leaf if leaf.requires_grad else address_of(leaf)
     if storage is leaf:
-        return WeakIdRef(leaf), version_of(leaf)
-    return storage, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype, version_of(leaf)
+        return "leaf", WeakIdRef(leaf), version_of(leaf)
+    return "memory", storage, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype, version_of(leaf)
 
 
 def _count_lost(leaves: Iterable[Any]) -> int:

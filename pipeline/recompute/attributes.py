@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from partition.containers import CONTAINERS, FIXED, length, reader_of, shorten, write
+from partition.models.as_found import PutBacks
 from partition.names import OF_EVERY_MODULE
 from pipeline.common.errors import CheckpointError
 from pipeline.recompute.randomness import is_torchs_own
@@ -161,6 +162,7 @@ class Attributes:
                 entries stay as they are. Else what stands there now stays in the place of what is freed, and such
                 containers are shortened, which drops the entries added since.
         """
+        PutBacks.note()
         stand_ins = {
             key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
         }

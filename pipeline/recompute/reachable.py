@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from partition.containers import CONTAINERS, length
+from partition.models.as_found import PutBacks
 from pipeline.data.loss_key import captured, filled_cells
 from pipeline.data.pytrees import same_values
 from pipeline.recompute.attributes import ARRAY, OBJECTS, OTHER_PACKAGES, is_installed, kind_of, package_of
@@ -69,6 +70,7 @@ class ReachableState:
 
     def put_back(self) -> None:
         """Restore everything."""
+        PutBacks.note()
         with torch.no_grad():
             for undo in self._undo:
                 undo()

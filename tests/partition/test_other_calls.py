@@ -5,7 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -163,6 +163,44 @@ def test_what_a_block_writes_into_an_object_is_not_there_in_the_next_chunk(check
     F.mse_loss(plain(x), target).backward()
     for _ in range(3):
         model.zero_grad()
+        pipe.step(x, target, loss_fn=nn.MSELoss())
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+class Settled(Block):
+    """A block that goes by what is set elsewhere than in its arguments."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def forward(self, x):
+        return super().forward(x, self.settings["scale"])
+
+
+class Settles(Base):
+    """A model that sets something of its input there."""
+
+    def __init__(self, settings):
+        super().__init__(Settled)
+        for block in [] if settings is None else self.blocks:
+            block.settings = settings
+
+    def forward(self, x, other=None):
+        self.blocks[0].settings["scale"] = (x[:, :1, :1] > 0).to(x.dtype) + x.shape[1] / 5
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("settings", [None, {}], ids=["of a class", "of blocks"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "looped-bfs", "zb-v"])
+def test_blocks_find_what_the_models_forward_has_set_elsewhere_for_their_chunk(schedule, checkpoint, settings):
+    model = Settles(settings)
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, [1, 1, 1, 2], 4, sample=rows(), devices=["cpu"] * 4, schedule=schedule, checkpoint=checkpoint)
+    for length in (5, 5, 7, 5, 5):
+        x, target = rows(length), rows(length).flip(0)
+        model.zero_grad()
+        plain.zero_grad()
+        torch.stack([F.mse_loss(plain(part), goal) for part, goal in zip(x.split(1), target.split(1))]).mean().backward()
         pipe.step(x, target, loss_fn=nn.MSELoss())
         torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
