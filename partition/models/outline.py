@@ -413,7 +413,7 @@ def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict
 
 
 def _identities(travelling: Iterable[Any]) -> list[Any]:
-    """What tells a chunk from others, and the time in which its forward ran from that after attributes were put back."""
+    """What tells a chunk from others; and from itself, where attributes were put back since."""
     identities = [
         _identity(leaf) if isinstance(leaf, Tensor) else leaf if type(leaf) is tuple else repr(leaf)
         for leaf in travelling

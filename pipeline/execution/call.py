@@ -230,15 +230,17 @@ class Call:
         self._check_untouched(draws)
         if draws and self.execution.has_threads:
             setup = self.execution.setup
-            if any([stage.seeder.drew for stage in self.stages]):
+            if any([stage.seeder.drew or stage.snapshot.attributes.tells_others for stage in self.stages]):
                 setup.traits.draws_nothing.discard(self._flags)
             elif not setup.grad or number + 1 == len(setup.plan.phases):  # the call is over
                 setup.traits.draws_nothing.add(self._flags)
 
     def _check_untouched(self, draws: bool) -> None:
-        """Raise if the host's generators or torch's switches were touched, though no stage was to touch them."""
+        """Raise if the host's generators, torch's switches, or what several stages reach, were touched by surprise."""
         generators = self.execution.generators
-        if not draws and not generators.is_host_untouched:
+        if draws:
+            return
+        if not generators.is_host_untouched or any([stage.snapshot.attributes.tells_others for stage in self.stages]):
             self.execution.setup.traits.draws_nothing.clear()
             generators.touches.undo()
             raise DrewError

@@ -6,8 +6,9 @@
 With workers=None lanes that share a place are one group, and there are threads where two places are accelerators. With
 workers="threads" every lane is a group. Groups hold what they share one at a time: a place, or all places on an
 accelerator, with its default generator; a layer that stands in two stages; and what belongs to the process, as long as
-a stage draws from a default generator of the host, puts one back, or changes a switch of torch (common/touches.py). In
-a thread of autograd's own (a backward within a backward on an accelerator) that thread drives all lanes.
+a stage draws from a default generator of the host, puts one back, or changes a switch of torch (common/touches.py), or
+as forwards write into what modules of several stages hold. In a thread of autograd's own (a backward within a backward
+on an accelerator) that thread drives all lanes.
 
 Whether a stage draws is seen in calls that compare, which run in one thread; a call in which a stage begins to draw is
 run once more (`DrewError` in call.py). `except_last` counts on the inline order: lanes that share a place and have

@@ -18,7 +18,7 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     settings = StageSettings(
         grad=setup.grad, ambient=execution.ambient, context=copy_context(), traits=setup.traits,
         compares=setup.compares, defer=setup.defer, external=threading.Lock(), owners={}, keep=setup.keep,
-        samples=samples,
+        samples=samples, overlap=execution.has_threads,
     )
     split: dict[int, set[int]] = {index: set() for index in execution.layers}
     for index, chunk in setup.plan.schedule.split:

@@ -70,6 +70,11 @@ class StageAttributes:
         """Whether a forward has written a tensor among them in place."""
         return bool(self._written or self._current.written)
 
+    @property
+    def tells_others(self) -> bool:
+        """Whether a forward has changed what several stages reach: a config that modules share, say."""
+        return any([len(self._owners.get(key, ())) > 1 for changes in self._changes for key, _ in changes.places])
+
     def before_forward(self) -> Attributes:
         """The attributes that a forward finds, and may change."""
         self._found = self._present()

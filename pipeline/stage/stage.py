@@ -63,6 +63,7 @@ class StageSettings(NamedTuple):
         keep: whether every chunk may have to be recomputed after the caller's own code has run (second order of
             `pipe(x)`).
         samples: whether to compare some entries of every recomputed output.
+        overlap: whether stages may compute at a time.
     """
 
     grad: bool
@@ -75,6 +76,7 @@ class StageSettings(NamedTuple):
     owners: dict[int, set[int]]
     keep: bool
     samples: bool
+    overlap: bool
 
 
 class StageRun:
@@ -143,7 +145,8 @@ class StageRun:
         self._cut.begin(read)
         self.layers.outputs.begin()
         grad = self._settings.grad
-        if grad or keep:
+        observes = grad or self._settings.overlap
+        if observes or keep:
             self.snapshot.before_forward(chunk, keep)
         try:
             inputs, layer_inputs, outputs = self._run(chunk, read, needs_grad, self._around_forward(chunk, recompute))
@@ -161,7 +164,7 @@ class StageRun:
         if keep or buffers:
             self.snapshot.after_forward(chunk, keep, tensors)
         need = tuple([grad and tensor.requires_grad for tensor in outputs.tensors])
-        if grad:
+        if observes:
             self.snapshot.attributes.after_forward(chunk, is_kept=True in need and not recompute)
         if True in need:
             self._records[chunk] = self._record(

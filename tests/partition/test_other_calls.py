@@ -200,7 +200,8 @@ def test_blocks_find_what_the_models_forward_has_set_elsewhere_for_their_chunk(s
         x, target = rows(length), rows(length).flip(0)
         model.zero_grad()
         plain.zero_grad()
-        torch.stack([F.mse_loss(plain(part), goal) for part, goal in zip(x.split(1), target.split(1))]).mean().backward()
+        losses = [F.mse_loss(plain(part), goal) for part, goal in zip(x.split(1), target.split(1), strict=True)]
+        torch.stack(losses).mean().backward()
         pipe.step(x, target, loss_fn=nn.MSELoss())
         torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 

@@ -1,4 +1,5 @@
-"""What belongs to the process: layers that change it while they compute, and put it back, have it for themselves."""
+"""What belongs to the process, or to modules of several stages: layers that change it while they compute, and put it
+back or read it, have it for themselves."""
 
 import random
 import time
@@ -95,7 +96,19 @@ def chooses_a_dtype(first: bool, meet: Callable[[int], None]) -> float:
         return float(torch.tensor(0.1).double())
 
 
-CHANGES = [seeds, draws_as_python_and_numpy, chooses_kernels, chooses_libraries, chooses_a_dtype]
+class Shared:
+    """An object that modules of several stages have, in which each finds what it has set."""
+
+    number = 0.0
+
+    def __call__(self, first: bool, meet: Callable[[int], None]) -> float:
+        meet(0)
+        self.number = 1.0 + first
+        meet(1)
+        return self.number
+
+
+CHANGES = [seeds, draws_as_python_and_numpy, chooses_kernels, chooses_libraries, chooses_a_dtype, Shared()]
 
 
 def built(change: Any, calls: int = 0) -> tuple[nn.Sequential, Pipe]:
@@ -107,6 +120,7 @@ def built(change: Any, calls: int = 0) -> tuple[nn.Sequential, Pipe]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
 def test_stages_with_threads_change_the_process_one_at_a_time(change):
     layers, pipe = built(change)
     x, before = torch.randn(3, WIDTH).double(), switches()
@@ -117,6 +131,7 @@ def test_stages_with_threads_change_the_process_one_at_a_time(change):
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
 def test_a_stage_may_begin_to_change_the_process_in_any_call(change):
     """Then the call runs once more, from the state in which it began: two threads have put back what they found."""
     layers, pipe = built(change, calls=9)  # calls 1 and 2 compare; in call 3 of three chunks a stage runs alone
