@@ -256,19 +256,28 @@ def _setting(written: Container[int]) -> Iterator[dict[tuple[int, str], Any]]:
     Args:
         written: the storages that are written.
     """
-    set_attribute, values = nn.Module.__setattr__, dict[tuple[int, str], Any]()
+    set_attribute, register, values = nn.Module.__setattr__, nn.Module.register_buffer, dict[tuple[int, str], Any]()
 
     def note(module: nn.Module, name: str, value: Any) -> None:
         earlier = vars(module).get(name, module._buffers.get(name))
         if not stays(value, earlier) or storage_of(value) in written:
             values[id(module), name] = value
+
+    def note_set(module: nn.Module, name: str, value: Any) -> None:
+        note(module, name, value)
         set_attribute(module, name, value)
 
-    nn.Module.__setattr__ = note  # type: ignore[method-assign, assignment]
+    def note_registered(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        note(module, name, tensor)
+        register(module, name, tensor, persistent)
+
+    nn.Module.__setattr__ = note_set  # type: ignore[method-assign, assignment]
+    nn.Module.register_buffer = note_registered  # type: ignore[method-assign, assignment]
     try:
         yield values
     finally:
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+        nn.Module.register_buffer = register  # type: ignore[method-assign]
 
 
 @contextmanager

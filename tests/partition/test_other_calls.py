@@ -206,6 +206,56 @@ def test_blocks_find_what_the_models_forward_has_set_elsewhere_for_their_chunk(s
         torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
+class Grows(nn.Module):
+    """A table that a longer text makes anew, and stretches: a shorter one finds it so."""
+
+    def __init__(self, length, register):
+        super().__init__()
+        self.length, self.register = 0, register
+        self.grow(length)
+
+    def grow(self, length):
+        table = (1 + torch.arange(length)[:, None] / 10) * length / 20
+        if self.register or not self.length:
+            self.register_buffer("table", table, persistent=False)
+        else:
+            self.table = table
+        self.length = length
+
+    def forward(self, x):
+        if x.shape[1] > self.length:
+            self.grow(x.shape[1])
+        return self.table[: x.shape[1]]
+
+
+class GrowsForAll(Base):
+    """A model with a table for all blocks."""
+
+    def __init__(self, length, register):
+        super().__init__()
+        self.table = Grows(length, register)
+
+    def given(self, x, other):
+        return (self.table(x),)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("register", [False, True])
+@pytest.mark.parametrize("length", [5, 6, 20])
+def test_a_table_that_a_long_text_has_stretched_stays_so_in_later_calls(length, register, checkpoint):
+    model = GrowsForAll(length, register)
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, [2, 1, 2], 2, sample=rows(), devices=["cpu"] * 3, checkpoint=checkpoint)
+    for later in (5, 7, 3, 9, 4):
+        model.zero_grad()
+        plain.zero_grad()
+        for module in (plain, pipe):
+            output = module(rows(later))
+            output.square().mean().backward()
+        torch.testing.assert_close(output, plain(rows(later)))
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
 # ------------------------------------------------------------------------------------------------- between two blocks
 
 
