@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ from partition.errors import PartitionError
 from partition.models.as_found import as_found
 from partition.models.calls import ModelRecord, equal, near, run_model, same, training
 from partition.models.inputs import Leaves
+from partition.models.parts import Block, Part
+from partition.names import OF_EVERY_MODULE
 from partition.opaque import named, opaque, remedy
 from partition.precision import float32_in_full
 from partition.randomness import generators_left, seed_host
@@ -33,16 +36,19 @@ class UnfitModelError(PartitionError):
 
 
 @float32_in_full()
-def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
+def compare(
+    record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], part_names: Collection[str]
+) -> None:
     """See that the layers compute what the model computes, in eval mode, and under one seed in train mode.
 
     Args:
         record: of the model on the sample.
         layers: its parts.
         make: what is made of what the model returns.
+        part_names: the names of the modules that no part has a copy of, beside the blocks.
 
     Raises:
-        PartitionError: they do not.
+        PartitionError: they do not; or no part has what the model counts, which may count in later calls.
     """
     model, kind = record.model, type(record.model).__name__
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -59,6 +65,9 @@ def compare(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], An
         _compare_in_mode(record, layers, make, names, in_training=False)
         with training(model, layers):
             _compare_in_mode(record, layers, make, names, in_training=True)
+            counted = _counted(record, layers, make, part_names)
+    if counted:
+        raise PartitionError(keeps(model, counted))
 
 
 def _compare_in_mode(
@@ -153,6 +162,34 @@ def _compare_next(
         ]
     if not same(ours, theirs):
         raise PartitionError(keeps(record.model, attributes))
+
+
+def _counted(
+    record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], part_names: Collection[str]
+) -> list[str]:
+    """The names of attributes of modules that are in no part, or in several, with numbers that each call changes."""
+    model = record.model
+    if not record.volatile and not record.filled:
+        return []
+    parts = [layer for layer in layers if isinstance(layer, Part)]
+    counts = Counter([name for part in parts if not isinstance(part, Block) for name in part.in_model.names])
+    single = [
+        name for part in parts for name in part.in_model.names
+        if isinstance(part, Block) or name in part_names and counts[name] == 1
+    ]  # fmt: skip
+    inner = {id(module) for name in single for module in model.get_submodule(name).modules()}
+    found: list[dict[str, list[Any]]] = []
+    with torch.no_grad(), as_found([model], record.written):
+        for _ in range(2):
+            seed_host(0)
+            _made(record, make, record.sample)
+            found.append({
+                f"{name}.{key}" if name else key: [leaf for leaf in tree_leaves(value) if isinstance(leaf, int | float)]
+                for name, module in model.named_modules() if id(module) not in inner
+                for key, value in vars(module).items() if key not in OF_EVERY_MODULE
+            })  # fmt: skip
+    first, second = found
+    return [name for name in first if any([one != other for one, other in zip(first[name], second.get(name, ()))])]
 
 
 def keeps(model: nn.Module, names: Iterable[str]) -> str:

@@ -413,7 +413,7 @@ def _lasting_attributes(module: nn.Module, volatile: VolatileAttributes) -> dict
 
 
 def _identities(travelling: Iterable[Any]) -> list[Any]:
-    """What tells a chunk from others; and from itself, where attributes were put back since."""
+    """The inputs of a chunk, told from those of others; and from themselves, where attributes were put back since."""
     identities = [
         _identity(leaf) if isinstance(leaf, Tensor) else leaf if type(leaf) is tuple else repr(leaf)
         for leaf in travelling
@@ -422,7 +422,7 @@ def _identities(travelling: Iterable[Any]) -> list[Any]:
 
 
 def _identity(leaf: Tensor) -> tuple[Any, ...]:
-    """What tells an input's numbers from others: their memory, or the tensor itself where a gradient goes to it."""
+    """The identity of an input's numbers: their memory, or the tensor itself where a gradient goes to it."""
     storage = leaf if leaf.requires_grad else address_of(leaf)
     if storage is leaf:
         return "leaf", WeakIdRef(leaf), version_of(leaf)

@@ -203,7 +203,7 @@ def _cut(
             outline = Outline(model, chains, inputs, part_names, volatile, passing, shaping, hooks, own)
             layers = _layers(model, outline, shares, output)
             try:
-                compare(record, layers, output)
+                compare(record, layers, output, part_names)
                 return layers
             except UnsentInputError as error:
                 read = tuple([is_read or number == error.leaf for number, is_read in enumerate(read)])

@@ -256,6 +256,61 @@ def test_a_table_that_a_long_text_has_stretched_stays_so_in_later_calls(length, 
         torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
+class CountsInTraining(nn.Module):
+    """A factor that grows after some calls in train mode."""
+
+    count = 0
+
+    def forward(self):
+        self.count += self.training
+        return 1.0 if self.count < 50 else 2.0
+
+
+class Warms(Base):
+    """A model that counts its calls, in a place that its class or it itself has; or one of its modules does."""
+
+    count = 0
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.counts, self.factor = where, {"calls": 0}, CountsInTraining()
+
+    def forward(self, x, other=None):
+        if self.where == "factor.count":
+            return super().forward(x)
+        if self.where == "count":
+            self.count += 1
+        else:
+            self.counts["calls"] += 1
+        return super().forward(x) * (1.0 if self.count + self.counts["calls"] < 50 else 2.0)
+
+    def given(self, x, other):
+        return (self.factor(),) if self.where == "factor.count" else ()
+
+
+@pytest.mark.parametrize("where", ["count", "counts", "factor.count"])
+def test_a_model_that_counts_its_calls_is_refused_though_it_goes_by_that_in_later_ones_alone(where):
+    model = Warms(where)
+    with pytest.raises(PartitionError, match=f"the forward of Warms keeps '{where}' from one call to the next"):
+        to_sequential(model, rows())
+    assert (model.count, model.counts, model.factor.count) == (0, {"calls": 0}, 0)
+
+
+@WAYS
+def test_modules_that_are_in_one_part_may_count(cut):
+    class Warm(Block):
+        count = 0
+
+        def forward(self, x):
+            self.count += 1
+            return super().forward(x)
+
+    model = Base(Warm)
+    parts = cut(model, rows())
+    parts(rows())
+    assert [block.count for block in model.blocks] == [2 if isinstance(parts, Pipe) else 1] * 3
+
+
 # ------------------------------------------------------------------------------------------------- between two blocks
 
 
