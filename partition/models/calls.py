@@ -21,6 +21,8 @@ from partition.models.runs import ArgumentKey, CallArguments
 from partition.models.stand_ins import VolatileAttributes
 from partition.randomness import drawing, host_state, seed_host
 
+_OF_TORCH = frozenset({*dir(nn.Module), *vars(nn.Module())})
+
 
 def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:
     """The keyword arguments that a model is called with beside its inputs.
@@ -143,6 +145,7 @@ class ModelRecord(NamedTuple):
         written: the tensors of the model, and of the sample, that they write.
         filled: the lists, sets and dicts in attributes that they write.
         hooks: that may collect what they read, by the id of a module: see `AttributeSnapshot.hooks`.
+        reads: of attributes by other modules: the id of the module, the name, and the id of the one that ran.
     """
 
     model: nn.Module
@@ -154,6 +157,7 @@ class ModelRecord(NamedTuple):
     written: list[Tensor]
     filled: list[Any]
     hooks: Mapping[int, Sequence[Hook]]
+    reads: set[tuple[int, str, int]]
 
     @property
     def runs(self) -> tuple[ModelRun, ModelRun]:
@@ -170,6 +174,7 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
     flags: set[tuple[int, str]] = set()  # set to True by one of the runs: they say that something is done
     model_tensors = [tensor for module in model.modules() for tensor in tensors_of(module)]
     storages: set[int] = set()  # that are written
+    reads: set[tuple[int, str, int]] = set()
     named_modules = list(model.named_modules())  # without those that a forward makes
     with as_found([model], others=tensors) as snapshot, training(model), torch.no_grad():
 
@@ -181,7 +186,7 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
             calls: list[ModuleCall] = []
             flow = Flow(chain(model.parameters(), model.buffers(), tensors), before_write)
             draw_times: list[int] = []
-            calling, setting = _calling(named_modules, calls, flow, draw_times), _setting(storages)
+            calling, setting = _calling(named_modules, calls, flow, draw_times, reads), _setting(storages)
             with calling as tick, flow.watching(), setting as values:
                 try:
                     leaves = tree_leaves(make(run_model(model, sample, always)))
@@ -199,7 +204,7 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
     in_train_mode, in_eval_mode = runs
     volatile = {key: key in flags for key in attribute_keys} | dict.fromkeys(_names(model, storages), False)
     written = [tensor for tensor in [*model_tensors, *tensors] if storage_of(tensor) in storages]
-    return ModelRecord(model, sample, always, in_eval_mode, in_train_mode, volatile, written, filled, hooks)
+    return ModelRecord(model, sample, always, in_eval_mode, in_train_mode, volatile, written, filled, hooks, reads)
 
 
 def draws_behind(draw_times: Iterable[int], calls: Sequence[ModuleCall]) -> list[int]:
@@ -282,10 +287,15 @@ def _setting(written: Container[int]) -> Iterator[dict[tuple[int, str], Any]]:
 
 @contextmanager
 def _calling(
-    named_modules: Iterable[tuple[str, nn.Module]], calls: list[ModuleCall], flow: Flow, draw_times: list[int]
-) -> Iterator[Callable[[], int]]:
-    """Within: note the calls of modules in a model, and when Python or numpy has drawn. It yields the clock."""
-    state = host_state()
+    named_modules: Iterable[tuple[str, nn.Module]], calls: list[ModuleCall], flow: Flow, draw_times: list[int],
+    reads: set[tuple[int, str, int]] | None = None,
+) -> Iterator[Callable[[], int]]:  # fmt: skip
+    """Within: note the calls of modules in a model, and when Python or numpy has drawn. It yields the clock.
+
+    `reads`: of attributes of modules by others are added, see `ModelRecord`.
+    """
+    named_modules, state = list(named_modules), host_state()
+    root = next((module for name, module in named_modules if not name), None)
 
     def tick() -> int:
         nonlocal state
@@ -321,7 +331,16 @@ def _calling(
 
         return note
 
+    def note_read(module: nn.Module, name: str) -> Any:
+        reader = open_calls[-1][0] if open_calls else root
+        if reads is not None and module is not reader and name not in _OF_TORCH:
+            reads.add((id(module), name, id(reader)))
+        return object.__getattribute__(module, name)
+
     with ExitStack() as stack:
+        if reads is not None:
+            nn.Module.__getattribute__ = note_read  # type: ignore[method-assign, assignment]
+            stack.callback(delattr, nn.Module, "__getattribute__")
         for name, module in named_modules:
             if name and not isinstance(module, torch.jit.ScriptModule):  # these have no such hooks
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)

@@ -13,7 +13,7 @@ A part holds modules of the model under their names in the model, and brings the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from partition.contents import storage_of, tensors_in, version_of
 from partition.errors import PartitionError
+from partition.models.as_found import is_same
 from partition.models.inputs import Leaves
 from partition.models.outline import Outline
 from partition.models.runs import ArgumentKey, BlockChain, CallArguments, OutlineRun, Switches, chain_of
@@ -48,6 +49,8 @@ class Part(NamedLayer, Holder):
         super().__init__()
         self._outline = (outline,)  # not as a child
         self._names = tuple(units)
+        inside = tuple([f"{name}." for name in units])
+        self._told = tuple([pair for pair in outline.passing.told if pair[0] in units or pair[0].startswith(inside)])
         for name, unit in units.items():
             parent, _, key = name.rpartition(".")
             holder = self._holder(parent)
@@ -75,6 +78,28 @@ class Part(NamedLayer, Holder):
     @property
     def in_model(self) -> ModelNames:
         return ModelNames(self._names, self.outline.places, {})
+
+    def _told_values(self) -> list[tuple[str, str, Any]]:
+        """The attributes of its modules that the model's own forward reads, in other parts too: module, name, value."""
+        values = []
+        for name, key in self._told:
+            with suppress(AttributeError):  # of a module in which others have been put, as adapters do
+                module = self.get_submodule(name)
+                values.append((name, key, vars(module).get(key, getattr(type(module), key, None))))
+        return values
+
+    def _check_told(self, before: Iterable[tuple[str, str, Any]]) -> None:
+        """See that these attributes are what they were.
+
+        Raises:
+            PartitionError: a module of this part has set one.
+        """
+        for (_, _, earlier), (name, key, value) in zip(before, self._told_values(), strict=True):
+            if not is_same(value, earlier):
+                raise PartitionError(
+                    f"{name!r} sets its attribute {key!r}, which the model's own forward reads: other parts have "
+                    "another one there. Return it from the module."
+                )
 
     def _units(self) -> dict[str, Any]:
         """The modules and parameters as they are now, by their names in the model."""
@@ -123,7 +148,10 @@ class OutlinePart(Part):
         return self.outline.buffers_beside
 
     def _run(self, run: OutlineRun, leaves: Leaves, device: torch.device) -> Any:
-        return self.outline.run(run, leaves, device, self._units(), self.modes)
+        told = self._told_values()
+        returned = self.outline.run(run, leaves, device, self._units(), self.modes)
+        self._check_told(told)
+        return returned
 
     def _resumed(self, value: PartValue) -> tuple[OutlineRun, Any]:
         """A run that goes on where the chain before has ended, and what the model returns."""
@@ -189,9 +217,10 @@ class Block(Part):
             _check_dtypes(hidden, chain.dtypes)
         args, kwargs, switches = self.outline.call(self._number, *value)
         held = [*tensors_in(passing), *self._held(hidden, args, kwargs)]
-        versions = list(map(version_of, held))
+        versions, told = list(map(version_of, held)), self._told_values()
         with nullcontext() if switches == Switches.now() else switches.entered():
             returned = self.block(*args, **kwargs)
+        self._check_told(told)
         if list(map(version_of, held)) != versions:
             raise PartitionError(
                 f"block {self._names[0]!r} writes into what it is called with, as it did not on the sample by which "

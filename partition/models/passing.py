@@ -29,6 +29,7 @@ class PassingPlan(NamedTuple):
         carried: for each block which leaf of its arguments is which slot.
         draws: whether torch's generators drew on the sample, in eval mode and in train mode.
         writers: the numbers of the blocks that wrote into their arguments there.
+        told: attributes of modules in parts, by the names of both, that modules which contain blocks read.
 
     Example:
         >>> passing = PassingPlan(((1, 0), (3, 2)), (2, 4))
@@ -45,6 +46,7 @@ class PassingPlan(NamedTuple):
     carried: tuple[tuple[tuple[ArgumentKey, int], ...], ...] = ()
     draws: tuple[bool, ...] = (False, False)
     writers: frozenset[int] = frozenset()
+    told: tuple[tuple[str, str], ...] = ()
 
     def filled(self, number: int, made: Mapping[Any, Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values, with those that are made as the block of this number is called, or by it."""

@@ -198,6 +198,7 @@ def _cut(
         passing = passing._replace(
             draws=tuple([any(node.drawn for node in run.flow.nodes) for run in record.runs]),
             writers=frozenset([number for calls in block_calls for number, call in enumerate(calls) if call.writes]),
+            told=_told(record, chains, part_names),
         )
         while True:
             outline = Outline(model, chains, inputs, part_names, volatile, passing, shaping, hooks, own)
@@ -317,6 +318,32 @@ def _check_containers(record: ModelRecord, chains: Sequence[BlockChain]) -> None
                     f"the forward of {type(module).__name__}, which contains blocks, writes its {kind} {key!r}, "
                     "and each part would write it again. Move it into a module of its own."
                 )
+
+
+def _told(record: ModelRecord, chains: Sequence[BlockChain], part_names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """The attributes of modules in parts that modules which contain blocks read, by the names of both.
+
+    Raises:
+        PartitionError: modules in parts read what the forward of one that contains blocks sets.
+    """
+    model = record.model
+    containers = {id(model.get_submodule(name)): name for name in containers_of(model, chains)}
+    tops = [model.get_submodule(name) for name in (*part_names, *[name for chain in chains for name in chain.blocks])]
+    names = {id(module): name for name, module in model.named_modules()}
+    inner = {id(module): module for top in tops for module in top.modules()}
+    told: list[tuple[str, str]] = []
+    for owner, key, reader in sorted(record.reads):
+        if owner in containers and reader in inner and (owner, key) in record.volatile:
+            raise PartitionError(
+                f"module {names[reader]!r} reads {key!r} of {type(model.get_submodule(containers[owner])).__name__}, "
+                "whose forward sets it, and which contains blocks: no part sets it for the others. Hand it over as an "
+                "argument."
+            )
+        tables = () if owner not in inner else (inner[owner]._modules, inner[owner]._parameters, inner[owner]._buffers)
+        is_done = record.volatile.get((owner, key), False)
+        if tables and reader in containers and not is_done and not any(key in table for table in tables):
+            told.append((names[owner], key))
+    return tuple(dict.fromkeys(told))
 
 
 def _shaping(chains: Sequence[BlockChain], passing: PassingPlan, blocks: Sequence[ModuleCall]) -> set[int]:

@@ -311,6 +311,78 @@ def test_modules_that_are_in_one_part_may_count(cut):
     assert [block.count for block in model.blocks] == [2 if isinstance(parts, Pipe) else 1] * 3
 
 
+class Noting(nn.Linear):
+    """A layer that notes whether it has seen a long text."""
+
+    is_long = False
+
+    def forward(self, x):
+        self.is_long = is_long(x)
+        return super().forward(x)
+
+
+class NotingBlock(Block):
+    is_long = None
+
+    def forward(self, x, factor=1.0):
+        if is_long(x):
+            self.is_long = True
+        return super().forward(x, factor)
+
+
+class ReadsNotes(Base):
+    """A model that reads there whether the text is long: of its embedding, or of a block."""
+
+    def __init__(self, of_block, is_for_blocks):
+        super().__init__(NotingBlock)
+        self.embed, self.of_block, self.is_for_blocks = Noting(WIDE, WIDE), of_block, is_for_blocks
+
+    def factor(self):
+        return 2.0 if (self.blocks[1] if self.of_block else self.embed).is_long else 1.0
+
+    def given(self, x, other):
+        return (self.factor(),) if self.is_for_blocks else ()
+
+    def forward(self, x, other=None):
+        y = super().forward(x)
+        return y if self.is_for_blocks else y * self.factor()
+
+
+@WAYS
+@pytest.mark.parametrize(("of_block", "is_for_blocks"), [(False, False), (False, True), (True, False)])
+def test_what_a_module_notes_of_a_call_and_the_model_reads_in_another_part_is_refused(of_block, is_for_blocks, cut):
+    model = ReadsNotes(of_block, is_for_blocks)
+    plain, parts = copy.deepcopy(model), cut(model, rows())
+    torch.testing.assert_close(parts(rows()), plain(rows()))
+    words = f"'{'blocks.1' if of_block else 'embed'}' sets its attribute 'is_long', which the model's own forward reads"
+    with pytest.raises(PartitionError, match=words):
+        parts(rows(7))
+
+
+class ReadsParent(Block):
+    def forward(self, x):
+        return super().forward(x, self.parent[0].length / 5)
+
+
+class SetsForBlocks(Base):
+    """A model that sets something on itself, where its blocks find it by a reference: on the sample what was there."""
+
+    def __init__(self):
+        super().__init__(ReadsParent)
+        self.length = 5
+        for block in self.blocks:
+            block.parent = (self,)
+
+    def forward(self, x, other=None):
+        self.length = x.shape[1]
+        return super().forward(x)
+
+
+def test_blocks_that_read_what_the_models_forward_sets_on_the_model_are_refused():
+    with pytest.raises(PartitionError, match="module 'blocks.[012]' reads 'length' of SetsForBlocks, whose forward se"):
+        to_sequential(SetsForBlocks(), rows())
+
+
 # ------------------------------------------------------------------------------------------------- between two blocks
 
 
