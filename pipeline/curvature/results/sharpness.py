@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.common.arguments import check_count, check_number
+from pipeline.common.arguments import check_count, check_number, shown
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.estimates.trace import Trace
 from pipeline.curvature.results.plots import finite, symlog
@@ -91,16 +91,20 @@ class SharpnessHistory(Result):
             lr: learning rate at that step, for the line 2 / lr.
 
         Raises:
-            TypeError: the step is no whole number, or the loss or lr no number.
+            TypeError: the step is no whole number, the loss or lr no number, or the eigenpairs or the trace are none.
             ValueError: the step is not after the last one, or the eigenpairs or the trace are of another matrix.
         """
-        for result in (eigenpairs, trace):
-            if result is not None and result.matrix != self.matrix:
+        step = check_count("step", step, least=0)
+        for name, result, kind in ("eigenpairs", eigenpairs, Eigenpairs), ("trace", trace, Trace):
+            if result is None:
+                continue
+            if not isinstance(result, kind):
+                raise TypeError(f"{name} is {shown(result)}. Give a result of class {kind.__name__}, or None.")
+            if result.matrix != self.matrix:
                 raise ValueError(
                     f"results of {result.matrix} are no entry of a history of {self.matrix}. Begin another history: "
                     f"SharpnessHistory({result.matrix!r})."
                 )
-        step = check_count("step", step, least=0)
         if len(self.steps) and step <= int(self.steps[-1]):
             raise ValueError(
                 f"step {step} is not after the last one, {int(self.steps[-1])}. If the training went back to an "
@@ -121,7 +125,7 @@ class SharpnessHistory(Result):
 
     def before(self, step: int) -> SharpnessHistory:
         """A new history, of the entries before that step."""
-        is_before = self.steps < step
+        is_before = self.steps < check_count("step", step, least=0)
         return SharpnessHistory(self.matrix, self.steps[is_before], *(column[is_before] for column in self._columns))
 
     def lines(self) -> Iterator[str]:

@@ -11,31 +11,14 @@ from dense_map import DenseMap, symmetric
 from dense_ranks import over_ranks
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from pipeline.curvature.by_layers import LayerSpectra
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
-from pipeline.curvature.estimates.trace import trace
+from pipeline.curvature.estimates.trace import Trace, trace
 from pipeline.curvature.results.plots import symlog
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.resultfile import ResultError, write
 from pipeline.curvature.results.sharpness import SharpnessHistory
-
-
-@dataclass
-class Pairs:
-    values: Tensor
-    residuals: Tensor
-    scale: float
-    matrix: str = "Hessian"
-    error_bounds = Eigenpairs.error_bounds
-
-
-@dataclass
-class Number:
-    value: float
-    stderr: float
-    matrix: str = "Hessian"
 
 
 @dataclass
@@ -44,8 +27,13 @@ class Numbers:
     stderr: dict[str, float]
 
 
-def pairs(*values: float, residual: float = 0.01, scale: float = 10.0) -> Pairs:
-    return Pairs(torch.tensor(values), torch.full((len(values),), residual), scale)
+def pairs(*values: float, residual: float = 0.01, scale: float = 10.0) -> Eigenpairs:
+    residuals = torch.full((len(values),), residual)
+    return Eigenpairs("Hessian", "LM", torch.tensor(values), [], residuals, scale, 12, True, "", 0.1)
+
+
+def number(value: float, stderr: float) -> Trace:
+    return Trace(10, "samples", "Hessian", value, stderr, torch.zeros(10), "hutchinson", 82)
 
 
 def spectra(traces: Numbers | None = None) -> LayerSpectra:
@@ -101,7 +89,7 @@ def test_errors_of_eigenvalues_are_in_their_unit():
 
 @pytest.mark.parametrize("suffix", [".npz", ".json"])
 def test_spectra_and_history_load_as_they_were(suffix, tmp_path):
-    history = SharpnessHistory("Hessian").with_entry(0, pairs(3.0, 2.0)).with_entry(5, trace=Number(7.0, math.inf))
+    history = SharpnessHistory("Hessian").with_entry(0, pairs(3.0, 2.0)).with_entry(5, trace=number(7.0, math.inf))
     for kept in spectra(), spectra(TRACES), history, SharpnessHistory("Fisher"):
         kept.save(tmp_path / f"kept{suffix}")
         assert str(Result.load(tmp_path / f"kept{suffix}")) == str(kept)
@@ -148,7 +136,7 @@ def test_the_picture_grows_with_the_layers(tmp_path):
 
 def test_a_history_with_an_entry_more_leaves_the_one_before_as_it_was():
     first = SharpnessHistory("Hessian")
-    second = first.with_entry(0, pairs(3.0), Number(7.0, 0.5), 0.25, 0.1)
+    second = first.with_entry(0, pairs(3.0), number(7.0, 0.5), 0.25, 0.1)
     third = second.with_entry(100, pairs(5.0, 4.0))
     assert (len(first.steps), len(second.steps), len(third.steps)) == (0, 1, 2)
     assert second.values.tolist() == [[3.0]] and str(third.values.tolist()) == "[[3.0, nan], [5.0, 4.0]]"
@@ -159,8 +147,8 @@ def test_a_history_with_an_entry_more_leaves_the_one_before_as_it_was():
 
 def history() -> SharpnessHistory:
     found = SharpnessHistory("Hessian").with_entry(0, pairs(3.0), loss=2.0, lr=0.0)
-    found = found.with_entry(100, trace=Number(70.0, math.inf), loss=1.0, lr=0.1)
-    return found.with_entry(1000, pairs(19.5, -4.0), Number(80.0, 2.5), lr=0.1)
+    found = found.with_entry(100, trace=number(70.0, math.inf), loss=1.0, lr=0.1)
+    return found.with_entry(1000, pairs(19.5, -4.0), number(80.0, 2.5), lr=0.1)
 
 
 def test_a_history_prints_what_was_measured():
@@ -204,6 +192,8 @@ def test_steps_of_a_history_grow():
         history().with_entry(100)
     with pytest.raises(ValueError, match="step 1000 is not after the last one, 1000"):
         history().with_entry(1000)
+    with pytest.raises(TypeError, match="step is 'a'. Give a whole number"):
+        history().before("a")
     back = history().before(100)
     assert back.steps.tolist() == [0] and back.losses.tolist() == [2.0] and back.values.shape == (1, 2)
     assert str(back.with_entry(100, pairs(1.0)).values.tolist()) == "[[3.0, nan], [1.0, nan]]"
@@ -213,6 +203,10 @@ def test_steps_of_a_history_grow():
     ("entry", "kind", "words"),
     [
         ({"step": 16_777_217.0}, TypeError, "step is 16777217.0. Give a whole number"),
+        ({"step": 2000, "eigenpairs": 3}, TypeError, "eigenpairs is 3. Give a result of class Eigenpairs, or None"),
+        ({"step": 2000, "trace": 3}, TypeError, "trace is 3. Give a result of class Trace, or None"),
+        ({"step": 2000, "eigenpairs": number(1.0, 0.5)}, TypeError, "eigenpairs is <Trace: .*of class Eigenpairs"),
+        ({"step": 2000, "trace": pairs(1.0)}, TypeError, "trace is a Eigenpairs. Give a result of class Trace"),
         ({"step": math.nan}, TypeError, "step is nan. Give a whole number"),
         ({"step": -1}, ValueError, "step is -1. Give a whole number of at least 0"),
         ({"lr": [0.1, 0.2]}, TypeError, r"lr is \[0.1, 0.2\]. Give a number"),
