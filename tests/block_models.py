@@ -1254,6 +1254,17 @@ class Compiled(Chain):
         return self.last(x)
 
 
+class CompiledAtTheEnd(Chain):
+    """What it calls between blocks, or behind them, has neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = compiled(Halved())
+
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.last(x)
+
+
 class Loss(Chain):
     def finish(self, x: Tensor, ids: Tensor) -> Tensor:
         return x.mean()
@@ -1272,5 +1283,6 @@ REFUSED = {
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",
     Remembers: "Remembers: its state_dict has _extra_state, which no part would save: a module that contains blocks",
     Compiled: "module 'last' is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. Cut",
+    CompiledAtTheEnd: "module 'last' is, or holds, one that is compiled by torch.jit, and it is in no block: the parts",
     Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",
 }

@@ -199,7 +199,7 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
             output = [flow.node(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
             runs.append(ModelRun(sorted(calls, key=lambda call: call.begin), flow, output, draw_times))
             for module in model.modules():
-                vars(module)["training"] = False
+                module.training = False  # a script keeps its own elsewhere
         hooks, filled = snapshot.hooks(), snapshot.filled()
     in_train_mode, in_eval_mode = runs
     volatile = {key: key in flags for key in attribute_keys} | dict.fromkeys(_names(model, storages), False)

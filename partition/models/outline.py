@@ -114,8 +114,12 @@ class Outline(nn.Module):
         absent = {id(module): module for module in map(model.get_submodule, part_names)}
         copies: dict[int, Any] = {}  # by the id of what is in the model
         kept = {*map(id, containers.values()), *numbers, *absent}
-        for child in [child for container in containers.values() for child in container.children()]:
+        for path, child in [
+            (f"{name}.{key}" if name else key, child)
+            for name, container in containers.items() for key, child in container.named_children()
+        ]:  # fmt: skip
             if id(child) not in kept and id(child) not in copies:
+                _refuse_scripts(path, child)
                 _copy_in_eval_mode(child, volatile, own, copies)
         kept |= copies.keys()
         for module in absent.values():
@@ -387,6 +391,16 @@ def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
 def _around_blocks(tensor: Tensor) -> Tensor:
     """The stand-in for a parameter, or a buffer, of a module that contains blocks."""
     return without_numbers(tensor) if isinstance(tensor, nn.Parameter | MadeUpBuffer) else tensor
+
+
+def _refuse_scripts(name: str, module: nn.Module) -> None:
+    """Raise if a module of which the parts would have copies is, or holds, one that torch.jit has compiled."""
+    if any([isinstance(submodule, torch.jit.ScriptModule) for submodule in module.modules()]):
+        raise PartitionError(
+            f"module {name!r} is, or holds, one that is compiled by torch.jit, and it is in no block: the parts would "
+            "have copies of it, and nothing sees what these do. Cut the model before it is compiled, or put it into "
+            "the blocks."
+        )
 
 
 def _copy_in_eval_mode(

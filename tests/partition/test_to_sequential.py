@@ -27,6 +27,7 @@ from block_models import (
     Tells,
     UNet,
     called,
+    compiled,
     doubled,
     ids,
     padded,
@@ -309,6 +310,18 @@ def test_compiled_modules_within_blocks_and_sparse_buffers_are_the_models():
     for rows in (1, 5):
         assert torch.equal(layers(x := ids(rows)), model(x))
     assert len(layers) == 5
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_script_within_blocks_stays_in_its_mode_and_follows_the_layers(mode):
+    model = Chain()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), compiled(nn.Dropout(0.5))) for _ in range(3))
+    layers = to_sequential(model.train(mode), ids(4))
+    dropouts = [block[1] for block in model.blocks]
+    for training in (mode, not mode, mode):
+        assert all(module.training == training for module in [*model.modules(), *layers.modules()])
+        assert any(bool((dropout(torch.ones(64)) == 0).any()) for dropout in dropouts) == training
+        layers.train(not training)
 
 
 def test_what_passes_by_travels_as_long_as_it_is_read():
