@@ -18,6 +18,25 @@ from typing import Any
 from torch import nn
 
 
+def mode_of(module: nn.Module) -> bool:
+    """Whether a module is in train mode. A frozen one (torch.jit.freeze) has no mode, and computes as in eval mode."""
+    return getattr(module, "training", False)
+
+
+def modes_of(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
+    """Whether each of some modules is in train mode.
+
+    Example:
+        >>> modes_of([nn.Dropout(), nn.Dropout().eval()])
+        (True, False)
+    """
+    modules = list(modules)
+    try:
+        return tuple([module.training for module in modules])  # faster than a call for each
+    except AttributeError:
+        return tuple([mode_of(module) for module in modules])
+
+
 @contextmanager
 def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """At the end modules are in the modes in which they were. Their own `train` tells them, since it may do more.
@@ -32,7 +51,7 @@ def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         >>> [layer.training for layer in module]
         [True, False]
     """
-    modes = [(module, module.training) for module in modules]
+    modes = [(module, mode_of(module)) for module in modules]
     try:
         yield
     finally:
@@ -54,7 +73,7 @@ class Modes:
         self._pairs: list[_ModePair] = []
         for name, module in [(name, module) for layer in layers for name, module in layer.named_modules()]:
             if model is not None and module is not (original := model.get_submodule(name)):
-                module.training = original.training
+                module.training = mode_of(original)
                 self.add(original, module, name)
 
     def __reduce__(self) -> tuple[type[Modes], tuple[()], dict[str, Any]]:
@@ -67,7 +86,7 @@ class Modes:
 
     def add(self, module: nn.Module, stand_in: nn.Module, name: str = "") -> None:
         """Let something stand for a module from now on: a placeholder of what another process has."""
-        self._pairs.append(_ModePair(name, weakref.ref(module), weakref.ref(stand_in), module.training))
+        self._pairs.append(_ModePair(name, weakref.ref(module), weakref.ref(stand_in), mode_of(module)))
 
     def follow(self) -> None:
         """Give what stands for modules of the model the modes of these, where they were changed."""
@@ -81,7 +100,7 @@ class Modes:
             layer.train(training)
             if exempt and getattr(layer, "in_model", None) is not None:  # what is in it has its name in the model
                 named_modules = layer.named_modules()
-                _tell([(inner, not training if name in exempt else inner.training) for name, inner in named_modules])
+                _tell([(inner, not training if name in exempt else mode_of(inner)) for name, inner in named_modules])
 
     def lead(self, training: bool) -> None:
         """Give the modules of the model the modes that layers were told."""
@@ -105,15 +124,15 @@ class _ModePair:
     def is_behind(self) -> bool:
         """Whether the mode of the module was changed."""
         module = self.module()
-        return module is not None and module.training != self.last_mode
+        return module is not None and mode_of(module) != self.last_mode
 
     def follow(self) -> Iterator[tuple[nn.Module, bool]]:
         """A copy of the module, and the mode it is to have. What holds other modules has its own at once."""
         module, stand_in, is_behind = self.module(), self.stand_in(), self.is_behind
         if module is not None:
-            self.last_mode = module.training
+            self.last_mode = mode_of(module)
         if stand_in is not None:
-            training = self.last_mode if is_behind else stand_in.training
+            training = self.last_mode if is_behind else mode_of(stand_in)
             if type(stand_in) is type(module):
                 yield stand_in, training
             else:
@@ -128,7 +147,7 @@ def _exempt(model: nn.Module) -> dict[bool, frozenset[str]]:
     with modes_kept(model.modules()):
         for training in (False, True):
             named_modules = model.train(training).named_modules(remove_duplicate=False)
-            exempt[training] = frozenset([name for name, module in named_modules if module.training != training])
+            exempt[training] = frozenset([name for name, module in named_modules if mode_of(module) != training])
     return exempt
 
 
@@ -140,7 +159,7 @@ def _tell(modes: Iterable[tuple[nn.Module, bool]]) -> None:
     """
     modes = list(modes)
     for module, training in modes:
-        if module.training != training:
+        if mode_of(module) != training:
             module.train(training)
     for module, training in modes:
         module.training = training

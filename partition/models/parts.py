@@ -27,6 +27,7 @@ from partition.models.inputs import Leaves
 from partition.models.outline import Outline
 from partition.models.runs import ArgumentKey, BlockChain, CallArguments, OutlineRun, Switches, chain_of
 from partition.models.shapes import is_whole
+from partition.modes import mode_of
 from partition.names import Holder, ModelNames, NamedLayer
 from partition.opaque import seen_of
 
@@ -137,7 +138,7 @@ class OutlinePart(Part):
     @property
     def modes(self) -> dict[str, bool]:
         """The modes of the modules of the model that contain blocks, by their names: train mode or not."""
-        return {name: self._holder(name).training for name in self.outline.settings}
+        return {name: mode_of(self._holder(name)) for name in self.outline.settings}
 
     @property
     def in_model(self) -> ModelNames:

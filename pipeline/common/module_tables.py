@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from partition.modes import modes_of
+
 ModuleTable: TypeAlias = dict[str, Any]
 
 
@@ -113,7 +115,7 @@ def tables_of(modules: Iterable[nn.Module], kind: str) -> list[ModuleTable]:
 @contextmanager
 def training_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
     """Within: modules are in train mode where `flags` say so; at the end as they were."""
-    previous = [module.training for module in modules]
+    previous = modes_of(modules)
     for module, flag in zip(modules, flags, strict=True):
         module.training = flag
     try:

@@ -28,6 +28,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from partition.graph import nodes_of
+from partition.modes import mode_of
 from pipeline.common.twice import is_foreign, with_graphs
 
 
@@ -49,14 +50,14 @@ def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> Non
             )
         if getattr(module, "scale_grad_by_freq", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(_of_no_function(f"'{name}'"))
-        if module.training and _has_spectral_norm(module):
+        if mode_of(module) and _has_spectral_norm(module):
             raise ValueError(
                 f"'{name}' has spectral_norm, which moves its singular vectors in each forward of train mode, unseen "
                 "by autograd: the second derivative would be wrong. Analyse in eval mode (training=False)."
             )
         kind = getattr(module, "original_name", type(module).__name__)  # torch.jit keeps the name of the class alone
         is_batch_norm = isinstance(module, _BatchNorm) or kind in _SCRIPTED_BATCH_NORMS
-        looks_at_all = is_batch_norm and (module.training or getattr(module, "running_mean", None) is None)
+        looks_at_all = is_batch_norm and (mode_of(module) or getattr(module, "running_mean", None) is None)
         if looks_at_all and chunks > 1:
             alone = " If each chunk may be computed by itself, use Pipe(..., mixes_rows=True)."
             raise ValueError(_of_all_rows(f"'{name}' ({kind})") + alone)

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from partition.modes import modes_of
 from partition.names import NamedLayer
 from pipeline.common.arguments import check_count, check_flags, shown
 from pipeline.common.torch_modes import Ambient
@@ -273,7 +274,7 @@ class Operator(LinearMap):
         pipe.runtime.follow_model()
         beside = [buffer for part in pipe.modules() if isinstance(part, NamedLayer) for buffer in part.buffers_beside]
         tensors = [*pipe.parameters(), *pipe.buffers(), *beside]
-        flags = "" if self.training is not None else str([m.training for m in pipe.modules()])
+        flags = "" if self.training is not None else str(list(modes_of(pipe.modules())))
         model = f"{architecture(pipe)} {values_in_words(tensors)} by {list(self.space.parameters())}"
         autocast = Ambient.capture(sorted({device.type for device in pipe.devices})).autocast
         chunks = f"{pipe.chunks} {pipe.batch_dim} {pipe.mixes_rows} {autocast}"

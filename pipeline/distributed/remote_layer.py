@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from partition.modes import mode_of
 from partition.names import ModelNames, NamedLayer, starts
 from pipeline.distributed.stale import is_mark, without_marks
 from pipeline.recompute.randomness import Generator, private_generators
@@ -77,7 +78,7 @@ class RemoteLayer(NamedLayer):
         self._keys = frozenset(state)
         # In these it may load any key, since it changes keys as it loads them.
         self._open_names = frozenset(names if any(map(_changes_keys, layer.modules())) else ())
-        self.training = layer.training
+        self.training = mode_of(layer)
         # What stages here may hold too, see recompute/snapshot.py.
         self.generators: dict[int, Generator] = private_generators(layer.modules())
         self.held_buffers = BuffersElsewhere(layer.modules())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partition.modes import modes_of
 from partition.names import begin_call, first_names_of
 from pipeline.common.accelerators import is_capturing
 from pipeline.common.cadence import Cadence
@@ -272,7 +273,7 @@ class Runtime:
 
     def _flags(self) -> tuple[bool, ...]:
         """Whether each layer is in train mode."""
-        return tuple([layer.training for layer in self.module._modules.values() if layer is not None])
+        return modes_of([layer for layer in self.module._modules.values() if layer is not None])
 
     def _modes(self) -> str:
         """A description of the layers in train mode and of autocast."""

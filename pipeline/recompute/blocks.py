@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from partition.modes import modes_of
 from pipeline.common.arguments import check_count, check_flags, shown
 from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import DeferredSignals
@@ -178,7 +179,7 @@ class _Patch:
         modules = modules_of([block])
         _refuse_own_checkpointing(block, modules)
         _refuse_caches(description, (*args, *kwargs.values()))
-        compares = self._cadence.next(tuple([module.training for module in modules]))
+        compares = self._cadence.next(modes_of(modules))
         with DeferredSignals():
             return replayed(modules, self.__wrapped__, description, self._traits, compares, args, kwargs)
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from partition.modes import modes_of
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import training_flags
 from pipeline.common.torch_modes import Ambient
@@ -90,7 +91,7 @@ class ForwardSnapshot:
         tables: Sequence[dict[str, Any]] = (),
         owners: dict[int, set[int]] | None = None,
     ) -> None:
-        self.key = index, tuple([module.training for module in modules])
+        self.key = index, modes_of(modules)
         self.buffers = Buffers(modules, None if compares else traits.writes_buffers.get(self.key))
         copies = compares or index in traits.writes_attributes
         owners = {} if owners is None else owners
@@ -180,7 +181,7 @@ class ForwardSnapshot:
         if ambient != self._ambient:
             self._differing.append(partial(self._ambient.entered, ambient.switches != self._ambient.switches))
         _, flags = self.key
-        if flags != tuple([module.training for module in self._modules]):
+        if flags != modes_of(self._modules):
             self._differing.append(partial(training_flags, self._modules, flags))
 
     def as_at_forward(

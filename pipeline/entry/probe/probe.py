@@ -35,6 +35,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from partition.compilation import uncompiled
 from partition.contents import unwritten
+from partition.modes import mode_of, modes_of
 from pipeline.common.module_tables import buffers_of, modules_of, training_flags
 from pipeline.common.torch_modes import without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, check_structure, row_dim, row_sizes
@@ -71,7 +72,7 @@ class Probe:
         self._rows = min(sum(self._batch.rows), max(2, self._batch.rows[0]))
         own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         self._modules = modules_of([top for layers in own_stages for top in layers])
-        self._modes = [module.training for module in self._modules]  # in which the next run computes
+        self._modes: Sequence[bool] = modes_of(self._modules)  # in which the next run computes
 
     def check(self) -> None:
         """Raise if the mini-batch cannot be cut.
@@ -114,7 +115,7 @@ class Probe:
             if self._checks_rows:
                 self._check_rows(alone, beside, reference)
                 self._check_places(reference, resized, places)
-                self._modes = [module.training and not isinstance(module, _BatchNorm) for module in self._modules]
+                self._modes = [mode_of(module) and not isinstance(module, _BatchNorm) for module in self._modules]
                 if self._communicator.exchange.any(any(self._modes)):
                     self._check_rows(alone, beside, self._run(alone), " in train mode")
 

@@ -7,6 +7,7 @@ import torch
 from by_chunks import CHECKPOINTS, call_seed, step_by_chunks
 from torch import nn
 
+from partition.modes import modes_of
 from pipeline import EagerUpdate, Pipe, checkpoint_blocks
 from pipeline.common.places import Place
 
@@ -50,6 +51,7 @@ LAYERS = {
     "script with buffers": lambda: scripted(nn.Linear(WIDE, WIDE), nn.BatchNorm1d(WIDE)),
     "script that draws": lambda: scripted(nn.Linear(WIDE, WIDE), nn.Dropout(0.4)),
     "script in a module": lambda: nn.Sequential(nn.Linear(WIDE, WIDE), scripted(nn.Linear(WIDE, WIDE))).double(),
+    "frozen script": lambda: torch.jit.freeze(scripted(nn.Linear(WIDE, WIDE), nn.Tanh()).eval()),  # it has no mode
     "function": lambda: Fused().double(),
 }
 
@@ -102,9 +104,10 @@ def test_a_compiled_layer_goes_through_every_entry_point(kind, entry):
     if entry == "evaluate":
         for model in (ours, theirs):
             model.requires_grad_(True)
+        before = modes_of(pipe.modules())
         loss = pipe.evaluate(x, y, loss_fn=mse).loss
         torch.testing.assert_close(loss, mse(theirs.eval()(x), y), rtol=1e-11, atol=0.0)
-        assert all(module.training for module in pipe.modules() if "training" in vars(module))
+        assert modes_of(pipe.modules()) == before
         return
     if entry == "forward":
         mse(pipe(x), y).backward()
