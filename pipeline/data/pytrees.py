@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.masked import MaskedTensor
 from torch.utils import _pytree as pytree
 
-from partition.contents import PLAIN, unwrapped
+from partition.contents import PLAIN, unwrapped, wraps
 from partition.opaque import named, remedy
 from pipeline.common.torch_modes import without_function_modes
 
@@ -237,8 +237,8 @@ def unrolled(tensor: Tensor) -> Tensor:
 def copied(tensor: Tensor) -> Tensor:
     """A copy that lies in memory as the original does: with its gaps, at the same offset in a cache line.
 
-    Of one that is expanded it is a dense copy. Where a tensor lies otherwise kernels add in another order, and numbers
-    differ in their last bits.
+    Of one that is expanded, or wraps others, it is a dense copy. Where a tensor lies otherwise kernels add in another
+    order, and numbers differ in their last bits.
 
     Example:
         >>> columns = torch.ones(3, 8)[:, 1:5]
@@ -246,7 +246,7 @@ def copied(tensor: Tensor) -> Tensor:
         >>> copy.stride(), copy.data_ptr() % 64, columns.clone().stride()
         ((8, 1), 4, (4, 1))
     """
-    if tensor.layout is not torch.strided or 0 in (*tensor.shape, *tensor.stride()):
+    if tensor.layout is not torch.strided or 0 in (*tensor.shape, *tensor.stride()) or wraps(tensor):
         return tensor.clone()
     span, offset = span_of(tensor.shape, tensor.stride()), line_offset(tensor)
     if span < tensor.numel() or span == tensor.numel() and not offset:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -67,6 +67,34 @@ def trained(checkpoint: str, by_step: bool) -> tuple[list[float], float]:
             optimizer.step()
     pairs = zip(pipe.parameters(), whole.parameters(), strict=True)
     return losses, max(float((_whole(one.detach()) - other.detach()).abs().max()) for one, other in pairs)
+
+
+def of_parts(entry: str, sharded_dim: int | None) -> list[float]:
+    """How far the outputs or losses, and the gradients, of inputs that are DTensors are from the plain module's."""
+    whole, _ = built()
+    x, y = data()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parts = distribute_module(copy.deepcopy(whole), mesh)
+    placement = Replicate() if sharded_dim is None else Shard(sharded_dim)
+    inputs, targets = distribute_tensor(x, mesh, [placement]), distribute_tensor(y, mesh, [Replicate()])
+    expected = whole(x)
+    F.mse_loss(expected, y).backward()
+    distances = []
+    for chunks in (2, 3, 4):
+        pipe = Pipe(parts, [2, 1], chunks, devices=["cpu", "cpu"])
+        pipe.zero_grad()
+        if entry == "step":
+            output = pipe.step(inputs, targets, loss_fn=F.mse_loss, outputs=True).outputs
+        elif entry == "evaluate":
+            output = pipe.evaluate(inputs, targets, loss_fn=F.mse_loss).outputs
+        else:
+            output = pipe(inputs)
+            F.mse_loss(output, targets).backward()
+        distances.append(float((_whole(output.detach()) - expected.detach()).abs().max()))
+        for one, other in zip(pipe.parameters(), whole.parameters(), strict=True):
+            if entry != "evaluate":
+                distances.append(float((_whole(one.grad) - other.grad).abs().max()))
+    return distances
 
 
 def refused(how: str) -> str:

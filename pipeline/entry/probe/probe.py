@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partition.compilation import uncompiled
-from partition.contents import unwritten
+from partition.contents import unwritten, wraps
 from partition.modes import mode_of, modes_of
 from pipeline.common.module_tables import buffers_of, modules_of, training_flags
 from pipeline.common.torch_modes import without_counting_modes, without_function_modes
@@ -146,8 +146,7 @@ class Probe:
         rows = [row % sum(self._batch.rows) for row in rows]
         with without_function_modes():
             tensors = tuple([
-                tensor.detach().index_select(row_dim(tensor, batch_dim), torch.tensor(rows, device=tensor.device))
-                if is_cut else tensor
+                _rows_of(tensor.detach(), rows, row_dim(tensor, batch_dim)) if is_cut else tensor
                 for tensor, is_cut in zip(whole.tensors, self._batch.cut, strict=True)
             ])
         pieces = tuple([(tensor,) for tensor in tensors])
@@ -287,3 +286,10 @@ def _on_copies_of_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
             buffers = {name: buffer for name, buffer in table.items() if buffer is not None}
             table.update({name: copies.setdefault(id(own), own.detach().clone()) for name, own in buffers.items()})
         yield
+
+
+def _rows_of(tensor: Tensor, rows: Sequence[int], dim: int) -> Tensor:
+    """Some rows of a tensor, which a dim counts. A DTensor takes no index that is none."""
+    if wraps(tensor):
+        return torch.cat([tensor.narrow(dim, row, 1) for row in rows], dim)
+    return tensor.index_select(dim, torch.tensor(rows, device=tensor.device))
