@@ -84,6 +84,19 @@ class Holder(nn.Module):
 class LayeredModule(nn.Module):
     """A module whose children are layers: a Pipe, a stage. It names what they hold as they say."""
 
+    def __getattr__(self, name: str) -> Any:
+        """As nn.Module's; of a name in a model the error says where that is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in _places(vars(self).get("_modules", {}).values()):
+                raise AttributeError(
+                    f"{error}: the model that was cut has it, and this has the model's parts, by their numbers. Give "
+                    "the model itself, whose parameters these are, to what looks names up as attributes (accelerate's "
+                    "load_checkpoint_in_model does, torch's get_model_state_dict), or use state_dict, load_state_dict."
+                ) from None
+            raise
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:

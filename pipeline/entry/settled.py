@@ -29,7 +29,13 @@ class FixedModule(nn.Module):
                 f"{name} cannot be set: the Pipe was built with it. Build another Pipe of the nn.Sequential, "
                 f"with {name}=..., or set pipe.chunks, pipe.schedule, pipe.checkpoint or pipe.deferred_batch_norm."
             )
-        if isinstance(getattr(type(self), name, None), property):  # nn.Module would take a module for a layer
+        own = getattr(type(self), name, None)
+        if isinstance(own, property):  # nn.Module would take a module for a layer
+            if own.fset is None:
+                raise AttributeError(
+                    f"{name} cannot be set: it follows from the balance and the devices that the Pipe was built with. "
+                    "It has placed its stages itself, so do not give it to what places modules (dispatch_model)."
+                )
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)

@@ -417,3 +417,14 @@ def test_curvature_has_parameters_by_the_names_of_the_model():
         torch.testing.assert_close(found[0][key], found[1][key], rtol=1e-12, atol=1e-14)
     with pytest.raises(ValueError, match="params has 'no'.*There are .*scale, shift, 9.weight"):
         Hessian(pipe, (x, target), nn.functional.mse_loss, params="no")
+
+
+@pytest.mark.parametrize("name", ["embed", "blocks"])
+def test_a_name_of_the_model_that_is_asked_for_as_an_attribute_is_refused_in_words(name):
+    layers = to_sequential(Chain(), ids(4))
+    for module in (layers, Pipe(layers, [2, 3]), copy.deepcopy(layers)):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': the model that was cut has it.*Give the m"):
+            getattr(module, name)
+        assert not hasattr(module, name) and not hasattr(type(module).__new__(type(module)), "embed")
+        with pytest.raises(AttributeError, match="no attribute 'config'$"):
+            module.config

@@ -183,6 +183,9 @@ WORDS = {
     "a loss's class": (lambda: step_with(loss_fn=nn.MSELoss), TypeError, r"class MSELoss\. Give an object"),
     "balance, set": (lambda: set_on_a_pipe(balance=[1, 2]), AttributeError, r"balance cannot be set.*balance=\.\.\."),
     "batch_dim, set": (lambda: set_on_a_pipe(batch_dim=1), AttributeError, r"batch_dim cannot be set.*Build another"),
+    "hf_device_map, set": (
+        lambda: set_on_a_pipe(hf_device_map={}), AttributeError, "hf_device_map cannot be set: it follows.*placed its"
+    ),
     "devices, set": (lambda: set_on_a_pipe(devices=["cpu"]), AttributeError, r"devices cannot be set.*Build another"),
     "traced": (lambda: torch.jit.trace(pipe_of(), X), TypeError, r"torch\.jit\.trace.*to_sequential\(\)"),
     "exported": (lambda: torch.export.export(pipe_of(), (X,)), TypeError, r"torch\.export\.export.*to_seq"),
