@@ -84,7 +84,7 @@ class Sandbox:
         """A copy of a layer; of a part of a model its own, with an outline that is not the caller's.
 
         Raises:
-            PartitionError: it has no numbers, and is to run with numbers.
+            PartitionError: it has no numbers, and is to run with numbers; or not even shapes, and is to run without.
         """
         memo: dict[int, Any] = {}
         for part in layer.modules():
@@ -95,9 +95,14 @@ class Sandbox:
             if isinstance(tensor, Tensor) and not tensor.is_leaf:  # an activation that a forward has left
                 memo[id(tensor)] = self._moved(tensor.detach())
         if self.fake:
+            lazy = [name for name, tensor in (*layer.named_parameters(), *layer.named_buffers()) if is_lazy(tensor)]
+            if lazy:
+                raise PartitionError(
+                    f"{', '.join(lazy[:5])} of {type(layer).__name__} {'has' if len(lazy) == 1 else 'have'} no shape "
+                    "before the model is called. Call it with a batch, then profile it on 'meta'."
+                )
             for tensor in (*layer.parameters(), *layer.buffers()):
-                if not is_lazy(tensor):
-                    memo[id(tensor)] = self._fake(tensor)
+                memo[id(tensor)] = self._fake(tensor)
             return copy.deepcopy(layer, memo)
         bare = [name for name, tensor in (*layer.named_parameters(), *layer.named_buffers()) if tensor.is_meta]
         if bare:

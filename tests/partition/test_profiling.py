@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from partition import PartitionError, profile
+from partition import PartitionError, balance_by_size, profile
 from partition.profiles.profiling import layer_bytes, layer_work
 from partition.profiles.sandbox import device_of
 
@@ -145,6 +145,8 @@ def test_the_graph_of_the_sample_is_left_alone(profile: Profile) -> None:
 @profilers
 def test_lazy_layers_stay_lazy(profile: Profile) -> None:
     module = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+    with pytest.raises(PartitionError, match="weight, bias of LazyLinear have no shape before the model is called. Ca"):
+        balance_by_size(2, module, torch.rand(4, 2), device="meta")
     profile(module, torch.rand(2, 4))
     assert isinstance(module[0], nn.LazyLinear) and module[0].has_uninitialized_params()
 
