@@ -1265,6 +1265,22 @@ class CompiledAtTheEnd(Chain):
         return self.last(x)
 
 
+class Packs(Chain):
+    """A recurrent module is called with a packed sequence; it lies in one part, and others pack and unpack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, lengths = self.embed(ids), (ids > 2).sum(1).clamp(min=1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        x, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=ids.shape[1])
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Loss(Chain):
     def finish(self, x: Tensor, ids: Tensor) -> Tensor:
         return x.mean()
@@ -1284,5 +1300,6 @@ REFUSED = {
     Remembers: "Remembers: its state_dict has _extra_state, which no part would save: a module that contains blocks",
     Compiled: "module 'last' is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. Cut",
     CompiledAtTheEnd: "module 'last' is, or holds, one that is compiled by torch.jit, and it is in no block: the parts",
+    Packs: "lstm returned a PackedSequence, whose lengths another part than its own does not have. Let one module pa",
     Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",
 }

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten, tree_iter
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 
 from partition.compilation import uncompiled
 from partition.errors import PartitionError
@@ -228,9 +229,21 @@ def _hint(record: ModelRecord, blocks: Sequence[ModuleCall]) -> str:
     hooked = [name for name in modules if name.startswith(within)]
     if hooked:
         return f"Hooks collect what {', '.join(hooked[:3])} return: turn that off, or name such modules as the blocks. "
+    packing = dict.fromkeys([call.name for call in record.in_eval_mode.calls if _is_packed(call.returned[1])])
+    if packing:
+        return (
+            f"{', '.join([*packing][:3])} returned a PackedSequence, whose lengths another part than its own does not "
+            "have. Let one module pack, call it and unpack; or name modules that run before it as the blocks, "
+            "to_sequential(model, sample, blocks=[...]). "
+        )
     ids = set(map(id, record.written))
     written = [name for name, parameter in record.model.named_parameters() if id(parameter) in ids]
     return f"It writes {', '.join(written[:3])} in its forward: turn that off. " if written else ""
+
+
+def _is_packed(tree: TreeSpec) -> bool:
+    """Whether a value of this structure holds a PackedSequence."""
+    return tree.context is PackedSequence or any(map(_is_packed, tree.children()))
 
 
 def _divided(
