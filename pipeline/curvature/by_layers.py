@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import starmap
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.density import Density
 from pipeline.curvature.estimates.layer_traces import layers_of
-from pipeline.curvature.estimates.resume import Resumable
+from pipeline.curvature.estimates.resume import Resumable, checked_path
 from pipeline.curvature.results.plots import finite, symlog
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import column, curves, rows, table
@@ -202,6 +202,7 @@ def per_layer(
         show: a progress bar, on one process. None: where it goes to a terminal.
         resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
     """
+    k = check_count("k", k)
     layers = layers_of(A.space, groups)
 
     def pairs(block: Operator, options: dict[str, Any]) -> dict[str, Any]:
@@ -296,5 +297,5 @@ def _beside(options: dict[str, Any], label: str) -> dict[str, Any]:
     """The same with a file beside the other: `run.layer.pt` beside `run.pt`."""
     if options["resume"] is None:
         return options
-    path = Path(options["resume"])
+    path = checked_path(options["resume"])
     return {**options, "resume": path.with_name(f"{path.stem}.{label}{path.suffix}")}

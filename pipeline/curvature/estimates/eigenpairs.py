@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ def top_eigenpairs(
     """
     goal = EigenpairGoal(k, which, tol, seed, A.block if block is None else block, max_basis, miss)
     goal = _checked(A, goal, max_products)
-    title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 4", **asdict(goal)}
+    title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 4", **vars(goal)}
     with Resumable(A, title, max_products, settings, show, resume, save_every) as resumable:
         run = LanczosRun(A, goal, resumable.saved_state)
         _advance(run, max_products, resumable.record)

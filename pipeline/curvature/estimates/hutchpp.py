@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
 from pipeline.curvature.estimates.resume import Resumable, from_host
 from pipeline.curvature.estimates.sampling import SampleSize, SampleStatistics, draw, sampled_products
@@ -33,7 +34,7 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
         ValueError: the sketch leaves no two products for the rest.
     """
     A, samples = sampling.A, sampling.samples
-    columns = samples // 3 if sketch is None else sketch
+    columns = samples // 3 if sketch is None else check_count("sketch", sketch, least=0)
     if not 1 <= columns <= (samples - 2) // 2:
         raise ValueError(
             f"sketch is {sketch} of {samples} samples: it costs two products a column and leaves at least two for the "

@@ -9,13 +9,14 @@ What HAWQ (Dong et al. 2019, arXiv 1911.03852) chooses the bits of each layer by
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.common.arguments import shown
 from pipeline.curvature.estimates.sampling import SampledResult, SampleSize, estimate
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus, table
@@ -143,7 +144,9 @@ def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[
     """The names of the parameters of each layer, of all processes; of each module if no groups are given.
 
     Raises:
-        ValueError: a group is empty or has a name that no process has, or the processes were given different groups.
+        TypeError: groups are no mapping.
+        ValueError: a group is no list of names, or has a name that no process has, or the processes were given
+            different groups.
     """
     names = list(_counted_entries(space))
     return by_module(names) if groups is None else _checked_groups(space, groups, names)
@@ -163,13 +166,16 @@ def by_module(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _checked_groups(space: Space, groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
+    if not isinstance(groups, Mapping):
+        raise TypeError(f"groups is {shown(groups)}: give layer -> names of its parameters, or None")
+    for layer, group in groups.items():
+        if isinstance(group, str) or not isinstance(group, Collection) or not group:
+            raise ValueError(f"group {layer!r} is {shown(group)}: give a list of names of parameters")
     if len(set(space.rows(repr([(layer, list(group)) for layer, group in groups.items()])))) > 1:
         raise ValueError(f"the processes were given different groups, here {list(groups)}: give each the same")
     if not groups:
         raise ValueError("groups is empty: give layer -> names of its parameters, or None for a group for each module")
     for layer, group in groups.items():
-        if isinstance(group, str) or not group:
-            raise ValueError(f"group {layer!r} is {group!r}: give a list of names of parameters")
         if len(set(group)) < len(group):
             raise ValueError(f"group {layer!r} has a name twice: {list(group)}; give each once")
     known = set(names)

@@ -21,13 +21,13 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from pipeline.common.arguments import check_number, check_path
+from pipeline.common.arguments import check_flags, check_number, check_path
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.resultfile import replacing
 from pipeline.curvature.space import Space, Vec
@@ -65,10 +65,7 @@ class RunFiles:
     def __init__(
         self, path: str | os.PathLike[str], space: Space, settings: Mapping[str, SavedValue], every: float = 300.0
     ) -> None:
-        check_path("resume", path)
-        if not Path(path).name:
-            raise ResumeError(f"resume is {str(path)!r}, which names no file. Give one, such as 'run.pt'.")
-        self.path = file_of_rank(Path(path), space.rank, space.ranks)
+        self.path = file_of_rank(checked_path(path), space.rank, space.ranks)
         self.before = self.path.with_name(self.path.name + ".before")
         self._space, self._settings = space, dict(settings)
         self._every = check_number("save_every", every)
@@ -213,6 +210,8 @@ class Resumable:
         self, A: LinearMap, title: str, total: int | None, settings: Mapping[str, SavedValue] = {},
         show: bool | None = None, resume: str | os.PathLike[str] | None = None, save_every: float = 300.0,
     ) -> None:  # fmt: skip
+        if show is not None:
+            check_flags(show=show)
         A.space.check_same(settings)
         settings = {} if resume is None else {**settings_of(A), **settings}
         self._saves = None if resume is None else RunFiles(resume, A.space, settings, save_every)
@@ -295,6 +294,20 @@ def from_host(space: Space, vecs: Sequence[Sequence[Tensor]]) -> list[Vec]:
     """Vectors of a state."""
     targets = space.zeros()
     return [[shard.to(target, copy=True) for shard, target in zip(vec, targets, strict=True)] for vec in vecs]
+
+
+def checked_path(path: object) -> Path:
+    """The path of the file from which a run goes on.
+
+    Raises:
+        TypeError: it is no path.
+        ResumeError: it names no file.
+    """
+    check_path("resume", path)
+    file = Path(cast("str | os.PathLike[str]", path))
+    if not file.name:
+        raise ResumeError(f"resume is {str(path)!r}, which names no file. Give one, such as 'run.pt'.")
+    return file
 
 
 def file_of_rank(path: Path, rank: int, ranks: int) -> Path:

@@ -85,7 +85,7 @@ class SampleSize:
         """Whether every one of the standard errors is small enough to end."""
         if not self.has_goal or draws < self.min_samples:
             return False
-        return bool((stderrs <= (values.abs() * (self.rel or 0.0)).clamp(min=self.abs or 0.0)).all())
+        return bool((stderrs <= (values.abs() * float(self.rel or 0)).clamp(min=float(self.abs or 0))).all())
 
     def resumable(self, quantity: str, **settings: Any) -> Resumable:
         """The run that estimates `quantity` of the matrix, as it was left or from the beginning.

@@ -66,7 +66,7 @@ class Inverse(LinearMap):
         preconditioner: VecLike | None = None,
         method: str = "cg",
     ) -> None:
-        if method not in METHODS:
+        if method not in list(METHODS):
             raise ValueError(f"method must be 'cg' or 'minres' (method: {method!r})")
         if not math.isfinite(check_number("damping", damping)):
             raise ValueError(f"damping must be finite (damping: {damping})")

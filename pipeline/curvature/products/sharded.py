@@ -24,6 +24,7 @@ from pipeline.curvature.space import HOST, Space, Vec
 from pipeline.distributed.agreement import values_in_words
 from pipeline.execution.communicator import Communicator
 from pipeline.pipe import Pipe
+from scheduler.errors import whole
 
 
 class VectorSlice(NamedTuple):
@@ -133,9 +134,12 @@ class ParameterSpace(Space):
     def random(self, kind: str, seed: int, index: int) -> Vec:
         if kind not in ("rademacher", "normal"):
             raise ValueError(f"kind is {kind!r}. Use 'rademacher' (+1 or -1) or 'normal'.")
+        number = whole(seed)
+        if number is None:
+            raise TypeError(f"seed is {shown(seed)}. Give a whole number.")
         vec = self.zeros()
         for name, view in self.named(vec).items():
-            view.copy_(_drawn(kind, seed, index, name, view.shape))
+            view.copy_(_drawn(kind, number, index, name, view.shape))
         return vec
 
     def sum_over(self, numbers: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 The reference is the dense matrix of curvature_reference.py; entries are parameter after parameter, as `flat` has them.
 """
 
+import inspect
+from fractions import Fraction
 from functools import cache, partial
 
 import numpy
@@ -602,3 +604,40 @@ def test_an_identity_tells_losses_apart_and_has_no_address(what):
     one, other = LOSS_PAIRS[what]
     assert identity(one()) == identity(one()) != identity(other())
     assert " at 0x" not in identity(one())
+
+
+ESTIMATES = {
+    "trace": {"samples": 3}, "diagonal": {"samples": 3}, "frobenius_squared": {"samples": 3}, "density": {"steps": 3},
+    "layer_traces": {"samples": 3}, "per_layer": {}, "layer_densities": {"steps": 3}, "top_eigenpairs": {},
+}  # fmt: skip
+OTHER = {
+    "seed": ([None, 2.0, "2", True, torch.ones(2), iter([1])], TypeError, "seed is .* Give a whole number"),
+    "show": (["no", 1, torch.ones(2), []], TypeError, "show is .* Use True or False"),
+    "resume": ([True, 3, [], b"run.pt"], TypeError, "resume is .* Give a path"),
+    "groups": ([True, 3, "0", [1, 2]], TypeError, "groups is .*: give layer -> names"),
+    "k": ([None, "2", [], torch.ones(2), 1.5], TypeError, "k is .* Give a whole number"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+@pytest.mark.parametrize("estimate", ESTIMATES)
+def test_other_settings_of_an_estimate_are_refused_in_words(estimate, what):
+    op = made("Hessian")
+    values, kind, words = OTHER[what]
+    compute = getattr(op, estimate)
+    for value in values if what in inspect.signature(compute).parameters else ():
+        with pytest.raises(kind, match=words):
+            compute(**{**ESTIMATES[estimate], what: value})
+
+
+def test_settings_of_a_trace_that_are_numbers_of_another_kind_are_taken_or_refused_in_words():
+    op = made("Hessian")
+    for bound in ("rel", "abs"):
+        assert op.trace(20, min_samples=2, **{bound: 2**70}).samples < 20
+        assert op.trace(20, min_samples=2, **{bound: Fraction(1, 2**40)}).samples == 20
+    for sketch in ("2", [], torch.ones(2), 1.5):
+        with pytest.raises(TypeError, match="sketch is .* Give a whole number"):
+            op.trace(6, method="hutch++", sketch=sketch)
+    for method in ([], {}, None, "gmres"):
+        with pytest.raises(ValueError, match="method must be 'cg' or 'minres'"):
+            op.inverse(1.0, method=method)
