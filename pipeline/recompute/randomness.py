@@ -27,8 +27,10 @@ from torch.nn.modules import module as module_hooks
 
 from partition.names import OF_EVERY_MODULE
 from pipeline.common import accelerators
+from pipeline.common.arguments import check_count, shown
 from pipeline.common.touches import Touches
 from pipeline.recompute.host_generators import Bits, NumpyBits, NumpyGenerator, PythonGenerator
+from scheduler.errors import whole
 
 _MASK32 = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -55,7 +57,10 @@ def layer_seed(seed: int, chunk: int, layer: int) -> int:
         >>> layer_seed(0, chunk=1, layer=2) == layer_seed(0, chunk=2, layer=1)
         False
     """
-    return _combine(*_keys(seed), chunk, layer)
+    number = whole(seed)  # of numpy too, whose arithmetic overflows
+    if number is None:
+        raise TypeError(f"seed is {shown(seed)}. Give a whole number.")
+    return _combine(*_keys(number), check_count("chunk", chunk, least=0), check_count("layer", layer, least=0))
 
 
 def draw_seed() -> int:

@@ -2,7 +2,9 @@
 
 import copy
 from itertools import combinations, product
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -385,6 +387,20 @@ GOLDEN = {  # a published rule: changing a number changes the masks of everybody
 @pytest.mark.parametrize("arguments", GOLDEN)
 def test_layer_seed_is_the_published_rule(arguments: tuple[int, int, int]) -> None:
     assert layer_seed(*arguments) == GOLDEN[arguments]
+
+
+@pytest.mark.parametrize("kind", [numpy.uint64, numpy.int64, torch.tensor])
+def test_a_layer_seed_of_whole_numbers_of_another_kind_is_that_of_pythons(kind: Any) -> None:
+    for arguments in (0, 1, 2), (2**62 + 3, 500, 7), (5, 2**16 - 1, 2**16 - 1):
+        assert layer_seed(*map(kind, arguments)) == layer_seed(*arguments)
+        assert type(layer_seed(*map(kind, arguments))) is int
+
+
+@pytest.mark.parametrize("wrong", [None, 1.5, "1", [], torch.ones(2), True])
+def test_a_layer_seed_of_what_is_no_whole_number_is_refused_in_words(wrong: Any) -> None:
+    for place, name in enumerate(("seed", "chunk", "layer")):
+        with pytest.raises(TypeError, match=f"{name} is .* Give a whole number"):
+            layer_seed(*[wrong if number == place else 0 for number in range(3)])
 
 
 @given(seed=st.integers(), chunk=st.integers(0, 2**16 - 1), layer=st.integers(0, 2**16 - 1))
