@@ -118,6 +118,11 @@ class Sandbox:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         # Always a copy: a tensor that was made under inference_mode can be a leaf of no graph.
+        if tensor.is_meta and not self.fake:
+            raise PartitionError(
+                f"a tensor of shape {list(tensor.shape)} is on the meta device, so there are no numbers to compute "
+                f"with on {self.device}. Give a sample with numbers; or device='meta', which counts bytes and FLOPs."
+            )
         moved = self._fake(tensor) if self.fake else tensor.detach().to(self.device, copy=True)
         return moved.requires_grad_(tensor.requires_grad)
 

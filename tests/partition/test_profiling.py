@@ -143,6 +143,12 @@ def test_the_graph_of_the_sample_is_left_alone(profile: Profile) -> None:
 
 
 @profilers
+def test_a_sample_without_numbers_is_refused_where_layers_compute(profile: Profile) -> None:
+    with pytest.raises(PartitionError, match=r"of shape \[4, 2\] is on the meta device, so there are no numbers"):
+        profile(nn.Sequential(nn.Linear(2, 2)), torch.rand(4, 2, device="meta"))
+
+
+@profilers
 def test_lazy_layers_stay_lazy(profile: Profile) -> None:
     module = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
     with pytest.raises(PartitionError, match="weight, bias of LazyLinear have no shape before the model is called. Ca"):
