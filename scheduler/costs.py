@@ -20,13 +20,13 @@ Each cost is a number, one number for each stage, or a function of (stage, chunk
 all in the same. What is held is in memory_model.py; costs of real steps in measurement.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, Literal
 
 from scheduler.action import Action, Kind
-from scheduler.errors import ScheduleError, plain, refuse_unless_finite
+from scheduler.errors import ScheduleError, is_list, plain, refuse_unless_finite
 from scheduler.measurement import OF_ACTIONS, costs_of, links_of, measure
 from scheduler.memory_model import ChunkMemory
 from scheduler.placement import Placement
@@ -148,12 +148,12 @@ class Costs:
         if self.unit not in ("slots", "s"):
             raise ScheduleError(f'unit is {self.unit!r}. Use "slots", or "s" for seconds.')
         for name, cost in self._items():
-            if callable(cost):
+            if callable(cost) and name in (*OF_ACTIONS, "link"):
                 continue
             if name == "link" and isinstance(cost, Mapping):
                 cost = {lanes: plain(number) for lanes, number in cost.items()}
                 numbers: Iterable[Any] = cost.values()
-            elif isinstance(cost, Iterable) and not isinstance(cost, (Set, Mapping, bytes)):  # they have an order
+            elif is_list(cost):
                 numbers = cost = tuple(map(plain, cost))
             else:
                 numbers = (cost := plain(cost),)

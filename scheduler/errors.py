@@ -8,7 +8,7 @@ A fault inside a schedule also has a place, so `faults.py` adds the grid with th
 import operator
 import reprlib
 import sys
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from numbers import Real
 from typing import Any
 
@@ -112,13 +112,24 @@ def refuse_unless_filled(name: str, parts: str, lanes: int, chunks: int, other: 
 
 
 def plain(number: Any) -> Any:
-    """A number of numpy's as Python's, which does not overflow; anything else as it is.
+    """A number of numpy's, or a tensor of one, as Python's, which does not overflow; anything else as it is.
 
     >>> import numpy
     >>> plain(numpy.uint8(200)) + plain(numpy.uint8(100))
     300
     """
-    return number.item() if isinstance(number, Real) and hasattr(number, "item") else number
+    is_number = isinstance(number, Real) or getattr(number, "ndim", 1) == 0
+    return number.item() if is_number and hasattr(number, "item") else number
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value lists others in an order. A tensor without dims is one number.
+
+    >>> is_list((1, 2)), is_list({1, 2}), is_list("12"), is_list(1)
+    (True, False, False, False)
+    """
+    has_order = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Set, Mapping))
+    return has_order and getattr(value, "ndim", 1) > 0
 
 
 def one_each(name: str, value: Any, lanes: int, error: type[ValueError] = ScheduleError) -> list[Any]:
@@ -136,7 +147,7 @@ def one_each(name: str, value: Any, lanes: int, error: type[ValueError] = Schedu
     >>> one_each("cap", 4, lanes=2), one_each("cap", (4, 3), lanes=2)
     ([4, 4], [4, 3])
     """
-    listed = list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Set)) else [value] * lanes
+    listed = list(value) if is_list(value) else [value] * lanes
     if len(listed) != lanes:
         raise error(
             f"{name} lists {len(listed)} numbers but there are {lanes} lanes ({name}: {value}). List {lanes}."

@@ -3,7 +3,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from scheduler import Action, Costs, Kind, Link, Placement, ScheduleError
+from scheduler import Action, Costs, Kind, Link, Placement, ScheduleError, by_name, verify
 
 
 def cost(costs, text):
@@ -71,6 +71,20 @@ def test_only_what_may_be_left_open_is_none(what):
 def test_numbers_without_an_order_are_no_costs_of_stages(numbers):
     with pytest.raises(ScheduleError, match="forward is .*, but must be a finite number"):
         Costs(forward=numbers)
+
+
+@pytest.mark.parametrize("what", ["message", "speed", "activation", "kept", "checkpoint"])
+def test_a_function_where_none_is_asked_is_refused(what):
+    with pytest.raises(ScheduleError, match=f"{what} is <function.*, but must be a finite number"):
+        Costs(**{what: lambda stage, chunk: 1})
+
+
+def test_an_array_without_dims_is_one_number():
+    assert Costs(forward=np.array(2.0), speed=np.array(4)) == Costs(forward=2.0, speed=4)
+    assert Costs(forward=[np.array(2.0), 3]) == Costs(forward=[2.0, 3])
+    with pytest.raises(ScheduleError, match="forward is -1.0, but must"):
+        Costs(forward=np.array(-1.0))
+    assert verify(by_name("1f1b", lanes=2, chunks=4), cap=np.array(2)) is None
 
 
 def test_numbers_of_numpy_count_as_pythons():
