@@ -348,6 +348,18 @@ def test_a_call_within_a_layer_does_not_wait_for_itself_while_others_wait_for_it
     in_thread(lambda: work(pipe, expected[0]), lambda: work(inner, expected[1]))
 
 
+def test_a_call_in_a_thread_that_a_layer_starts_is_part_of_its_call_with_a_copy_of_the_context() -> None:
+    inner, x = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), [1, 1], 2), normal(7, 4)
+
+    def in_a_thread(value: Tensor) -> Tensor:
+        out: Tensor = in_thread(lambda context=copy_context(): context.run(inner, value))
+        return out
+
+    model = nn.Sequential(nn.Linear(4, 4), Apply(in_a_thread), nn.Linear(4, 4)).double()
+    pipe = Pipe(model, [1, 2], 3, checkpoint="never")
+    assert torch.allclose(pipe(x), model[2](inner(model[0](x))), rtol=0, atol=1e-15)
+
+
 class Waiting(torch.optim.SGD):
     """Waits before its step, so that another thread's call may come in between if it can."""
 
