@@ -57,4 +57,4 @@ def clip_factor(max_norm: float, total: Tensor) -> Tensor:
     """The factor with which gradients of a norm have one of at most `max_norm`. No norm is above inf: 1."""
     if max_norm == inf:
         return torch.ones_like(total)
-    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    return torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)

@@ -240,7 +240,8 @@ class EagerStep:
         if update.clip == "value":
             assert update.clip_value is not None  # checked
             grad = grad.coalesce() if grad.is_sparse else grad
-            (grad._values() if grad.is_sparse else grad).clamp_(-update.clip_value, update.clip_value)
+            bound = float(update.clip_value)
+            (grad._values() if grad.is_sparse else grad).clamp_(-bound, bound)
         elif update.clip == "per_parameter":
             factor = clip_factor(self._max_norm, norm_of(grad))
         return grad if factor is None else grad.mul_(factor.to(grad.device))

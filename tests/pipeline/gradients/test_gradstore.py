@@ -5,6 +5,7 @@ Ownership: what goes in is copied (add_) or taken over (insert, merge_), and wha
 
 import copy
 import pickle
+from fractions import Fraction
 
 import pytest
 import torch
@@ -430,6 +431,16 @@ def test_the_norm_is_that_of_one_vector(norm_type):
     vector = torch.cat([grad.reshape(-1) for grad in grads])
     torch.testing.assert_close(store.norm(norm_type), torch.linalg.vector_norm(vector, norm_type))
     assert store.norm(norm_type).shape == ()
+
+
+@pytest.mark.parametrize("max_norm", [Fraction(1, 10), 2**70])
+def test_any_real_number_is_a_limit_and_a_factor(max_norm):
+    (one, _), (other, _) = (filled(param) for param in [parameter(3, 4)] * 2)
+    assert torch.equal(one.clip_(max_norm), other.clip_(float(max_norm)))
+    one.scale_(max_norm)
+    other.scale_(float(max_norm))
+    for (_, grad), (_, expected) in zip(one.items(), other.items(), strict=True):
+        assert torch.equal(grad, expected)
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
