@@ -105,6 +105,8 @@ def compare(
     lanes, chunks = whole_number("lanes", lanes, least=1), whole_number("chunks", chunks, least=1)
     refuse_unless_a("costs", costs, Costs)
     costs.refuse_unless_for(Placement.linear(lanes))  # wrong for every schedule, so no reason of one
+    if isinstance(names, str) or not isinstance(names, Iterable | None):
+        raise ScheduleError(f"names is {names!r}. List names of schedules, such as ['1f1b', 'zb-h1'], or give None.")
     all_names = schedules.names()
     chosen = all_names if names is None else tuple(names)
     for name in chosen:

@@ -22,7 +22,7 @@ from scheduler.aligning import aligned
 from scheduler.collecting import no_collecting
 from scheduler.costs import Costs
 from scheduler.drawing import duration, take_turns
-from scheduler.errors import ScheduleError, one_each, refuse_unless_a, whole_number
+from scheduler.errors import ScheduleError, is_list, one_each, refuse_unless_a, whole_number
 from scheduler.measurement import measure, steps_of
 from scheduler.memory_model import ChunkMemory
 from scheduler.notebook import NotebookResult
@@ -260,6 +260,8 @@ def _schedule(steps: Sequence[Timeline], placement: Placement) -> Schedule:
 def _checked(balance: Sequence[int] | None, stages: int) -> list[int] | None:
     if balance is None:
         return None
+    if not is_list(balance):
+        raise ScheduleError(f"balance is {balance!r}. List the layers of each stage.")
     if len(balance) != stages:
         raise ScheduleError(
             f"balance lists {len(balance)} stages but {stages} ran (balance: {list(balance)}). List the layers of each."

@@ -64,7 +64,7 @@ class Schedule(HasPlacement):
     blocks: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(NAME, self.name):
+        if not isinstance(self.name, str) or not re.fullmatch(NAME, self.name):
             raise ScheduleError(
                 f"{self.name!r} cannot name a schedule. Use letters, digits, '-', '+', '.' and '_', as in zb-h1."
             )

@@ -146,6 +146,12 @@ def test_a_schedule_that_is_not_defined_has_its_words_and_takes_for_ever(lanes):
     assert not row_of("zb-h2", lanes, 2 * lanes).reason
 
 
+@pytest.mark.parametrize("names", ["1f1b", 3, True])
+def test_names_that_are_no_list_are_refused(names):
+    with pytest.raises(ScheduleError, match="names is .*. List names of schedules, such as"):
+        compare(2, 4, names=names)
+
+
 def test_rows_are_in_the_order_asked_for_and_by_default_of_all_names():
     assert [row.name for row in compare(2, 4)] == list(names())
     assert [row.name for row in compare(2, 4, names=iter(["zb-h1", "1f1b", "zb-h1"]))] == ["zb-h1", "1f1b", "zb-h1"]

@@ -196,6 +196,12 @@ def test_a_suggested_schedule_is_one_that_a_pipe_takes_by_name():
                 assert match[1] in names() and by_name(match[1], lanes, 6).stages == lanes
 
 
+@pytest.mark.parametrize("balance", [3, "21", {0: 2, 1: 1}])
+def test_a_balance_that_is_no_list_is_refused(balance):
+    with pytest.raises(ScheduleError, match="balance is .*. List the layers of each stage"):
+        report(simulate(by_name("1f1b", lanes=2, chunks=2)), balance=balance)
+
+
 def test_what_is_no_step_is_refused():
     one = simulate(by_name("1f1b", 2, 2))
     events = [*one.events, *(Event(action, lane, start + 20, end + 20) for action, lane, start, end in one.events)]

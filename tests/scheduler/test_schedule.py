@@ -83,7 +83,7 @@ def test_a_lane_may_do_nothing():
     assert str(Schedule.parse(text)) == text
 
 
-@pytest.mark.parametrize("name", ["", "two words", "new\nline", "comma,"])
+@pytest.mark.parametrize("name", ["", "two words", "new\nline", "comma,", None, 3, b"mine"])
 def test_a_name_that_cannot_be_read_back_is_refused(name):
     with pytest.raises(ScheduleError, match="cannot name a schedule. Use letters"):
         Schedule(name, Placement.linear(1), 1, ((),))
