@@ -28,9 +28,19 @@ DeviceLike = torch.device | str | int | None
 
 
 def device_of(module: nn.Module, device: DeviceLike) -> torch.device:
-    """The device to run layers on: the one that is given, or that of the parameters, or the CPU."""
+    """The device to run layers on: the one that is given, or that of the parameters, or the CPU.
+
+    Raises:
+        PartitionError: torch has no such device here.
+    """
     if device is not None:
-        return device_named(device)
+        found = device_named(device)
+        try:
+            torch.empty(0, device=found)
+        except (AssertionError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise PartitionError(f"layers cannot run on {found} here: {reason}. Give cpu, or meta.") from None
+        return found
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 

@@ -143,6 +143,13 @@ def test_the_graph_of_the_sample_is_left_alone(profile: Profile) -> None:
 
 
 @profilers
+def test_a_device_that_is_not_here_is_refused(profile: Profile) -> None:
+    absent = f"cuda:{torch.cuda.device_count() + 7}"
+    with pytest.raises(PartitionError, match=f"layers cannot run on {absent} here: .* Give cpu, or meta"):
+        profile(nn.Sequential(nn.Linear(2, 2)), torch.rand(4, 2), device=absent)
+
+
+@profilers
 def test_a_sample_without_numbers_is_refused_where_layers_compute(profile: Profile) -> None:
     with pytest.raises(PartitionError, match=r"of shape \[4, 2\] is on the meta device, so there are no numbers"):
         profile(nn.Sequential(nn.Linear(2, 2)), torch.rand(4, 2, device="meta"))
