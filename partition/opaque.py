@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-_LASTING = (
-    nn.Module, Enum, type, FunctionType, BuiltinFunctionType, MethodType, slice, range, frozenset, complex, bytes,
-)  # fmt: skip
+_LASTING = (nn.Module, Enum, type, slice, range, frozenset, complex, bytes)
 
 
 class Opaque:
@@ -45,11 +42,11 @@ def opaque(leaves: Iterable[Any]) -> list[Any]:
 
 
 def may_change(leaf: Any) -> bool:
-    """Whether a function that is called with a leaf may write into it. Of tensors torch counts that.
+    """Whether a function that is called with a leaf may write into it, or by it. Of tensors torch counts that.
 
     Example:
-        >>> [may_change(leaf) for leaf in ({1}, 2.0, len, slice(3))]
-        [True, False, False, False]
+        >>> [may_change(leaf) for leaf in ({1}, 2.0, [].append, slice(3))]
+        [True, False, True, False]
     """
     is_torch = type(leaf).__module__.partition(".")[0] == "torch"
     return seen_of(leaf) is Opaque and not is_torch and not isinstance(leaf, _LASTING)

@@ -128,6 +128,10 @@ def counted(block, written):
     return written.count
 
 
+def ticking(state):
+    return lambda: counted(None, state)
+
+
 def queued(block, written):
     written.append(0.5)
     return len(written)
@@ -142,6 +146,8 @@ def unless_seen(block, written):
 BY_OTHERS = {
     "an object": (lambda: SimpleNamespace(count=0), counted, "SimpleNamespace: what one writes there, others do not s"),
     "an iterator": (lambda: iter((0.5, 1.0, 1.5)), lambda _, numbers: next(numbers), "tuple_iterator: what one writes"),
+    "a method": (lambda: iter((0.5, 1.0, 1.5)).__next__, lambda _, draw: draw(), "method-wrapper: what one writes"),
+    "a closure": (lambda: ticking(SimpleNamespace(count=0)), lambda _, tick: tick(), "function: what one writes there"),
     "a list": (list, queued, "does not return on the sample what its parts return"),
     "a queue": (deque, queued, "does not return on the sample what its parts return"),
     "a tuple of queues": (lambda: (deque(),), lambda block, of: queued(block, *of), "does not return on the sample wh"),
