@@ -11,6 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from partition.process_lock import held
+
 
 def seed_host(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators, these on accelerators too."""
@@ -71,17 +73,18 @@ def drawing(share: float) -> Iterator[None]:
 
 @contextmanager
 def generators_left(devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Leave the default generators as they are now, whatever is drawn within.
+    """Leave the default generators as they are now, whatever is drawn within; no other thread's call runs meanwhile.
 
     Args:
         devices: the accelerators whose generators are left so, besides those of the host. No other is initialised.
     """
     accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
     device_type = next((device.type for device in accelerators), None)
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(sorted(accelerators, key=str), device_type=device_type):
-            yield
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
+    with held():
+        python_state, numpy_state = random.getstate(), numpy.random.get_state()
+        try:
+            with torch.random.fork_rng(sorted(accelerators, key=str), device_type=device_type):
+                yield
+        finally:
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)

@@ -130,7 +130,7 @@ def to_sequential(
         return _of(model, twin.returned(cut))
     leaves = [*model.parameters(), *model.buffers(), *tree_iter(sample)]
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-    with modes_kept(model.modules()), generators_left(devices), uncompiled():
+    with generators_left(devices), modes_kept(model.modules()), uncompiled():
         model.eval()
         layers = _first_cut(model, sample, blocks, output or _plain)
     return _of(model, layers)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.common.call_lock import LockHold
+from partition.process_lock import LockHold
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import marked_under_way
 from pipeline.data.microbatch import joined_grads, row_dim

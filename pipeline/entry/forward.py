@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partition.process_lock import LockHold
 from pipeline.common.accelerators import beside, current_streams, use_here
-from pipeline.common.call_lock import LockHold, turn
+from pipeline.common.call_lock import turn
 from pipeline.common.graph import asks_for_all_leaves
 from pipeline.common.torch_modes import outside_vmap
 from pipeline.data.microbatch import gather, refuse_layouts

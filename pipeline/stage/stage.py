@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from partition.graph import nodes_of
 from partition.halves import Site, ends_without, survey
-from pipeline.common.call_lock import run_in
+from partition.process_lock import run_in
 from pipeline.common.errors import CheckpointError, DroppedError
 from pipeline.common.graph import OF_SCRIPTS, Roots, holds, path_of, refuse_tangents, run_backward
 from pipeline.common.profiling import named

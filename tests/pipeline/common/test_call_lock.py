@@ -13,8 +13,10 @@ from by_chunks import assert_same_grads
 from law_models import Apply, normal
 from torch import Tensor, nn
 
+from partition import profile, to_sequential
+from partition.process_lock import LockHold, _lock, run_in
 from pipeline import Pipe
-from pipeline.common.call_lock import LockHold, _lock, run_in, turn
+from pipeline.common.call_lock import turn
 from pipeline.common.places import Place
 
 CPU = torch.device("cpu")
@@ -243,6 +245,45 @@ def test_calls_from_several_threads_give_the_numbers_of_serial_calls(count: int,
     torch.set_rng_state(generator)
     torch.stack([torch.empty((), dtype=torch.int64).random_() for _ in range(6 * len(jobs))])
     assert torch.equal(after, torch.get_rng_state())  # one draw for each call, and nothing else
+
+
+class Blocks(nn.Module):
+    """Blocks with dropout, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def test_cuts_and_profiles_in_threads_do_not_disturb_each_other_nor_calls() -> None:
+    """Each seeds the default generators; a cut watches the class of all modules."""
+    pipe = piped(nn.Sequential(*[nn.Sequential(layer, nn.Dropout(0.5)) for layer in net()]), "inline")
+    x, parameters, measured, models = normal(7, 4), list(pipe.parameters()), net(), [Blocks().double() for _ in "ab"]
+    methods, generator = dict(vars(nn.Module)), torch.get_rng_state()
+    expected = [numbers(pipe, x, "forward", parameters) for _ in range(4)]
+    torch.set_rng_state(generator)
+
+    def cut(model: nn.Module) -> None:
+        for _ in range(3):
+            layers = to_sequential(model, x)
+            assert len(layers) == 5 and all([module.training for module in model.modules()])
+
+    def measure() -> None:
+        for _ in range(3):
+            profile(measured, x, device="meta")
+
+    def call() -> None:
+        assert all([equal(numbers(pipe, x, "forward", parameters), earlier) for earlier in expected])
+
+    in_thread(call, measure, *[lambda model=model: cut(model) for model in (models[0], *models)])
+    assert vars(nn.Module) == methods
 
 
 @pytest.mark.parametrize("workers", WORKERS)

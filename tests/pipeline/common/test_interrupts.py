@@ -21,9 +21,9 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from partition.process_lock import _current, _lock
 from pipeline import EagerUpdate, Pipe, checkpoint_blocks, eager_backward, is_checkpointing, is_recomputing
 from pipeline.common import interrupts
-from pipeline.common.call_lock import _current, _lock
 from pipeline.curvature import Hessian
 
 SAMPLES = 1
