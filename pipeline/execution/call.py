@@ -110,8 +110,6 @@ class Call:
         """Abandon this call. The execution of the same call, from its beginning; the traces of this one are removed."""
         self.abandon()
         self.execution.forget()
-        for stage in self.stages:
-            stage.snapshot.roll_attributes_back()
         return Execution(replace(self.execution.setup, compares=False), self.batch)
 
     # ------------------------------------------------------------------------------------------------------ phases
@@ -157,7 +155,6 @@ class Call:
         """Return to the state before the first action. From now on every stage gets its seeds."""
         for stage in self.stages:
             stage.rewind()
-            stage.snapshot.roll_attributes_back()
         self.execution.generators.seeds_host = True
         if self._loss_end is not None:
             self._loss_end.forget()
@@ -202,7 +199,7 @@ class Call:
             stage.snapshot.resume(ambient)
 
     def abandon(self) -> None:
-        """Undo a failed call: restore the buffers, and drop what was kept."""
+        """Undo a failed call: restore what modules hold, and drop what was kept."""
         for stage in self.stages:
             stage.rewind()
         self._loss_sums.clear()

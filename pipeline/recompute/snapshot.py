@@ -147,24 +147,27 @@ class ForwardSnapshot:
     def begin_again(self) -> None:
         """Give buffers and attributes what they held as the call began, where a forward has changed it."""
         self.buffers.begin_again()
+        self._roll_attributes_back()
+
+    def roll_back(self) -> None:
+        """Restore the state from the beginning of the call: an attribute may say how long a table in a buffer is."""
+        self.roll_buffers_back()
+        self._roll_attributes_back()
+        self._hooks.put_back(self._first.hooks)
+
+    def _roll_attributes_back(self) -> None:
         if not self._first.attributes.is_current:
             self._first.attributes.roll_back()
 
-    def roll_back(self) -> None:
-        """Restore the state from the beginning of the call."""
+    def roll_buffers_back(self) -> None:
+        """Restore buffers and generators alone."""
         self.buffers.roll_back()
         put_generators_back(self._first.generators.values())
-
-    def roll_attributes_back(self) -> None:
-        """Restore attributes and hooks, when the call runs again. After a failure they stay: they may explain it."""
-        self._first.attributes.roll_back()
-        self._hooks.put_back(self._first.hooks)
 
     def put_back(self, chunk: int, first: bool) -> None:
         """Restore the state from before F of `chunk`, which has failed."""
         if first:
             self.roll_back()
-            self.roll_attributes_back()
         else:
             before = self._before[chunk]
             self.buffers.put_back(before.buffers)
