@@ -4,7 +4,8 @@
     beside   every second row is its neighbour       the rows between must come out as they were, or layers mix rows
     resized  three or four rows, at other places     sizes of outputs must follow, or they cannot be joined;
                                                      rows must come out as alone, or layers count or number rows
-    order    the last stage first, after others      a stage that gives something else reads what another one left
+    order    the last stage first, after others      a stage that gives something else reads what another one left,
+                                                     or keeps something of its rows for the next chunk
 
 With others beside them, rows are compared among as many rows, under the same seeds: the same kernels run, and random
 numbers are the same. What is no row of an output, such as h_n of nn.GRU or a Gram matrix, is found in the same way. For
@@ -97,7 +98,7 @@ class Probe:
             reachable = ReachableState(self._modules)
             self._generators = reachable.generators
             self._undo = [reachable.put_back, contents.put_back]
-            if self._stages_share_a_process():
+            if self._checks_rows or self._stages_share_a_process():
                 self._check_order(alone, self._others())
             if self._batch.chunks == 1:  # of several mini-batches: it is not cut
                 return
@@ -240,21 +241,42 @@ class Probe:
         )
 
     def _check_order(self, alone: Batch, others: Batch) -> None:
-        """Raise if a stage gives other values, or raises, after other rows have gone through all stages."""
-        in_order, backwards = self._run(alone), self._new(others)
-        stage = backwards.first_astray(in_order)
-        if not self._communicator.exchange.any(stage is not None):
+        """Raise if a stage gives other values, or raises, after other rows have gone through all stages.
+
+        Not of a layer that counts its calls, whose values are other ones each time, and do not follow from the rows.
+        """
+        in_order = self._run(alone)
+        after_others = self._new(others).run_before(in_order)
+        astray = [
+            stage for stage, (outputs, *_) in after_others.items()
+            if not all_same(outputs, in_order.stage_outputs[stage])
+        ]  # fmt: skip
+        if not self._communicator.exchange.any(bool(astray)):
             return
-        once_more = self._run(alone)
-        if stage is not None and all_same(once_more.stage_outputs[stage], in_order.stage_outputs[stage]):
-            name = in_order.stages[stage].layers.name
-            raise RuntimeError(
-                f"{name} gives other values, or raises, for the same input when other chunks have run before it: it "
-                "reads what another stage, or an earlier chunk, left elsewhere (in a shared dict, on a module, in a "
-                "closure). Stages run different chunks at a time, so the numbers would depend on the schedule. Return "
-                "it from the stage that makes it and pass it on, stash and pop it (pipeline.skip), or put these layers "
-                "into one stage. If a layer keeps something of its first batch, call the model with one before."
-            )
+        once_more, after_same = self._run(alone), self._new(alone).run_before(in_order)
+        after_others_again = self._new(others).run_before(in_order)
+        for stage in astray:
+            if not all_same(once_more.stage_outputs[stage], in_order.stage_outputs[stage]):
+                continue
+            name, (outputs, *repeated) = in_order.stages[stage].layers.name, after_others[stage]
+            if all([all_same(other, outputs) for other in repeated]):
+                raise RuntimeError(
+                    f"{name} gives other values, or raises, for the same input when other chunks have run before it: "
+                    "it reads what another stage, or an earlier chunk, left elsewhere (in a shared dict, on a module, "
+                    "in a closure). Stages run different chunks at a time, so the numbers would depend on the "
+                    "schedule. Return it from the stage that makes it and pass it on, stash and pop it "
+                    "(pipeline.skip), or put these layers into one stage. If a layer keeps something of its first "
+                    "batch, call the model with one before."
+                )
+            is_of_rows = not all_same(after_same[stage][0], outputs)
+            if self._checks_rows and is_of_rows and all_same(after_others_again[stage][0], outputs):
+                raise RuntimeError(
+                    f"{name} gives other values for the same input when chunks of other rows have run before it: a "
+                    "layer keeps something of its rows for its next call, such as the hidden state of an LSTM. Each "
+                    "chunk would find what other rows left, and numbers would not be those of the plain module. Use "
+                    "chunks=1; or return the state, and give it to the next call with its rows. If each chunk may "
+                    "find what the one before has left, use Pipe(..., mixes_rows=True)."
+                )
 
 
 def _first_to_differ(

@@ -126,18 +126,21 @@ class ProbeCall:
                 handle.remove()
         return layers
 
-    def first_astray(self, in_order: ProbeCall) -> int | None:
-        """Run, then the stages of another call from the last to the first; the first stage that differs, every time."""
+    def run_before(self, in_order: ProbeCall) -> dict[int, list[list[Activations] | None]]:
+        """Run, then the stages of another call from the last to the first.
+
+        Returns:
+            By stage what it gave, several times one after the other; as in the other call, if it gave that at once.
+        """
         is_whole = None not in in_order.stage_outputs.values()
+        outputs: dict[int, list[list[Activations] | None]] = {}
         with self._ran():
             for stage, run in reversed(self.stages.items()) if is_whole else ():
                 inputs, expected = in_order._inboxes[stage], in_order.stage_outputs[stage]
-                if all_same(self._again(run, *inputs), expected):
-                    continue
-                outputs, *others = [self._again(run, *inputs, rewinds=True) for _ in range(1 + _REPEATS)]
-                if not all_same(outputs, expected) and all([all_same(other, outputs) for other in others]):
-                    return stage
-        return None
+                outputs[stage] = [expected]
+                if not all_same(self._again(run, *inputs), expected):
+                    outputs[stage] = [self._again(run, *inputs, rewinds=True) for _ in range(1 + _REPEATS)]
+        return outputs
 
     def _again(
         self, run: StageRun, inbox: Sequence[Activations], states: States, rewinds: bool = False
