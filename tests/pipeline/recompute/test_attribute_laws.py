@@ -39,11 +39,15 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any,
         lambda held, value: held[0]["a"][0].__setitem__(0, value),
     ),
     "array": (
-        lambda: numpy.zeros(1), lambda held: float(held[0]), lambda held, value: held.__setitem__(0, float(value)),
+        lambda: numpy.zeros(1), lambda held: float(held[0]), lambda held, value: held.__setitem__(0, number_of(value)),
     ),
-    "tensor": (lambda: torch.zeros(1).double(), lambda held: held[0], lambda held, value: held.fill_(float(value))),
+    "tensor": (lambda: torch.zeros(1).double(), lambda held: held[0], lambda held, value: held.fill_(number_of(value))),
     "module": (nn.Module, lambda held: vars(held).get("v", 0.0), lambda held, value: setattr(held, "v", value)),
 }  # fmt: skip
+
+
+def number_of(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 class Scaled(torch.autograd.Function):
