@@ -313,7 +313,8 @@ class Loss:
                     f"{self._name} returned {count:.6g} as a count, which is no whole number: a pair is read as (sum, "
                     "count). A metric goes into a dict: return (loss, {'accuracy': (sum, count)}). For class weights "
                     "call F.cross_entropy(output, target, weight=...) in loss_fn and return that: its weights are "
-                    "counted. With other weights call loss_fn(pipe(x), target).backward() instead of step()."
+                    "counted. With other weights divide by those of all rows, which the target brings "
+                    "(NoChunk(weights.sum())), and give loss_reduction='sum'."
                 )
 
     @property
@@ -430,7 +431,8 @@ class Loss:
         )  # fmt: skip
         return ValueError(
             f"{self._name} {said}: {reason}. {remedy}. A loss that draws random numbers or compares rows with each "
-            "other cannot be cut into chunks: use pipe(x), loss_fn(pipe(x), target).backward()."
+            "other cannot be cut into chunks: give all rows at once, in one mini-batch with chunks=1, or take "
+            "gradients of loss_fn(pipe(x), target)."
         )
 
     def _checked_pair(self, value: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

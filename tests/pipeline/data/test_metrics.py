@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipeline import EagerUpdate, Pipe
+from pipeline import EagerUpdate, NoChunk, Pipe
 from pipeline.curvature import Hessian
 
 
@@ -158,6 +158,70 @@ def test_the_remedy_for_class_weights_works():
         pipe.step(x, target, loss_fn=by_hand)
     loss = pipe.step(x, target, loss_fn=lambda output, target: F.cross_entropy(output, target, weight=weight)).loss
     torch.testing.assert_close(loss, F.cross_entropy(classifier()(x), target, weight).detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("entry", ["step", "product"])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_remedy_for_other_weights_works_in_a_step_and_in_a_product(chunks, entry):
+    # A product by a Hessian was told to call backward() instead of step().
+    x, target = data(7)
+    target = target.clamp(min=0)
+    weights = torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def weighted(output, part):
+        return (F.cross_entropy(output, part["class"], reduction="none") * part["weights"]).sum()
+
+    parts = {"class": target, "weights": weights, "all": NoChunk(weights.sum())}
+    model = classifier()
+    plain = weighted(model(x), parts) / weights.sum()
+    grads = torch.autograd.grad(plain, list(model.parameters()), create_graph=True)
+
+    def found(loss_fn, **reduction):
+        pipe = Pipe(classifier(), [2, 1], chunks)
+        if entry == "step":
+            pipe.step(x, parts, loss_fn=loss_fn, **reduction)
+            return [parameter.grad for parameter in pipe.parameters()]
+        operator = Hessian(pipe, (x, parts), loss_fn, **reduction)
+        return list((operator @ {name: torch.ones_like(one) for name, one in pipe.named_parameters()}).values())
+
+    wanted = grads
+    if entry == "product":
+        wanted = torch.autograd.grad(grads, list(model.parameters()), [torch.ones_like(grad) for grad in grads])
+    words = r"divide by those of all rows, .*\(NoChunk\(weights.sum\(\)\)\), and give loss_reduction='sum'"
+    with pytest.raises(ValueError, match=words):
+        found(lambda output, part: (weighted(output, part), part["weights"].sum()))
+    ours = found(lambda output, part: weighted(output, part) / part["all"], loss_reduction="sum")
+    torch.testing.assert_close(ours, [grad.detach() for grad in wanted], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("entry", ["step", "product"])
+def test_the_remedy_for_a_loss_that_compares_rows_works_in_a_step_and_in_a_product(entry):
+    # A product by a Hessian was told to call backward(), which has no product.
+    def compared(output, target):
+        return (output @ output.T).square().mean()
+
+    x, target = data(6)
+    model = classifier()
+    grads = torch.autograd.grad(compared(model(x), target), list(model.parameters()), create_graph=True)
+    wanted = grads
+    if entry == "product":
+        wanted = torch.autograd.grad(grads, list(model.parameters()), [torch.ones_like(grad) for grad in grads])
+
+    def found(chunks, batches=None):
+        pipe = Pipe(classifier(), [2, 1], chunks)
+        if entry == "step":
+            pipe.step(x, target, loss_fn=compared)
+            return [parameter.grad for parameter in pipe.parameters()]
+        operator = Hessian(pipe, batches or (x, target), compared)
+        return list((operator @ {name: torch.ones_like(one) for name, one in pipe.named_parameters()}).values())
+
+    words = "give all rows at once, in one mini-batch with chunks=1"
+    with pytest.raises(ValueError, match=words):
+        found(3)
+    if entry == "product":
+        with pytest.raises(ValueError, match=words):
+            found(1, [(x[:4], target[:4]), (x[4:], target[4:])])
+    torch.testing.assert_close(found(1), [grad.detach() for grad in wanted], rtol=1e-10, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------ a loss that writes its output
