@@ -101,7 +101,8 @@ class RuleCheck:
                 f"{name} has an autograd.Function of its own, and its second derivative differs from finite "
                 f"differences by {error:.1e} of its size (at most {precision.limit:.0e} is rounding). Its backward "
                 "forgets what it depends on (a tensor kept on ctx instead of save_for_backward), or is not the "
-                "derivative of its forward (a straight-through estimator). Write it with differentiable operations; "
+                "derivative of its forward (a straight-through estimator, a backward hook that changes gradients). "
+                "Write it with differentiable operations; "
                 f"verify=False takes what autograd says.{hint if precision.is_half else ''}"
             )
         else:
