@@ -76,7 +76,8 @@ def as_left(
             f"a backward of {stage} took something out of a list, a set or a deque of a module to which "
             "forwards add. Other chunks have gone forward meanwhile, or the chunk was recomputed, so what it holds "
             "depends on their order. Let a hook hold what its forward keeps (in a local variable that it closes "
-            "over), or an autograd.Function in its ctx."
+            "over), or an autograd.Function in its ctx. A tool's hooks (kronfluence's) need the plain module, "
+            "pipe.to_sequential()."
         )
 
 
