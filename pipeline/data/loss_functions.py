@@ -19,7 +19,7 @@ _REDUCING = frozenset(
     if "reduction" in getattr(getattr(functional, name), "__annotations__", ()) and name not in ("ctc_loss",)
 )
 _TOKEN_MEANS = ("cross_entropy", "nll_loss", "linear_cross_entropy")
-_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv")
+_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "outer", "cdist")  # each of one with each
 _SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
 _WEIGHING = frozenset((*_SCALING, *_PRODUCTS, "einsum", "dot", "vdot", "inner", "tensordot"))
 _ADDING = ("add", "sub", "subtract", "__radd__")
@@ -53,7 +53,7 @@ _ALONG = {  # the place of dim, which counts if it is that of the rows, and what
     **dict.fromkeys(_REDUCERS, (1, None)), "diff": (2, -1),
 }  # fmt: skip
 _TAKING = {  # likewise, where rows are taken by their place
-    **dict.fromkeys(("flip", "select", "index_select", "narrow", "gather"), (1, None)), "unbind": (1, 0),
+    **dict.fromkeys(("flip", "select", "index_select", "narrow", "gather", "unsqueeze"), (1, None)), "unbind": (1, 0),
     **dict.fromkeys(("split", "chunk", "tensor_split"), (2, 0)), **dict.fromkeys(("roll", "take_along_dim"), (2, None)),
 }  # fmt: skip
 _SWAPPING = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute")  # two dimensions, or all
@@ -138,7 +138,9 @@ def dims_along(
     name, given = function.plain, [*args, *kwargs.values()]
     values = args[0] if args else kwargs.get("input")
     if name == "__getitem__":
-        index = [part for part in (args[1] if isinstance(args[1], tuple) else args[1:]) if part is not None]
+        parts = args[1] if isinstance(args[1], tuple) else args[1:]
+        yield values, [dim for dim, part in enumerate(parts) if part is None]  # it puts rows behind a new dimension
+        index = [part for part in parts if part is not None]
         dots = [dim for dim, part in enumerate(index) if part is Ellipsis]
         yield values, [
             dim - len(index) if dots and dim > dots[0] else dim
@@ -155,8 +157,8 @@ def dims_along(
         dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
         if not isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
             yield values, dims if isinstance(dims, (tuple, list)) else [dims]
-    elif name in _PRODUCTS and len(given) == 2:
-        left, right = reversed(given) if name == "__rmatmul__" else given
+    elif name in _PRODUCTS and len(given) > 1:
+        left, right = given[1::-1] if name == "__rmatmul__" else given[:2]
         yield left, [-1]
         yield right, [-min(2, right.dim())]
     elif name in ("index_add", "scatter_add") and len(given) > 3:

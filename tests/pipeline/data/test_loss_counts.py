@@ -217,6 +217,10 @@ MOVED = {
     "turned": lambda o, t: (o - t.flip(0)).square().mean(),
     "turned by name": lambda o, t: (o - t.flip(dims=(0,))).square().mean(),
     "rolled": lambda o, t: (o - t.roll(1, 0)).square().mean(),
+    "each with each": lambda o, t: (o[:, None] * t[None]).sum(-1).square().mean(),
+    "each with each by unsqueeze": lambda o, t: (o.unsqueeze(1) * t.unsqueeze(0)).sum(-1).square().mean(),
+    "distances": lambda o, t: torch.cdist(o, 2 * t).square().mean(),
+    "an outer product": lambda o, t: torch.outer(o[:, 0], t[:, 0]).square().mean(),
     "in pieces": lambda o, t: sum([piece.sum(0).abs().mean() for piece in (o * t).split(2)]) / len(o),
 }  # fmt: skip
 
