@@ -158,7 +158,11 @@ class Loss:
         kind, amount, count, divisors = read(value, trace)
         if self._kind not in ("", kind):
             kinds = " for one chunk and ".join(sorted([self._kind, kind]))
-            raise ValueError(f"{self._name} returned {kinds} for another.")
+            raise ValueError(
+                f"{self._name} returned {kinds} for another. Return the same for every chunk. One without tokens adds "
+                "nothing to torch's mean over tokens, so no `if` is needed there; of (sum, count) return (0, 0), with "
+                "0 * output.sum() as the sum."
+            )
         self._kind = kind
         counted = None if count is None else detached_number(count)
         self._chunks[chunk] = ChunkLoss(

@@ -304,3 +304,24 @@ def test_means_over_tokens_that_count_differently_add_up_or_are_refused(name, ch
         else:
             with pytest.raises(ValueError, match="is not a mean over rows"):
                 call()
+
+
+GUARDED = {  # with what its error tells to return instead
+    "a mean over tokens": (
+        lambda o, y: F.cross_entropy(o, y) if (y != -100).any() else 0 * o.sum(), F.cross_entropy),
+    "a sum and a count": (
+        lambda o, y: (F.cross_entropy(o, y, reduction="sum"), (y != -100).sum()) if (y != -100).any() else 0 * o.sum(),
+        lambda o, y: (F.cross_entropy(o, y, reduction="sum"), (y != -100).sum())
+        if (y != -100).any() else (0 * o.sum(), 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_guard_against_chunks_without_tokens_is_refused_and_the_remedy_works(name):
+    model, x = made(0)
+    labels = torch.tensor([-100] * 3 + [0, 1, 2] * 2)
+    pipe, (guarded, remedy) = Pipe(model, [2, 1], 3), GUARDED[name]
+    with pytest.raises(ValueError, match="a single loss for another. Return the same for every chunk"):
+        pipe.step(x[:9], labels, loss_fn=guarded)
+    wanted = F.cross_entropy(model(x[:9]), labels).detach()
+    torch.testing.assert_close(pipe.step(x[:9], labels, loss_fn=remedy).loss, wanted, rtol=1e-12, atol=0)
