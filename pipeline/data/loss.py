@@ -112,11 +112,8 @@ class Loss:
         self._is_single = len(rows) == 1 and not is_part
         self._has_fractions = False  # loss_fn returned counts that may not be whole
         self._of_count: Callable[[Tensor], Tensor] | None = None  # what loss_fn makes of a count: n.clamp(min=1)
+        self._name = name_of(loss_fn)
         self.metrics = Metrics(self._name)
-
-    @property
-    def _name(self) -> str:
-        return name_of(self.loss_fn)
 
     @property
     def all_rows(self) -> int:
@@ -191,8 +188,7 @@ class Loss:
         divisors = None if is_hidden else origin.divisors
         if total is None:
             return _SINGLE, loss, None, divisors
-        count = next(divisor.amount for divisor in origin.divisors if divisor.is_count)
-        return _TOKENS, total.reshape(()), torch.as_tensor(count, dtype=torch.float64, device=total.device), divisors
+        return _TOKENS, total.reshape(()), origin.tokens.to(total.device, torch.float64), divisors
 
     def _computed(
         self, output: Any, target: Any, rows: int, is_whole: bool, batch_dim: int = 0

@@ -43,6 +43,7 @@ _SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_a
 TO_HOST = frozenset([
     "__bool__", "__float__", "__int__", "__index__", "__array__", "__dlpack__", "item", "tolist", "numpy",
 ])  # fmt: skip
+_FIRST = (9, 0)  # no argument says so
 _ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given
     "softmax": (1, 1), "log_softmax": (1, 1), "softmin": (1, 1), "normalize": (2, 1), "topk": (2, -1), "sort": (1, -1),
     "argsort": (1, -1), "msort": (1, 0), "kthvalue": (2, -1), "argmax": (1, None), "argmin": (1, None),
@@ -50,15 +51,15 @@ _ALONG = {  # the place of dim, which counts if it is that of the rows, and what
     "var_mean": (1, None), "cumprod": (1, None), "cumsum": (1, None), "cummax": (1, None), "cummin": (1, None),
     "quantile": (2, None), "nanquantile": (2, None), "norm": (2, None), "linalg_norm": (2, None),
     "linalg_vector_norm": (2, None),
-    **dict.fromkeys(_REDUCERS, (1, None)), "diff": (2, -1),
+    **dict.fromkeys(_REDUCERS, (1, None)), "diff": (2, -1), **dict.fromkeys(("bincount", "histc"), _FIRST),
 }  # fmt: skip
 _TAKING = {  # likewise, where rows are taken by their place
     **dict.fromkeys(("flip", "select", "index_select", "narrow", "gather", "unsqueeze"), (1, None)), "unbind": (1, 0),
     **dict.fromkeys(("split", "chunk", "tensor_split"), (2, 0)), **dict.fromkeys(("roll", "take_along_dim"), (2, None)),
+    **dict.fromkeys(("t", "flipud", "__reversed__", "__get__"), _FIRST),  # of the properties, T and its like
 }  # fmt: skip
 _SWAPPING = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute")  # two dimensions, or all
-_TURNING = ("t", "flipud", "__reversed__", "__get__")  # of the properties, T and its like
-_MOVING = frozenset((*_TAKING, *_SWAPPING, *_TURNING, "__getitem__"))
+_MOVING = frozenset((*_TAKING, *_SWAPPING, "__getitem__"))
 MOVED = "rows were moved"  # in a LossForm
 
 
@@ -147,8 +148,6 @@ def dims_along(
             for dim, part in enumerate(index)
             if isinstance(part, int) or isinstance(part, slice) and part != slice(None)
         ]
-    elif name in ("bincount", "histc", *_TURNING):
-        yield values, [0]
     elif name in _SWAPPING:
         moved = [*(args[1] if isinstance(args[1], (tuple, list)) else args[1:]), *kwargs.values()]
         yield values, [dim for place, dim in enumerate(moved) if name != "permute" or dim != place]

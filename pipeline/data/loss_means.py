@@ -105,9 +105,9 @@ class LossOrigin(NamedTuple):
     bend: Bend | None = None
 
     @property
-    def all_divisors(self) -> tuple[Divisor, ...]:
-        """The divisors, with that of the bend."""
-        return self.divisors if self.bend is None or self.bend.divisor is None else (*self.divisors, self.bend.divisor)
+    def tokens(self) -> Tensor:
+        """The count of a mean over tokens, or of a combination of such: that of the first."""
+        return torch.as_tensor(next(divisor.amount for divisor in self.divisors if divisor.is_count))
 
     def total_of(self, mean: Tensor) -> Tensor | None:
         """The total that belongs to `mean`, the tensor itself."""
@@ -278,15 +278,16 @@ class DivisorTrace(TorchFunctionMode):
                 origins += map(self._read, tensors_in(value))
         if len(origins) < 2:
             return origins[0] if origins else _OF_CONSTANTS
-        divisors = tuple(dict.fromkeys([divisor for origin in origins for divisor in origin.all_divisors]))
+        bends = [origin.bend.divisor for origin in origins if origin.bend is not None]
+        divisors = [*[divisor for origin in origins for divisor in origin.divisors], *[bend for bend in bends if bend]]
         totals = [origin.total for origin in origins if origin.total is not None]
         marks = frozenset().union(*[origin.marks for origin in origins])
         if not all([CONSTANT in origin.marks for origin in origins]):
             marks -= {CONSTANT}
         is_product = weighs and sum([origin.marks >= {OUTPUT, REDUCED} for origin in origins]) > 1  # of two means
-        if is_product or any([origin.bend is not None and origin.bend.divisor is None for origin in origins]):
+        if is_product or None in bends:
             marks |= {BENT}
-        return LossOrigin(marks, divisors, totals[0] if totals else None)
+        return LossOrigin(marks, tuple(dict.fromkeys(divisors)), totals[0] if totals else None)
 
     def _bend(
         self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor, earlier: Bend | None
@@ -391,7 +392,8 @@ class DivisorTrace(TorchFunctionMode):
 
     def _total(self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """The combination of the sums, where a function of means over tokens is linear and has no other term."""
-        totals = [self._total_of(value) for value in args]
+        origins = [self.origin(value) for value in args]
+        totals = [None if origin is None else origin.total for origin in origins]
         terms = [value for value, total in zip(args, totals, strict=True) if total is None]
         are_numbers, role = all(isinstance(term, (int, float)) for term in terms), function.role
         with without_function_modes():
@@ -407,22 +409,10 @@ class DivisorTrace(TorchFunctionMode):
             combine = function.func if function.plain == function.name else getattr(torch, function.plain)
             factors = [value if total is None else total for value, total in zip(args, totals, strict=True)]
             if len(terms) == 0 < len(args) - 1:  # by the first one's count their sum will be divided
-                one, other = [self._count_of(value).to(factors[1]) for value in args]
+                one, other = [origin.tokens.to(factors[1]) for origin in origins if origin is not None]
                 factors[1] = factors[1] * torch.where(one == other, 1.0, one / other)
             combination = combine(*factors, **kwargs)
         return combination if isinstance(combination, Tensor) else None
-
-    def _count_of(self, mean: Tensor) -> Tensor:
-        """The count of a mean over tokens, or of a combination of such: that of the first."""
-        origin = self.origin(mean)
-        assert origin is not None
-        count = next(divisor.amount for divisor in origin.divisors if divisor.is_count)
-        assert isinstance(count, Tensor)
-        return count
-
-    def _total_of(self, value: Any) -> Tensor | None:
-        origin = self.origin(value)
-        return None if origin is None else origin.total
 
     def _token_mean(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         origin = self._joined(args, kwargs)
