@@ -480,9 +480,10 @@ class Loss:
         return value.reshape(())
 
 
+@calls_users_code
 def _call(loss_fn: LossFn, output: Any, target: Any) -> Any:
     try:
-        return _called(loss_fn, output, target)
+        return loss_fn(output, target)
     except RuntimeError as error:
         if "appears to not have been used in the graph" not in str(error):
             raise
@@ -492,11 +493,6 @@ def _call(loss_fn: LossFn, output: Any, target: Any) -> Any:
             "gradients call the Pipe: loss = loss_fn(pipe(x), target), torch.autograd.grad(loss, ..., "
             "create_graph=True), then backward() of both."
         ) from error
-
-
-@calls_users_code
-def _called(loss_fn: LossFn, output: Any, target: Any) -> Any:
-    return loss_fn(output, target)
 
 
 def _reduction(loss_fn: LossFn, requested: str | None) -> str:

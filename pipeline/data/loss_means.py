@@ -244,12 +244,11 @@ class DivisorTrace(TorchFunctionMode):
         self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any, sums_rows: bool
     ) -> None:
         """Note the origin of a function's result."""
-        marks, divisors, total, pending, bend = self._joined(args, kwargs, function.weighs)
+        marks, divisors, total, _, bend = self._joined(args, kwargs, function.weighs)
         amounts = self._amounts(function, args, kwargs, result)
-        if amounts or total is not None or pending is not None:
-            divisors += tuple([Divisor(amount) for amount in amounts])
-            self._factors += sum([isinstance(amount, Tensor) or amount != 0 for amount in amounts])
-            total, pending = None if total is None else self._total(function, args, kwargs), None
+        divisors += tuple([Divisor(amount) for amount in amounts])
+        self._factors += sum([isinstance(amount, Tensor) or amount != 0 for amount in amounts])
+        total = None if total is None else self._total(function, args, kwargs)
         if CONSTANT in marks:
             for tensor in tensors_in(result):
                 self._note(tensor, LossOrigin(marks, divisors))
@@ -266,7 +265,7 @@ class DivisorTrace(TorchFunctionMode):
                 marks |= {BENT}
         if marks >= {OUTPUT, REDUCED} and isinstance(result, Tensor) and result.is_floating_point():
             self.dtypes.add(result.dtype)
-        origin = LossOrigin(marks, divisors, total, pending, bend)
+        origin = LossOrigin(marks, divisors, total, bend=bend)
         for tensor in tensors_in(result):
             self._note(tensor, origin)
 
@@ -361,8 +360,6 @@ class DivisorTrace(TorchFunctionMode):
         if name == "mean" or (function.is_reducing and _is_mean(kwargs)):
             averaged = args[0] if args else kwargs["input"]
             return [averaged.numel() / max(result.numel(), 1)]
-        if "alpha" in kwargs:
-            return [float(kwargs["alpha"])]
         if function.role != "scales":
             return list(_floats([*args, *kwargs.values()]))
         values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
@@ -445,12 +442,12 @@ def _is_one_of_several(result: Any, values: Any) -> bool:
 
 
 def _floats(values: Iterable[Any]) -> dict[float, None]:
-    """The floats among some values and the lists in them, each once, without zero, infinity and nan."""
+    """The floats among some values and the lists in them, each once, without infinity and nan."""
     numbers: dict[float, None] = {}
     for value in values:
         if type(value) in (list, tuple):
             numbers.update(_floats(value))
-        elif isinstance(value, float) and value and isfinite(value):
+        elif isinstance(value, float) and isfinite(value):
             numbers[value] = None
     return numbers
 

@@ -77,7 +77,6 @@ def proof(
         columns.pop(weighs.index(True))
         weighs.remove(True)
     numbers, ones = _as_numbers(columns), [1.0] * len(rows)
-    constant = [_is_as(column, ones) for column in numbers]
     # By counts: those of tokens in proportion to the first, everything else the same for all chunks.
     first = numbers[weighs.index(True)] if True in weighs else []
     wanted = {True: [first], False: [ones] if rule == "count" else [ones, rows, [1 / row for row in rows]]}
@@ -86,8 +85,7 @@ def proof(
         for is_weight, column in zip(weighs, numbers, strict=True)
     ]
     varies = [
-        None if isnan(sum(column)) or not any(column) else not is_constant
-        for column, is_constant in zip(numbers, constant, strict=True)
+        None if isnan(sum(column)) or not any(column) else not _is_as(column, ones) for column in numbers
     ]
     return tuple(varies) if all(proven) else None
 
