@@ -33,7 +33,7 @@ from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_comparison import is_same_loss
 from pipeline.data.loss_functions import MOVED, TO_HOST
 from pipeline.data.loss_means import BENT, Divisor, DivisorTrace, LossForm, detached_number
-from pipeline.data.loss_proof import LossCount, Proof, is_alike, proof
+from pipeline.data.loss_proof import LossCount, Proof, is_alike, proof, with_earlier
 from pipeline.data.metrics import Metrics, added, without_metrics
 from pipeline.data.pytrees import same_values
 
@@ -359,8 +359,9 @@ class Loss:
         if not compared:
             return self._known._replace(number=number if self.is_proven else 0)
         form = self._form | (self._known.form or frozenset())
+        shown = with_earlier(self.proof or (), self._known.proof)
         if self.is_proven:
-            return LossCount(number, self.proof or (), form)
+            return LossCount(number, shown, form)
         if self._known.unproven + 1 == _SAID:
             reads = ", ".join(sorted(map(str, self._form & TO_HOST)))
             reason = (
@@ -371,7 +372,7 @@ class Loss:
                 f"{self._name} is compared with the loss of the joined outputs in every step, which takes a second "
                 f"call of it and of its gradient: {reason}.", UserWarning, stacklevel=2,
             )
-        return LossCount(0, self.proof or (), form, self._known.unproven + 1)
+        return LossCount(0, shown, form, self._known.unproven + 1)
 
     @cached_property
     def proof(self) -> Proof | None:

@@ -31,7 +31,7 @@ class LossCount(NamedTuple):
 
     Attributes:
         number: the count.
-        proof: that of the last comparison.
+        proof: that of the last comparison, of divisors that were zero then that of an earlier one.
         form: of the loss, in all comparisons. None: there was none.
         unproven: how many in a row were compared since nothing proved the weights of their chunks.
     """
@@ -49,6 +49,13 @@ def is_alike(one: Proof, earlier: Proof) -> bool:
     """
     pairs = list(zip(one, earlier, strict=True)) if len(one) == len(earlier) else []
     return all([first is None or first == second for first, second in pairs])
+
+
+def with_earlier(one: Proof, earlier: Proof) -> Proof:
+    """A proof with what an earlier one shows of divisors that are zero in it: of a term that comes and goes."""
+    if len(one) != len(earlier):
+        return one
+    return tuple([before if flag is None else flag for flag, before in zip(one, earlier, strict=True)])
 
 
 def proof(

@@ -102,6 +102,27 @@ def test_a_loss_that_becomes_another_mean_goes_on(name, entry):
     assert steps(BECOME_OTHERS[name], entry) == []
 
 
+@pytest.mark.parametrize("every", [2, 3, 5, 6])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_term_that_comes_and_goes_is_that_of_the_mini_batch_or_refused(every, first):
+    """In each step where its factor is not zero; one that looks at all rows is refused whenever it comes."""
+    right, wrong = [
+        lambda o, t: F.mse_loss(o, t[0]) + t[1] * o.abs().mean(), lambda o, t: F.mse_loss(o, t[0]) + t[1] * contrast(o),
+    ]  # fmt: skip
+    for loss_fn in (right, wrong):
+        plain = module()
+        pipe = Pipe(copy.deepcopy(plain), [1, 2], chunks=4)
+        for number in range(first, first + 18):
+            x, y = data(number)
+            target = y, 0.3 * (number % every == 0)
+            wanted = loss_fn(plain(x), target).detach()
+            if loss_fn is wrong and target[1]:
+                with pytest.raises(ValueError, match="is not a mean over rows"):
+                    pipe.step(x, target, loss_fn=loss_fn)
+            else:
+                torch.testing.assert_close(pipe.step(x, target, loss_fn=loss_fn).loss, wanted, rtol=1e-12, atol=0)
+
+
 def labels(number):
     """Of as many rows of each class, and complete; in step 3 not."""
     if number < 2:
