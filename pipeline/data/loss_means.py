@@ -107,7 +107,9 @@ class LossOrigin(NamedTuple):
     @property
     def tokens(self) -> Tensor:
         """The count of a mean over tokens, or of a combination of such: that of the first."""
-        return torch.as_tensor(next(divisor.amount for divisor in self.divisors if divisor.is_count))
+        count = next(divisor.amount for divisor in self.divisors if divisor.is_count)
+        assert isinstance(count, Tensor)
+        return count
 
     def total_of(self, mean: Tensor) -> Tensor | None:
         """The total that belongs to `mean`, the tensor itself."""
