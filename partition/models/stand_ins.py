@@ -69,12 +69,19 @@ class AbsentModule:
     """The call of a module that lies in another part: nan, of the shapes that it would return."""
 
     def __init__(self, module: nn.Module, volatile: VolatileAttributes) -> None:
-        modules = {id(submodule): submodule for submodule in module.modules()}
+        values = {
+            (id(submodule), key): value for submodule in module.modules() for key, value in vars(submodule).items()
+            if (id(submodule), key) in volatile
+        }  # fmt: skip
+        tables = {key: value for key, value in values.items() if isinstance(value, Tensor)}  # of rotations, say
         dropped = {
-            key: is_done for key, is_done in volatile.items()
-            if key[0] in modules and not _are_plain(vars(modules[key[0]]).get(key[1]))
+            key: is_done for key, is_done in volatile.items() if key not in tables and not _are_plain(values.get(key))
         }  # it may read a number that it has, or an LSTM what its parameters were, and set another
-        self._on_meta = rebuilt(module, lambda tensor: tensor.detach().to("meta"), dropped).eval()
+        copies: dict[int, Any] = {}
+        self._on_meta = rebuilt(module, lambda tensor: tensor.detach().to("meta"), dropped, copies).eval()
+        for (owner, key), tensor in tables.items():
+            if owner in copies:
+                vars(copies[owner])[key] = tensor.detach().to("meta")
         self._meta_outputs: OrderedDict[str, Any] = OrderedDict()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +228,7 @@ def shallow(module: nn.Module, volatile: VolatileAttributes = MappingProxyType({
 
 
 def _are_plain(value: Any) -> bool:
-    return all(isinstance(leaf, bool | int | float | str | ref) for leaf in tree_leaves(value))
+    return all(leaf is None or isinstance(leaf, bool | int | float | str | ref) for leaf in tree_leaves(value))
 
 
 def forget_oldest(cache: OrderedDict[Any, Any], size: int = 32) -> None:

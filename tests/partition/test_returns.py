@@ -470,3 +470,55 @@ def test_a_block_that_does_not_run_on_the_meta_device_is_stood_in_for(autocast):
     words = ids(6)[:, :3]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert torch.equal(layers(words), model(words))
+
+
+class RotaryTable(nn.Module):
+    """A table that it keeps until a longer one is asked for, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.length = self.table = None
+
+    def forward(self, length):
+        if length != self.length or self.table.size(0) < length:
+            self.length, self.table = length, torch.linspace(1, 2, length).cos().unsqueeze(1)
+        return self.table
+
+
+class Mapped(nn.Module):
+    """A block that returns a map beside the hidden state."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.rotary = nn.Linear(4, 4), RotaryTable()
+
+    def forward(self, x):
+        y = self.inner(x) * self.rotary(x.size(1))
+        return x + y.tanh(), y @ y.transpose(1, 2)
+
+
+class Maps(nn.Module):
+    """It returns the maps of all of its blocks, as models that predict contacts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Mapped() for _ in range(3)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        maps = []
+        for block in self.blocks:
+            x, found = block(x)
+            maps.append(found.transpose(1, 2))
+        return self.head(x), torch.stack(maps, 1)
+
+
+@pytest.mark.parametrize("before", [None, 5, 7])
+def test_blocks_that_keep_a_table_of_a_length_return_their_maps(before):
+    """They were refused; or, behind a call of the model with another length, a call with that length raised."""
+    model = Maps().eval()
+    if before:
+        model(torch.randn(2, before, 4))
+    layers = cut(model, torch.randn(4, 5, 4))
+    for length in (5, 7, 3, 9):
+        x = torch.randn(3, length, 4)
+        assert all(map(torch.equal, layers((x,)), model(x)))
