@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,7 @@ class Probe:
         own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         self._modules = modules_of([top for layers in own_stages for top in layers])
         self._modes: Sequence[bool] = modes_of(self._modules)  # in which the next run computes
+        self._in_training = {id(module) for module, mode in zip(self._modules, self._modes, strict=True) if mode}
 
     def check(self) -> None:
         """Raise if the mini-batch cannot be cut.
@@ -192,7 +194,7 @@ class Probe:
         if not self._communicator.exchange.any(is_certain):
             return
         culprit, _ = _first_to_differ(ours, theirs, partial(differs, least=0.0))  # what later layers have enlarged, too
-        is_excused = culprit is not None and self._gathers and (culprit.gathers or bool(when) and culprit.draws)
+        is_excused = self._may_gather(culprit) and (culprit.gathers or bool(when) and culprit.draws)
         self._refuse(
             culprit, is_excused,
             f"mixes the rows of the mini-batch{when}: with other rows beside it, a row comes out otherwise"
@@ -213,12 +215,18 @@ class Probe:
         culprit = culprits[0] if len({run and run.number for run in culprits}) == 1 else None
         if not self._communicator.exchange.any(culprit is not None):
             return
-        is_excused = draws or culprit is not None and self._gathers and culprit.gathers
+        is_excused = draws or self._may_gather(culprit) and culprit.gathers
         self._refuse(
             culprit, is_excused or not same(first.output, reference.output),
             "reads the number or the places of the rows of the mini-batch: at another place, among another number of "
             "rows, a row comes out otherwise"
         )
+
+    def _may_gather(self, culprit: LayerRun | None) -> TypeGuard[LayerRun]:
+        """Whether a layer may gather statistics of its rows: in eval mode what it writes are rows, as of a cache."""
+        layer = None if culprit is None else culprit.layer
+        modules = () if layer is None else [layer, *[each for each in layer.modules() if isinstance(each, _BatchNorm)]]
+        return self._gathers and any([id(module) in self._in_training for module in modules])
 
     def _refuse(self, culprit: LayerRun | None, is_excused: bool, words: str) -> None:
         """Raise on the ranks that have the layer, or, if none is to be named, on the last one."""

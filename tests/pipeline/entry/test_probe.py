@@ -736,3 +736,34 @@ def test_a_layer_that_keeps_its_first_batch_is_refused_where_that_would_be_a_chu
         assert not model[0].done and torch.equal(model[0].bias, torch.zeros(4))
     assert torch.equal(Pipe(model, [1, 1], 1, checkpoint="never", devices=["cpu"] * 2)(x), plain(x))
     torch.testing.assert_close(Pipe(model, [1, 1], 2, devices=["cpu"] * 2)(x), plain(x))
+
+
+class Cache(nn.Module):
+    """Keeps rows from one call to the next, by their places, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(8, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        earlier = self.kept[: len(x)].clone()
+        self.kept[: len(x)] = x.detach()
+        return x + earlier
+
+
+def test_a_cache_of_rows_is_refused_in_eval_mode_where_chunks_would_overwrite_it() -> None:
+    """A buffer that a layer writes is one of statistics in train mode alone."""
+    x = flat()
+    with torch.no_grad():
+        model = around(Cache()).eval()
+        whole, pipe = Pipe(copy.deepcopy(model), [1, 1]), Pipe(copy.deepcopy(model), [1, 1], chunks=2)
+        assert all([torch.equal(whole(rows), model(rows)) for rows in (x, x + 1, x.flip(0))])
+        with pytest.raises(ValueError, match=r"layer 1 \(Cache\) reads the number or the places of the rows.*chunks=1"):
+            for _ in range(2):
+                pipe(x)
+
+
+def test_a_batch_norm_that_a_script_puts_into_train_mode_alone_gathers_statistics() -> None:
+    model = around(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Tanh())).eval()
+    model[1][0].train()
+    Pipe(model, [1, 1], chunks=2)(flat())
