@@ -62,7 +62,7 @@ class Probe:
 
     def __init__(self, setup: Setup, batch: Batch, checks_rows: bool, gathers: bool) -> None:
         self._communicator = setup.communicator
-        self._checks_rows, self._gathers = checks_rows, gathers
+        self._checks_rows = checks_rows
         self._is_trained = setup.grad
         self._setup = replace(
             setup, recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(),
@@ -75,7 +75,8 @@ class Probe:
         own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         self._modules = modules_of([top for layers in own_stages for top in layers])
         self._modes: Sequence[bool] = modes_of(self._modules)  # in which the next run computes
-        self._in_training = {id(module) for module, mode in zip(self._modules, self._modes, strict=True) if mode}
+        in_training = [id(module) for module, mode in zip(self._modules, self._modes, strict=True) if mode]
+        self._gathering = frozenset(in_training if gathers else ())  # ids of modules
 
     def check(self) -> None:
         """Raise if the mini-batch cannot be cut.
@@ -226,7 +227,7 @@ class Probe:
         """Whether a layer may gather statistics of its rows: in eval mode what it writes are rows, as of a cache."""
         layer = None if culprit is None else culprit.layer
         modules = () if layer is None else [layer, *[each for each in layer.modules() if isinstance(each, _BatchNorm)]]
-        return self._gathers and any([id(module) in self._in_training for module in modules])
+        return any([id(module) in self._gathering for module in modules])
 
     def _refuse(self, culprit: LayerRun | None, is_excused: bool, words: str) -> None:
         """Raise on the ranks that have the layer, or, if none is to be named, on the last one."""
