@@ -101,7 +101,7 @@ class Probe:
             reachable = ReachableState(self._modules)
             self._generators = reachable.generators
             self._undo = [reachable.put_back, contents.put_back]
-            if self._checks_rows or self._stages_share_a_process():
+            if self._keeps_no_rows or self._stages_share_a_process():
                 self._check_order(alone, self._others())
             if self._batch.chunks == 1:  # of several mini-batches: it is not cut
                 return
@@ -122,6 +122,11 @@ class Probe:
                 self._modes = [mode_of(module) and not isinstance(module, _BatchNorm) for module in self._modules]
                 if self._communicator.exchange.any(any(self._modes)):
                     self._check_rows(alone, beside, self._run(alone), " in train mode")
+
+    @property
+    def _keeps_no_rows(self) -> bool:
+        """Whether a layer may keep nothing of its rows for its next call, which a chunk of the mini-batch would be."""
+        return self._checks_rows and self._batch.chunks > 1
 
     def _stages_share_a_process(self) -> bool:
         """Whether some process has several stages, which may leave something to each other."""
@@ -278,7 +283,7 @@ class Probe:
                     "batch, call the model with one before."
                 )
             is_of_rows = not all_same(after_same[stage][0], outputs)
-            if self._checks_rows and is_of_rows and all_same(after_others_again[stage][0], outputs):
+            if self._keeps_no_rows and is_of_rows and all_same(after_others_again[stage][0], outputs):
                 raise RuntimeError(
                     f"{name} gives other values for the same input when chunks of other rows have run before it: a "
                     "layer keeps something of its rows for its next call, such as the hidden state of an LSTM. Each "

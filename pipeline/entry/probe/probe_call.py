@@ -14,6 +14,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partition.contents import tensors_in
+from partition.modes import mode_of
 from pipeline.common.accelerators import entered
 from pipeline.common.torch_modes import weights_cast_anew
 from pipeline.data.microbatch import Batch
@@ -139,13 +140,14 @@ class ProbeCall:
                 inputs, expected = in_order._inboxes[stage], in_order.stage_outputs[stage]
                 outputs[stage] = [expected]
                 if not all_same(self._again(run, *inputs), expected):
-                    outputs[stage] = [self._again(run, *inputs, rewinds=True) for _ in range(1 + _REPEATS)]
+                    gathers = any([mode_of(module) for _, layer in run.layers.numbered for module in layer.modules()])
+                    outputs[stage] = [self._again(run, *inputs, rewinds=gathers) for _ in range(1 + _REPEATS)]
         return outputs
 
     def _again(
         self, run: StageRun, inbox: Sequence[Activations], states: States, rewinds: bool = False
     ) -> list[Activations] | None:
-        """Run a stage as before, but after others. `rewinds`: without what these have left in its buffers."""
+        """Run a stage as before, but after others. `rewinds`: without what these have left in buffers: statistics."""
         if rewinds:
             run.snapshot.roll_buffers_back()
         place = self._execution.setup.layout.places[run.layers.index]

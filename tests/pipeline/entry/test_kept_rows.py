@@ -48,6 +48,21 @@ class Cache(nn.Module):
         return x + (x @ keys.mT).softmax(-1) @ keys
 
 
+class Bank(nn.Module):
+    """The same, of means in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(1, WIDE, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return x
+        output = x + (x @ self.bank.mT).softmax(-1) @ self.bank
+        self.bank = torch.cat([self.bank, x.detach().mean((0, 1), keepdim=True)[0]])
+        return output
+
+
 class Mean(nn.Module):
     """Less a mean of what it has seen before, elsewhere than on itself."""
 
@@ -142,7 +157,7 @@ def assert_steps_as_by_hand(pipe: Pipe, model: nn.Module, plain: nn.Module, chun
 
 
 KEEP: dict[str, tuple[Callable[[], nn.Module], Sequence[bool]]] = {
-    "LSTM": (Lstm, (True, False)), "cache": (Cache, (False,)), "mean": (Mean, (True, False)),
+    "LSTM": (Lstm, (True, False)), "cache": (Cache, (False,)), "bank": (Bank, (False,)), "mean": (Mean, (True, False)),
 }  # fmt: skip
 ENTRIES: dict[str, Callable[[Pipe, Tensor, Tensor], Any]] = {
     "forward": lambda pipe, x, target: pipe(x),
@@ -181,6 +196,21 @@ def test_what_counts_calls_or_is_a_statistic_is_as_in_a_loop_by_hand(kind, balan
     model = model_of(kind, True)
     plain = copy.deepcopy(model)
     assert_steps_as_by_hand(Pipe(model, balance, 2, devices=["cpu"] * len(balance)), model, plain, 2)
+
+
+def test_mini_batches_of_one_step_find_what_the_one_before_left():
+    """As in a loop over them."""
+    model = model_of(Lstm, True)
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, [3, 3], 1, devices=["cpu"] * 2, checkpoint="never")
+    for number in range(4):
+        batches = [mini_batch(2 * number), mini_batch(2 * number + 1)]
+        pipe.zero_grad()
+        loss = pipe.step(iter(batches), loss_fn=mean_square).loss
+        x, target = [torch.cat(parts) for parts in zip(*batches)]
+        expected, gradients = by_hand(plain, x, target, 2)
+        torch.testing.assert_close(loss.detach(), expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["LSTM", "mean"])
