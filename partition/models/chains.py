@@ -87,10 +87,20 @@ def named_blocks(model: nn.Module, selection: str | Sequence[str], calls: Sequen
     return blocks
 
 
-def broken_links(blocks: Sequence[ModuleCall], in_train_mode: Sequence[ModuleCall]) -> set[int]:
-    """The numbers of blocks that are not called in train mode with what the one before returned: dropout is between."""
-    calls = called_again(in_train_mode, blocks)
-    return {number for number, (earlier, later) in enumerate(zip(calls, calls[1:]), 1) if not _shared(earlier, later)}
+def broken_links(model: nn.Module, blocks: Sequence[ModuleCall], runs: Iterable[Sequence[ModuleCall]]) -> set[int]:
+    """The numbers of blocks that are not just called with what the one before returned in one of some runs.
+
+    Dropout is between the two in train mode, or a module with parameters is called there: an auxiliary head.
+    """
+    numbers: set[int] = set()
+    for calls in runs:
+        block_calls, trained = called_again(calls, blocks), _with_parameters(model, calls)
+        numbers.update([
+            number for number, (earlier, later) in enumerate(zip(block_calls, block_calls[1:]), 1)
+            if not _shared(earlier, later)
+            or any(earlier.end < call.begin and call.end < later.begin for call in trained)
+        ])  # fmt: skip
+    return numbers
 
 
 def called_again(calls: Iterable[ModuleCall], blocks: Sequence[ModuleCall]) -> list[ModuleCall]:
@@ -109,26 +119,20 @@ def outermost_calls(calls: Iterable[ModuleCall], names: Container[str]) -> list[
     return outermost
 
 
-def chains_of(
-    model: nn.Module, blocks: Sequence[ModuleCall], calls: Sequence[ModuleCall], begins: Container[int]
-) -> tuple[BlockChain, ...]:
+def chains_of(blocks: Sequence[ModuleCall], begins: Container[int]) -> tuple[BlockChain, ...]:
     """The chains that blocks make, in their order: a block whose hidden state is not that of the one before begins one.
 
     Args:
-        model: the model.
-        blocks: of the model.
-        calls: of all modules.
+        blocks: of a model.
         begins: the numbers of blocks that begin a chain besides.
 
     Raises:
         PartitionError: a block has no hidden state.
     """
-    trained = _with_parameters(model, calls)
     runs: list[list[ModuleCall]] = []
     for number, block in enumerate(blocks):
         run = runs[-1] if runs else []
-        is_next = run and number not in begins and _continues(run, block)
-        if is_next and not any(run[-1].end < call.begin and call.end < block.begin for call in trained):
+        if run and number not in begins and _continues(run, block):
             run.append(block)
         else:
             runs.append([block])

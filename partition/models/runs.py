@@ -357,7 +357,8 @@ class OutlineRun:
                 raise PartitionError(
                     f"block {names[number]!r} is not called with what block {names[number - 1]!r} returned, as it was "
                     "on the sample by which the model was cut: something is computed between the two, for a mask, a "
-                    "size or a mode that the sample did not have. Cut the model with a sample that is like this call."
+                    "size or a mode that the sample did not have. Cut the model with a sample that is like this call. "
+                    "(The model's own checkpoint with use_reentrant=True hands on copies: use False.)"
                 )
 
 

@@ -256,10 +256,10 @@ def _divided(
     makes the module a block.
     """
     given: frozenset[tuple[int, str]] = frozenset()
-    model, begins = record.model, broken_links(blocks, record.in_train_mode.calls)
+    model, begins = record.model, broken_links(record.model, blocks, [run.calls for run in record.runs])
     _check_draws(record, {block.name for block in blocks})
     while True:
-        chains = chains_of(model, blocks, record.in_eval_mode.calls, begins)
+        chains = chains_of(blocks, begins)
         _check_containers(record, chains)
         runs = [run for run in record.runs if called_again(run.calls, blocks)]
         phases = phases_of(model, runs, chains)

@@ -557,19 +557,62 @@ def test_blocks_may_be_named_and_wrong_names_are_refused():
             to_sequential(model, ids(2), blocks=blocks)
 
 
+class Supervised(Chain):
+    """Each block has an output in train mode, of its own head or of that of the last; in eval mode the last one."""
+
+    def __init__(self, of_its_own):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in self.blocks) if of_its_own else [self.head] * 3
+
+    def forward(self, ids):
+        x, outputs = self.embed(ids), []
+        for block, head in zip(self.blocks, self.heads):
+            x = block(x)
+            if self.training:
+                outputs.append(head(x))
+        return outputs if self.training else self.head(x)
+
+
+@pytest.mark.parametrize("of_its_own", [False, True])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_head_behind_each_block_in_train_mode_alone(checkpoint, of_its_own):
+    def loss_of(outputs, targets):
+        return torch.stack([(output - targets).square().mean() for output in outputs]).sum()
+
+    torch.manual_seed(0)
+    model = Supervised(of_its_own).double()
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, None, 2, devices=["cpu"] * 2, checkpoint=checkpoint, sample=ids(4))
+    for length in (6, 5, 7, 6):
+        x, targets = ids(4, length), torch.randn(4, 1, 2, dtype=torch.float64)
+        pipe.zero_grad()
+        plain.zero_grad()
+        loss = pipe.step(x, targets, loss_fn=loss_of).loss
+        expected = loss_of(plain(x), targets)
+        expected.backward()
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=0, atol=1e-13)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-13)
+    x = ids(4, 7)
+    assert torch.equal(pipe.eval()(x), plain.eval()(x))
+
+
 class Scales(Chain):
-    """A block that is called with a number, one that no forward calls, one between others in train mode alone."""
+    """A block that is called with a number, one that no forward calls, statistics between others in train mode."""
 
     def __init__(self):
         super().__init__()
-        self.scale, self.spare, self.watch = Scale(), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale, self.spare, self.watch = Scale(), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)
 
     def forward(self, ids):
         x = self.embed(ids) * self.scale(2)
         for block in self.blocks:
             x = block(x)
             if self.training:
-                self.watch(x)
+                self.watch(x.flatten(0, 1))
         return x
 
 
