@@ -138,10 +138,11 @@ class ProbeCall:
         with self._ran():
             for stage, run in reversed(self.stages.items()) if is_whole else ():
                 inputs, expected = in_order._inboxes[stage], in_order.stage_outputs[stage]
-                outputs[stage] = [expected]
-                if not all_same(self._again(run, *inputs), expected):
+                outputs[stage] = [self._again(run, *inputs)]
+                if not all_same(outputs[stage][0], expected):
                     gathers = any([mode_of(module) for _, layer in run.layers.numbered for module in layer.modules()])
-                    outputs[stage] = [self._again(run, *inputs, rewinds=gathers) for _ in range(1 + _REPEATS)]
+                    repeated = [self._again(run, *inputs, rewinds=gathers) for _ in range(1 + _REPEATS)]
+                    outputs[stage] = repeated if gathers else [*outputs[stage], *repeated]
         return outputs
 
     def _again(

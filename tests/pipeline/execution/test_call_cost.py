@@ -144,11 +144,12 @@ class Long(nn.Module):
     def __init__(self, fails: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self.was_on: set[bool] = set()
+        was_on: set[bool] = set()
+        self.was_on, self.note = lambda: was_on, was_on.add  # a failed call puts back a set on a module
         self.fails = fails
 
     def forward(self, x: Tensor) -> Tensor:
-        self.was_on.add(gc.isenabled())
+        self.note(gc.isenabled())
         for _ in range(500):
             x = x * self.weight
         if self.fails:
@@ -176,7 +177,7 @@ def test_no_garbage_is_collected_while_a_call_runs(is_on: bool, fails: bool) -> 
     gc.callbacks.append(note)
     try:
         step()
-        assert gc.isenabled() is is_on and layer.was_on == {False}
+        assert gc.isenabled() is is_on and layer.was_on() == {False}
         assert len(times) <= 2 * 3  # before and after; 8 chunks with 500 nodes would be more than 5
     finally:
         gc.callbacks.remove(note)

@@ -93,7 +93,7 @@ def test_a_forward_that_writes_what_a_parameter_wraps_is_refused():
             return super().forward(x)
 
     pipe, (x, y) = Pipe(nn.Sequential(Writes(6, KINDS["wraps"]), Linear(6, 3)), [1, 1], 2), rows()
-    with pytest.raises(CheckpointError, match="the recomputation of stage 0 .* gave other values than its forward"):
+    with pytest.raises(CheckpointError, match="gave other values than its forward|wrote a parameter through .data"):
         pipe.step(x, y, loss_fn=F.mse_loss)
 
 

@@ -359,10 +359,10 @@ class Noted(nn.Module):
     def __init__(self, weight: nn.Parameter, seen: list[Any]) -> None:
         super().__init__()
         self.weight = weight
-        self.seen = seen
+        self.note = seen.append  # a failed call puts back a list on a module
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(weakref.ref(self.weight))
+        self.note(weakref.ref(self.weight))
         return x * self.weight
 
 
