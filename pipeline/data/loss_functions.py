@@ -19,7 +19,7 @@ _REDUCING = frozenset(
     if "reduction" in getattr(getattr(functional, name), "__annotations__", ()) and name not in ("ctc_loss",)
 )
 _TOKEN_MEANS = ("cross_entropy", "nll_loss", "linear_cross_entropy")
-_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "outer", "cdist")  # each of one with each
+_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "outer", "cdist", "linear")  # each with each
 _SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
 _WEIGHING = frozenset((*_SCALING, *_PRODUCTS, "einsum", "dot", "vdot", "inner", "tensordot"))
 _ADDING = ("add", "sub", "subtract", "__radd__")
@@ -38,6 +38,7 @@ _LINEAR = frozenset((
 ))  # fmt: skip
 _OPAQUE = frozenset((
     "addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy",
+    "batch_norm", "cartesian_prod", "corrcoef", "cov", "kron", "unique", "unique_consecutive",
 ))  # fmt: skip
 _SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
 TO_HOST = frozenset([
@@ -51,15 +52,21 @@ _ALONG = {  # the place of dim, which counts if it is that of the rows, and what
     "var_mean": (1, None), "cumprod": (1, None), "cumsum": (1, None), "cummax": (1, None), "cummin": (1, None),
     "quantile": (2, None), "nanquantile": (2, None), "norm": (2, None), "linalg_norm": (2, None),
     "linalg_vector_norm": (2, None),
-    **dict.fromkeys(_REDUCERS, (1, None)), "diff": (2, -1), **dict.fromkeys(("bincount", "histc"), _FIRST),
+    **dict.fromkeys(_REDUCERS, (1, None)), "diff": (2, -1), "cosine_similarity": (2, 1), "gradient": (9, None),
+    **dict.fromkeys(("bincount", "histc"), _FIRST),
 }  # fmt: skip
 _TAKING = {  # likewise, where rows are taken by their place
     **dict.fromkeys(("flip", "select", "index_select", "narrow", "gather", "unsqueeze"), (1, None)), "unbind": (1, 0),
     **dict.fromkeys(("split", "chunk", "tensor_split"), (2, 0)), **dict.fromkeys(("roll", "take_along_dim"), (2, None)),
-    **dict.fromkeys(("t", "flipud", "__reversed__", "__get__"), _FIRST),  # of the properties, T and its like
+    **dict.fromkeys(("t", "flipud", "rot90", "repeat", "tile", "__reversed__", "__get__"), _FIRST),  # T and its like
+    "repeat_interleave": (2, None),
 }  # fmt: skip
 _SWAPPING = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute")  # two dimensions, or all
-_MOVING = frozenset((*_TAKING, *_SWAPPING, "__getitem__"))
+VIEWING = ("view", "reshape", "view_as", "reshape_as")
+_MOVING = frozenset((*_TAKING, *_SWAPPING, *VIEWING, "__getitem__"))
+_NORMALIZING = ("layer_norm", "rms_norm")  # over the last dimensions, as many as they are told the sizes of
+_ATTENDING = ("scaled_dot_product_attention",)
+_LOOKING = (_ALONG, _SUMMING_ROWS, _MOVING, _NORMALIZING, _ATTENDING)
 MOVED = "rows were moved"  # in a LossForm
 
 
@@ -118,7 +125,7 @@ def known(func: Callable[..., Any]) -> LossFunction:
         is_reducing=is_reducing,
         is_linear=plain in _LINEAR,
         is_opaque=isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or name in _OPAQUE,
-        looks=(plain in _ALONG or plain in _SUMMING_ROWS or plain in _MOVING) and not is_property,
+        looks=not is_property and any([plain in names for names in _LOOKING]),
         reads=name in TO_HOST,
         role=_ROLES.get(plain, ""),
         sums_rows=plain in _SUMMING_ROWS,
@@ -148,6 +155,11 @@ def dims_along(
             for dim, part in enumerate(index)
             if isinstance(part, int) or isinstance(part, slice) and part != slice(None)
         ]
+    elif name in _NORMALIZING:
+        sizes = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+        yield values, range(-len(sizes), 0)
+    elif name in _ATTENDING and len(given) > 1:  # to the keys
+        yield given[1], [-2]
     elif name in _SWAPPING:
         moved = [*(args[1] if isinstance(args[1], (tuple, list)) else args[1:]), *kwargs.values()]
         yield values, [dim for place, dim in enumerate(moved) if name != "permute" or dim != place]
@@ -159,7 +171,7 @@ def dims_along(
     elif name in _PRODUCTS and len(given) > 1:
         left, right = given[1::-1] if name == "__rmatmul__" else given[:2]
         yield left, [-1]
-        yield right, [-min(2, right.dim())]
+        yield right, [0 if name == "linear" else -min(2, right.dim())]
     elif name in ("index_add", "scatter_add") and len(given) > 3:
         yield given[3], [given[1]]
     elif name == "einsum" and len(args) > 1 and isinstance(args[0], str):

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from partition.contents import tensors_in
 from partition.precision import HALF
 from pipeline.common.torch_modes import within_checkpoint, without_function_modes
-from pipeline.data.loss_functions import MOVED, LossFunction, dims_along, known, takes_all
+from pipeline.data.loss_functions import MOVED, VIEWING, LossFunction, dims_along, known, takes_all
 
 
 class Divisor:
@@ -225,7 +225,7 @@ class DivisorTrace(TorchFunctionMode):
         if func is torch._is_all_true:  # by which torch checks arguments: those of distributions
             self._note(result, _OF_CHECK)
             return result
-        along_rows = function.looks and self._looks_along_rows(function, args, kwargs)
+        along_rows = function.looks and self._looks_along_rows(function, args, kwargs, result)
         if along_rows and takes_all(function, args):
             self._names.add(MOVED)
         elif along_rows and not function.sums_rows or function.is_opaque:
@@ -331,8 +331,12 @@ class DivisorTrace(TorchFunctionMode):
         origin = self.origin(value)
         return origin is not None and SEVERAL in origin.marks and OUTPUT not in origin.marks
 
-    def _looks_along_rows(self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a function sums or compares numbers of several rows, or chooses some by their place."""
+    def _looks_along_rows(
+        self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> bool:
+        """Whether a function sums or compares numbers of several rows, chooses some by their place, or moves them."""
+        if function.plain in VIEWING:
+            return self.origin(args[0]) is not None and self._has_rows(args[0]) and not self._has_rows(result)
         return any([
             dim in (place, place - value.dim())
             for value, dims in dims_along(function, args, kwargs)
@@ -340,6 +344,11 @@ class DivisorTrace(TorchFunctionMode):
             for place in [self._place(value)]
             for dim in dims
         ])
+
+    def _has_rows(self, value: Tensor) -> bool:
+        """Whether a tensor may have rows, or parts of them, along a dimension that may be that of the rows."""
+        dims = {0, self._batch_dim} & set(range(value.dim()))
+        return any([value.shape[dim] % self._rows == 0 for dim in dims])
 
     def _place(self, value: Tensor) -> int:
         """The dimension of the rows: the first one, or `batch_dim` where it is as long."""

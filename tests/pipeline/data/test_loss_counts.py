@@ -222,6 +222,23 @@ MOVED = {
     "distances": lambda o, t: torch.cdist(o, 2 * t).square().mean(),
     "an outer product": lambda o, t: torch.outer(o[:, 0], t[:, 0]).square().mean(),
     "in pieces": lambda o, t: sum([piece.sum(0).abs().mean() for piece in (o * t).split(2)]) / len(o),
+    "each with each by a view": lambda o, t: (o.view(1, -1, WIDE) * t.view(-1, 1, WIDE)).square().mean(),
+    "each with each by reshape": lambda o, t: (o.reshape(len(o), 1, -1) * t.reshape(1, len(t), -1)).square().mean(),
+    "as weights": lambda o, t: F.linear(o, t).square().mean(),
+    "of weights": lambda o, t: F.linear(t, o).square().mean(),
+    "keys": lambda o, t: F.scaled_dot_product_attention(o, t, o).square().mean(),
+    "repeated": lambda o, t: (o.repeat_interleave(2, 0) * t.repeat(2, 1)).square().mean(),
+    "tiled": lambda o, t: (o.tile(2, 1) * t.repeat_interleave(2, dim=0)).square().mean(),
+    "turned by 90 degrees": lambda o, t: torch.rot90(o * t).sum(1).abs().mean() / len(o),
+    "slopes": lambda o, t: torch.gradient(o * t, dim=0)[0].square().mean() + o.mean(),
+    "cosines of columns": lambda o, t: F.cosine_similarity(o, t, dim=0).mean(),
+    "normalized over rows": lambda o, t: (F.layer_norm(o * t, o.shape) + o).square().mean(),
+    "batch norm": lambda o, t: (F.batch_norm(o * t, None, None, training=True) + o).square().mean(),
+    "products of all": lambda o, t: torch.kron(o, t).square().mean(),
+    "covariances": lambda o, t: torch.cov(o).square().mean(),
+    "correlations": lambda o, t: torch.corrcoef(o - 2 * t).square().mean(),
+    "pairs": lambda o, t: torch.cartesian_prod(o[:, 0], t[:, 1]).prod(1).square().mean(),
+    "how many differ": lambda o, t: o.square().mean() * len(torch.unique(t[:, 0])),
 }  # fmt: skip
 
 
