@@ -195,6 +195,6 @@ def storage_of(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-def address_of(tensor: Tensor) -> Any:
+def storage_holder(tensor: Tensor) -> Any:
     """An object that keeps the key of a tensor's storage its own, not the memory: no other one has it meanwhile."""
     return tensor if storage_of(tensor) < 0 else StorageWeakRef(tensor.untyped_storage())

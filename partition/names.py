@@ -41,7 +41,7 @@ class ModelNames(NamedTuple):
 
     Attributes:
         names: those of the modules and tensors in it. What several parts call may lie within a module of one of them.
-        places: of all modules and tensors of the model, by name, as from `places_of`.
+        places: of all modules and tensors of the model, by name, as from `places_by_name`.
         settings: of modules of the model that stay in it, by their names: as the layer runs them.
     """
 
@@ -108,7 +108,7 @@ class LayeredModule(nn.Module):
         if not parts:
             yield from super().named_modules(memo, prefix, remove_duplicate)
             return
-        places, seen = places_of(self._tree()), set() if memo is None else memo
+        places, seen = places_by_name(self._tree()), set() if memo is None else memo
         named: list[tuple[int, bool, str, nn.Module]] = []
         for path, module in super().named_modules(set(), "", remove_duplicate=False):
             number, _, name = path.partition(".")
@@ -397,11 +397,11 @@ def behaviour_of(module: nn.Module) -> dict[str, Any]:
     return {"forward": forward and id(forward), "backward hooks": str(tuple(module._backward_hooks))}
 
 
-def places_of(model: nn.Module) -> dict[str, int]:
+def places_by_name(model: nn.Module) -> dict[str, int]:
     """The places of all modules and tensors of a model, by name, in the order in which torch goes through them.
 
     Example:
-        >>> places_of(nn.Linear(2, 2))
+        >>> places_by_name(nn.Linear(2, 2))
         {'': 0, 'weight': 1, 'bias': 2}
     """
     order: dict[str, int] = {}

@@ -52,7 +52,7 @@ def may_change(leaf: Any) -> bool:
     return seen_of(leaf) is Opaque and not is_torch and not isinstance(leaf, _LASTING)
 
 
-def named(leaf: Any) -> str:
+def type_name(leaf: Any) -> str:
     """The type of an object, in words."""
     return f"{type(leaf).__module__}.{type(leaf).__qualname__}"
 

@@ -24,7 +24,7 @@ from partition.models.sequential import to_sequential
 from partition.names import sequential
 from partition.splitting import check_module, runs_in_order
 from pipeline.common.arguments import check_count, check_flags, shown
-from pipeline.common.places import Place, places_of
+from pipeline.common.places import Place, places_for
 from pipeline.common.torch_modes import eagerly
 from pipeline.data.loss import LossFn
 from pipeline.data.microbatch import bare
@@ -49,11 +49,11 @@ from pipeline.entry.step import LossArguments, Step
 from pipeline.entry.validation import (
     StageView,
     check_plain,
-    check_shared,
+    check_shared_buffers,
     choose_balance,
     choose_places,
     find_ranks,
-    settle,
+    settle_stages,
 )
 from pipeline.execution.drivers import check_workers
 from pipeline.execution.setup import Layout
@@ -152,7 +152,7 @@ class Pipe(FixedModule, StateDictMixin):
         check_wrapped(module)
         check_plain(module)
         check_workers(workers)
-        given_places = places_of(devices)
+        given_places = places_for(devices)
         check_where(replicas, group, given_places)
         ranks = find_ranks(group, given_places, workers, heartbeat, timeout)
         replica_ranks = find_replicas(replicas, ranks, heartbeat, timeout)
@@ -164,7 +164,7 @@ class Pipe(FixedModule, StateDictMixin):
         places = choose_places(given_places, len(layers_per_stage), ranks)
         verify_skippables(module)
         stages = split(module, layers_per_stage)
-        check_shared(stages, [place.device for place in places])
+        check_shared_buffers(stages, [place.device for place in places])
         layout = Layout(places, chain(len(stages), routes(stages)), Local(), workers)
         processes = Processes(ranks, parameters)
         count = check_count("chunks", chunks)
@@ -183,7 +183,7 @@ class Pipe(FixedModule, StateDictMixin):
         self._modules.update(layers)
         with emptied_again(module):
             if ranks is None:
-                settle(stages, range(len(stages)), self.devices, materialize, draw_seed)
+                settle_stages(stages, range(len(stages)), self.devices, materialize, draw_seed)
             else:
                 processes = replace(processes, copies=join_ranks(self.runtime, stages, materialize))
                 self._settings = replace(self._settings, processes=processes)
@@ -495,7 +495,7 @@ class Pipe(FixedModule, StateDictMixin):
         """
         arguments = LossArguments(x, target, loss_fn, loss_reduction, outputs, trace)
         if is_loader(x):
-            return eagerly(data_set.evaluate, self.runtime, x, arguments)
+            return eagerly(data_set.evaluate_loader, self.runtime, x, arguments)
         return eagerly(entry_points.evaluate, self.runtime, arguments)
 
     def clip_grad_norm_(

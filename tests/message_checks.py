@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.data.pytrees import flatten, same_values, storage_of
+from pipeline.data.pytrees import flatten, memory_address, same_values
 from pipeline.transports.link import Receiver, Sender
 from pipeline.transports.message import Message
 from pipeline.transports.packing import Packing
-from pipeline.transports.tensor_spec import settle
+from pipeline.transports.tensor_spec import sendable
 from pipeline.transports.testing import ChannelEnds
 
 
@@ -164,13 +164,13 @@ def _assert_equal(received: Message, expected: Message) -> None:
         assert (tensor is None) == (original is None), "None was taken for a tensor, or a tensor for None"
         if tensor is not None and original is not None:
             assert _same_bits(tensor, original), f"{original} came as {tensor}"
-    memories = [storage_of(tensor) for tensor in received.tensors if tensor is not None]
+    memories = [memory_address(tensor) for tensor in received.tensors if tensor is not None]
     assert len(set(memories)) == len(memories), "two tensors of a message share their memory"
     assert repr(received[1:]) == repr(expected[1:]), f"{expected[1:]} came as {received[1:]}"
 
 
 def _same_bits(received: Tensor, original: Tensor) -> bool:
-    (original,) = settle([original], "it")  # type: ignore[assignment]  # a tensor, since it was one
+    (original,) = sendable([original], "it")  # type: ignore[assignment]  # a tensor, since it was one
     if original.layout is not torch.strided:
         return received.layout is original.layout and same_values(received, original)
     return Packing.of([received]).specs == Packing.of([original]).specs and torch.equal(

@@ -339,6 +339,19 @@ def test_a_type_name_means_one_thing() -> None:
     assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
 
 
+def test_a_public_function_name_means_one_thing() -> None:
+    """Functions of modules. Commands are called what they run; each schedule has its `build`."""
+    owners: dict[str, list[str]] = {}
+    for path in MODULES:
+        is_of_commands = path.name in ("command.py", "commands.py", "__main__.py")
+        if not is_of_commands and path.parent.name not in ("schedules", "command_line"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                    owners.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(owners) > 600
+    assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
+
+
 def _type_names(tree: ast.Module) -> Iterator[str]:
     yield from [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     for node in tree.body:

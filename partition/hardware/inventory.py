@@ -21,7 +21,7 @@ from partition.hardware.numbering import number_devices, uuids_of_torch
 from partition.hardware.nvml import NvmlUnavailable, opened, words_of
 from partition.hardware.sampling import DeviceSampling
 from partition.hardware.selection import MARGIN, Choice, choose, memory_cap
-from partition.hardware.tables import bandwidths, device_table, link_table, plain
+from partition.hardware.tables import as_plain_values, bandwidths, device_table, link_table
 from scheduler.aligning import aligned
 
 
@@ -65,8 +65,8 @@ class Devices:
         positions = range(len(self.all))
         pairs = {pair: {"name": str(link), **asdict(link)} for pair, link in self.links.items()}
         return {
-            "visible": list(map(plain, self.visible)),
-            "hidden": list(map(plain, self.hidden)),
+            "visible": list(map(as_plain_values, self.visible)),
+            "hidden": list(map(as_plain_values, self.hidden)),
             "links": [[pairs.get(frozenset((row, column))) for column in positions] for row in positions],
             "notes": list(self.notes),
         }

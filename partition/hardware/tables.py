@@ -45,7 +45,7 @@ def bandwidths(links: DeviceLinks) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def plain(device: Device) -> dict[str, Any]:
+def as_plain_values(device: Device) -> dict[str, Any]:
     """A device as numbers, strings, lists and dicts."""
     others = None if device.processes is None else [process._asdict() for process in device.others]
     return asdict(device) | {"label": device.label, "processes": others}

@@ -56,7 +56,7 @@ def training(*modules: nn.Module) -> Iterator[None]:
             module.eval()
 
 
-def same(one: Any, other: Any) -> bool:
+def same_numbers(one: Any, other: Any) -> bool:
     """Whether two values hold the same numbers."""
     (ours, tree), (theirs, their_tree) = tree_flatten(one), tree_flatten(other)
     return tree == their_tree and all(map(equal, ours, theirs))
@@ -234,7 +234,7 @@ def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
             return True
         outcomes.append(([call.name for call in calls], returned))
     (names_at_0, at_0), (names_at_1, at_1) = outcomes
-    return names_at_0 != names_at_1 or not same(at_0, at_1)
+    return names_at_0 != names_at_1 or not same_numbers(at_0, at_1)
 
 
 def _how_called(model: nn.Module, sample: Any, always: Iterable[str], mode: str) -> str:

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from partition.errors import PartitionError
 from partition.models.as_found import as_found
-from partition.models.calls import ModelRecord, equal, near, run_model, same, training
+from partition.models.calls import ModelRecord, equal, near, run_model, same_numbers, training
 from partition.models.inputs import Leaves
 from partition.models.parts import Block, Part
 from partition.names import OF_EVERY_MODULE
-from partition.opaque import named, opaque, remedy
+from partition.opaque import opaque, remedy, type_name
 from partition.precision import float32_in_full
 from partition.randomness import generators_left, seed_host
 
@@ -36,7 +36,7 @@ class UnfitModelError(PartitionError):
 
 
 @float32_in_full()
-def compare(
+def check_layers(
     record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], part_names: Collection[str]
 ) -> None:
     """See that the layers compute what the model computes, in eval mode, and under one seed in train mode.
@@ -119,7 +119,7 @@ def _check_comparable(kind: str, expected: Any) -> None:
         )
     for leaf in opaque(leaves):
         raise UnfitModelError(
-            f"{kind} returns a {named(leaf)}, and nothing sees what is in it: {remedy(leaf)}; or take them out "
+            f"{kind} returns a {type_name(leaf)}, and nothing sees what is in it: {remedy(leaf)}; or take them out "
             "of it with output=lambda returned: ..."
         )
     if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in leaves):
@@ -139,7 +139,7 @@ def check_undrawn(record: ModelRecord, make: Callable[[Any], Any]) -> None:
 
     with torch.random.fork_rng(devices=[]), as_found([record.model], record.written):
         first, again, other = returned(0), returned(0), returned(1)
-    if same(first, again) and not same(first, other):
+    if same_numbers(first, again) and not same_numbers(first, other):
         raise UnfitModelError(
             f"{type(record.model).__name__} draws random numbers in eval mode, too, and its parts draw others. Draw "
             "them before, and call the model with them."
@@ -160,7 +160,7 @@ def _compare_next(
             _called(record, layers, run, [other_sample, record.sample])[0]
             for run in (partial(_made, record, make), layers)
         ]
-    if not same(ours, theirs):
+    if not same_numbers(ours, theirs):
         raise PartitionError(keeps(record.model, attributes))
 
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from partition.contents import address_of, storage_of, tensors_in, written_by
+from partition.contents import storage_holder, storage_of, tensors_in, written_by
 from partition.randomness import states_of_torch
 
 
@@ -120,7 +120,7 @@ class Flow:
         self.host_reads.append((self.tick(), tuple([self.node(tensor) for tensor in tensors])))
 
     def _put(self, tensor: Tensor, version: StorageVersion) -> int:
-        self._latest[storage_of(tensor)] = len(self.nodes), address_of(tensor)
+        self._latest[storage_of(tensor)] = len(self.nodes), storage_holder(tensor)
         self.nodes.append(version)
         return len(self.nodes) - 1
 

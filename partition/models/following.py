@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partition.models.references import is_setting, settings_of
+from partition.models.references import is_setting, plain_attributes
 from partition.models.stand_ins import VolatileAttributes
 
 
@@ -62,7 +62,7 @@ class _ModuleCopy:
         ]
         self._count = 0
         self._settings: Sequence[str] = ()
-        self._seen = {**settings_of(module), **module._buffers}
+        self._seen = {**plain_attributes(module), **module._buffers}
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -77,7 +77,7 @@ class _ModuleCopy:
         copied, original = vars(self._copy), vars(module)
         if len(original) != self._count:  # names have come or gone
             self._count = len(original)
-            self._settings = [name for name in settings_of(module) if name not in self._volatile]
+            self._settings = [name for name in plain_attributes(module) if name not in self._volatile]
         buffers: Any = module._buffers
         return self._follow(self._settings, copied, original) | self._follow(self._shared, self._copy._buffers, buffers)
 

@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdRef
 
-from partition.contents import address_of, version_of
+from partition.contents import storage_holder, version_of
 from partition.errors import PartitionError
 from partition.models.as_found import Hook, PutBacks, is_same, stays
 from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
 from partition.models.lost import LostTensor
 from partition.models.passing import PassingPlan
-from partition.models.references import drop_others, hooks_of, references_of, renew_references, settings_of
+from partition.models.references import drop_others, hooks_of, plain_attributes, references_of, renew_references
 from partition.models.runs import (
     ArgumentKey,
     BlockChain,
@@ -47,13 +47,13 @@ from partition.models.stand_ins import (
     AbsentModule,
     StandIn,
     VolatileAttributes,
-    copied,
+    copied_module,
     copy_that_calls,
     rebuilt,
     shallow,
     without_numbers,
 )
-from partition.names import OF_EVERY_MODULE, behaviour_of, places_of, starts
+from partition.names import OF_EVERY_MODULE, behaviour_of, places_by_name, starts
 
 
 class _LastChunk(threading.local):
@@ -108,7 +108,7 @@ class Outline(nn.Module):
         self.chains = chains
         self.inputs = inputs
         self.passing = passing
-        self.places = places_of(model)
+        self.places = places_by_name(model)
         containers = {name: model.get_submodule(name) for name in sorted(containers_of(model, chains))}
         numbers = {id(model.get_submodule(name)): calls for name, calls in numbers_of(model, chains).items()}
         absent = {id(module): module for module in map(model.get_submodule, part_names)}
@@ -229,7 +229,7 @@ class Outline(nn.Module):
         """Copies of the modules that contain others, by name, with some modules and parameters put in."""
         around = {id(root.get_submodule(name)) for name in self._around}
         present = {id(unit_of(root, name)): unit for name, unit in units.items()}
-        top = copied(root, lambda tensor: present.get(id(tensor), tensor), present, among=around)
+        top = copied_module(root, lambda tensor: present.get(id(tensor), tensor), present, among=around)
         copies = {name: top.get_submodule(name) for name in self.settings}
         present.update((id(unit_of(root, name)), unit_of(top, name)) for name in self._referenced)  # some are in units
         for name, keys in self._references.items():
@@ -409,7 +409,7 @@ def _copy_in_eval_mode(
     """Add a copy of a module without parameters, in eval mode, which shares all that no forward writes, and hooks."""
     shared = {
         id(value): value for submodule in module.modules()
-        for key, value in {**submodule._buffers, **settings_of(submodule), **hooks_of(submodule)}.items()
+        for key, value in {**submodule._buffers, **plain_attributes(submodule), **hooks_of(submodule)}.items()
         if value is not None and (id(submodule), key) not in volatile and id(value) not in own
     }
     module_copy = copy.deepcopy(module, shared).eval()
@@ -437,7 +437,7 @@ def _identities(travelling: Iterable[Any]) -> list[Any]:
 
 def _identity(leaf: Tensor) -> tuple[Any, ...]:
     """The identity of an input's numbers: their memory, or the tensor itself where a gradient goes to it."""
-    storage = leaf if leaf.requires_grad else address_of(leaf)
+    storage = leaf if leaf.requires_grad else storage_holder(leaf)
     if storage is leaf:
         return "leaf", WeakIdRef(leaf), version_of(leaf)
     return "memory", storage, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype, version_of(leaf)

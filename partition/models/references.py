@@ -28,7 +28,7 @@ def references_of(module: nn.Module) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def settings_of(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that refer to no module or parameter: what a copy of it may have as well."""
     return {key: value for key, value in vars(module).items() if key not in _OF_ITS_OWN and is_setting(value)}
 

@@ -25,7 +25,7 @@ from partition.models.as_found import Hook
 from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, record_model
 from partition.models.carrying import AbsentUnitsError, LostValueError, NotCarriedError, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks, outermost_calls
-from partition.models.comparison import UnfitModelError, check_undrawn, compare, keeps
+from partition.models.comparison import UnfitModelError, check_layers, check_undrawn, keeps
 from partition.models.inputs import ModelInputs, UnsentInputError
 from partition.models.outline import Outline
 from partition.models.parts import Beginning, Block, End, Middle
@@ -38,7 +38,7 @@ from partition.models.stand_ins import rebuilt
 from partition.models.twin import twin_of
 from partition.modes import Modes, modes_kept
 from partition.names import ModelLayers
-from partition.opaque import may_change, named, opaque, remedy
+from partition.opaque import may_change, opaque, remedy, type_name
 from partition.randomness import generators_left
 
 
@@ -150,9 +150,10 @@ def _first_cut(
     except PartitionError as error:
         calls = record.in_eval_mode.calls
         for leaf in opaque([leaf for call in calls for leaf in call.returned[0]]):
-            error.add_note(f"Modules of it return a {named(leaf)}, and nothing sees what is in it: {remedy(leaf)}.")
+            error.add_note(f"Modules of it return a {type_name(leaf)}, and nothing sees what is in it: {remedy(leaf)}.")
         for leaf in filter(may_change, opaque([leaf for call in calls for leaf in call.arguments.leaves.values()])):
-            error.add_note(f"Modules of it are called with a {named(leaf)}: what one writes there, others do not see.")
+            kind = type_name(leaf)
+            error.add_note(f"Modules of it are called with a {kind}: what one writes there, others do not see.")
         raise
 
 
@@ -205,7 +206,7 @@ def _cut(
             outline = Outline(model, chains, inputs, part_names, volatile, passing, shaping, hooks, own)
             layers = _layers(model, outline, shares, output)
             try:
-                compare(record, layers, output, part_names)
+                check_layers(record, layers, output, part_names)
                 return layers
             except UnsentInputError as error:
                 read = tuple([is_read or number == error.leaf for number, is_read in enumerate(read)])

@@ -24,7 +24,7 @@ from partition.models.lost import as_lost, lost
 from partition.models.references import renew_references
 from partition.models.runs import Switches, this_run
 from partition.models.shapes import TensorShape
-from partition.opaque import named, opaque, remedy
+from partition.opaque import opaque, remedy, type_name
 
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
 # have True there: the first forward alone sets that, since it does something once. transformers registers hooks so.
@@ -96,8 +96,8 @@ class AbsentModule:
             for leaf in opaque(tree_leaves(meta_output)):
                 if tensors_in(getattr(leaf, "__dict__", leaf)):
                     raise PartitionError(
-                        f"a {type(self._on_meta).__name__} returns a {named(leaf)} to several parts of the model, and "
-                        f"nothing sees what is in it: {remedy(leaf)}."
+                        f"a {type(self._on_meta).__name__} returns a {type_name(leaf)} to several parts of the model, "
+                        f"and nothing sees what is in it: {remedy(leaf)}."
                     )
             if follows_from_shapes and not opaque(leaves):
                 self._meta_outputs[key] = meta_output
@@ -175,21 +175,21 @@ def rebuilt(
     """
     copies = {} if copies is None else copies
     earlier = set(copies)
-    copy = copied(module, changed, copies, volatile)
+    copy = copied_module(module, changed, copies, volatile)
     for key in copies.keys() - earlier:
         if isinstance(copies[key], nn.Module):
             renew_references(copies[key], copies)
     return copy
 
 
-def copied(
+def copied_module(
     module: nn.Module,
     changed: Callable[[Tensor], Tensor],
     copies: dict[int, Any],
     volatile: VolatileAttributes = MappingProxyType({}),
     among: Container[int] | None = None,
 ) -> nn.Module:
-    """The same, with the references of the module. Of `among`, ids of modules, others are not copied."""
+    """A copy of a module, which refers to what that refers to. Of `among`, ids of modules, others are not copied."""
     if id(module) in copies:
         return copies[id(module)]  # type: ignore[no-any-return]  # of a module
     if isinstance(module, torch.jit.ScriptModule) or among is not None and id(module) not in among:
@@ -201,7 +201,7 @@ def copied(
                 table[name] = copies[id(tensor)] = changed(tensor)
     for name, child in module._modules.items():
         if child is not None:
-            vars(copy)["_modules"][name] = copied(child, changed, copies, volatile, among)
+            vars(copy)["_modules"][name] = copied_module(child, changed, copies, volatile, among)
     forward: Any = vars(module).get("forward")
     child = copies.get(id(getattr(forward, "__self__", None)), copy)
     if child is not copy:  # its forward is that of a child: of peft's AdaptionPromptModel

@@ -45,7 +45,7 @@ def tried_in_orders(setups: Sequence[TrialSetup], may_reorder: bool) -> tuple[li
     return trials, list(dict.fromkeys([*orders, order])), is_all
 
 
-def fitting(best: Trial, setups: Sequence[TrialSetup], orders: Sequence[DeviceOrder]) -> tuple[Trial, bool]:
+def fitting_trial(best: Trial, setups: Sequence[TrialSetup], orders: Sequence[DeviceOrder]) -> tuple[Trial, bool]:
     """A trial that fits, where the best of those that were tried does not, and whether all there is was looked at.
 
     That is all balances and recomputations of the schedules, in these orders of the devices. Where none fits, or none

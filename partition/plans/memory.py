@@ -50,7 +50,7 @@ class DevicePeak(NamedTuple):
     total: int
 
 
-def values_of(profile: Profile, balance: Sequence[int]) -> list[StageValue]:
+def values_between(profile: Profile, balance: Sequence[int]) -> list[StageValue]:
     """The values that pass between stages: each stage's output to the next, and skips to where they are read."""
     stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
     ends = [sum(balance[: stage + 1]) - 1 for stage in range(len(balance))]

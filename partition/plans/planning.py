@@ -15,7 +15,7 @@ from torch import nn
 
 from partition.errors import PartitionError
 from partition.hardware.selection import Choice
-from partition.plans.device_orders import fitting, tried_in_orders
+from partition.plans.device_orders import fitting_trial, tried_in_orders
 from partition.plans.memory import DevicePeak
 from partition.plans.plan import ExpectedStep, Plan
 from partition.plans.trials import (
@@ -23,9 +23,9 @@ from partition.plans.trials import (
     PlanLinks,
     Trial,
     TrialSetup,
-    costs_of,
+    action_costs,
     polished,
-    recomputed,
+    recomputed_pairs,
     tried,
 )
 from partition.profiles.amounts import spelt_bytes, spelt_work
@@ -151,7 +151,7 @@ def plan(
     trials, orders, is_all = tried_in_orders(setups, reorder)
     best = polished(min(trials, key=lambda trial: trial.rank))
     if not best.fits:
-        best, is_complete = fitting(best, setups, orders)
+        best, is_complete = fitting_trial(best, setups, orders)
         is_all = is_all and is_complete
     if best.fits and effort > 0:
         best = _searched(best, effort)
@@ -249,8 +249,8 @@ _APART = 1.4
 
 def _costs(best: Trial) -> Costs:
     """The costs of a trial in numbers for each stage, also what a chunk holds."""
-    stages, costs = best.stages, costs_of(best.setup, best.stages, best.balance, frozenset())
-    recomputes = recomputed(best.checkpoint, best.setup.schedule)
+    stages, costs = best.stages, action_costs(best.setup, best.stages, best.balance, frozenset())
+    recomputes = recomputed_pairs(best.checkpoint, best.setup.schedule)
     shares = [sum(s == stage for s, _ in recomputes) / best.setup.schedule.chunks for stage in range(len(stages))]
     assert isinstance(costs.forward, tuple)  # a number for each stage
     return replace(
@@ -266,7 +266,7 @@ def _costs(best: Trial) -> Costs:
 
 def _expected(best: Trial) -> ExpectedStep:
     timeline, schedule = best.timeline, best.setup.schedule
-    costs = costs_of(best.setup, best.stages, best.balance, frozenset())
+    costs = action_costs(best.setup, best.stages, best.balance, frozenset())
     bound = LowerBound(pose(costs, schedule.placement, schedule.chunks)).value
     return ExpectedStep(
         timeline.makespan, timeline.bubble, min(bound, timeline.makespan), best.setup.machine.unit, timeline.busy,

@@ -18,7 +18,7 @@ from partition.cuts.layers import layers_of
 from partition.cuts.sharing import shared
 from partition.cuts.windows import DeviceStages, StageSpec, Windows
 from partition.errors import PartitionError
-from partition.plans.memory import DevicePeak, moments_of, peaks, values_of
+from partition.plans.memory import DevicePeak, moments_of, peaks, values_between
 from partition.plans.plan import RecomputedStages
 from partition.profiles.profile import Profile, StageProfile
 from scheduler import Costs, Link, Schedule, Timeline, simulate
@@ -118,7 +118,7 @@ def tried(setup: TrialSetup) -> list[Trial]:
     Raises:
         PartitionError: there are fewer layers than stages.
     """
-    schedule, free = setup.schedule, replayed(setup, "never", _cut(setup, "never"))
+    schedule, free = setup.schedule, simulated(setup, "never", _cut(setup, "never"))
     trials = [free]
     if free.fits:
         return trials
@@ -155,9 +155,9 @@ def _neighbours(trial: Trial) -> Iterator[Trial]:
     for checkpoint in _toggled(trial):
         yield _fitted(trial.setup, checkpoint)
         for balance in moved if len(moved) <= _FEW else moved[:1]:
-            yield replayed(trial.setup, checkpoint, balance)
+            yield simulated(trial.setup, checkpoint, balance)
     for balance in moved[1:]:
-        yield replayed(trial.setup, trial.checkpoint, balance)
+        yield simulated(trial.setup, trial.checkpoint, balance)
 
 
 def _moved(balance: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -185,13 +185,13 @@ def _fitted(setup: TrialSetup, checkpoint: Checkpoint) -> Trial:
     The cut knows what devices hold of their stages at once; what waits to be read shows in the replay, and is taken off
     the caps.
     """
-    best = replayed(setup, checkpoint, _cut(setup, checkpoint))
+    best = simulated(setup, checkpoint, _cut(setup, checkpoint))
     caps = list(setup.machine.caps)
     for _ in range(_ROUNDS):
         if best.fits:
             break
         try:
-            trial = replayed(setup, checkpoint, _cut(setup, checkpoint, caps))
+            trial = simulated(setup, checkpoint, _cut(setup, checkpoint, caps))
         except PartitionError:
             break
         best = min(best, trial, key=lambda trial: trial.rank)
@@ -216,7 +216,7 @@ def _cut(setup: TrialSetup, checkpoint: Checkpoint, caps: Sequence[float] | None
 def _windows(setup: TrialSetup, checkpoint: Checkpoint, caps: Sequence[float] | None) -> Windows:
     """The stages of a schedule on its devices, for the cut; without caps they hold what they like."""
     profile, machine, _, _, schedule = setup
-    recomputes = recomputed(checkpoint, schedule)
+    recomputes = recomputed_pairs(checkpoint, schedule)
     chunks = _chunks_of(recomputes)
     lane_of, last = schedule.placement.lane_of, schedule.stages - 1
     check_stages(schedule.stages, len(profile.layers))
@@ -269,28 +269,28 @@ def enumerated(setup: TrialSetup, budget: int) -> tuple[Trial | None, int]:
             balance = [stop - start for start, stop in zip((0, *cuts), (*cuts, windows.layers))]
             if windows.over(windows.bytes(balance)) > 0:
                 continue
-            trial = replayed(setup, checkpoint, balance)
+            trial = simulated(setup, checkpoint, balance)
             if trial.fits:
                 return trial, budget
     return None, budget
 
 
 @no_collecting()
-def replayed(setup: TrialSetup, checkpoint: Checkpoint, balance: Sequence[int]) -> Trial:
+def simulated(setup: TrialSetup, checkpoint: Checkpoint, balance: Sequence[int]) -> Trial:
     """The trial of one balance: simulated, and its memory counted."""
     profile, machine, _, _, schedule = setup
-    recomputes = recomputed(checkpoint, schedule)
-    stages = stages_of(profile, balance)
-    costs = costs_of(setup, stages, balance, recomputes)
+    recomputes = recomputed_pairs(checkpoint, schedule)
+    stages = stages_of_balance(profile, balance)
+    costs = action_costs(setup, stages, balance, recomputes)
     timeline = simulate(schedule, costs)
     begins = len(profile.layers) - balance[-1]
-    values, loss = values_of(profile, balance), profile.loss_bytes(begins)
+    values, loss = values_between(profile, balance), profile.loss_bytes(begins)
     device_peaks = peaks(timeline, schedule.placement, stages, values, recomputes, loss)
     over = tuple([peak.total - cap for peak, cap in zip(device_peaks, machine.caps)])
     return Trial(setup, tuple(balance), checkpoint, stages, timeline, device_peaks, over)
 
 
-def recomputed(checkpoint: Checkpoint, schedule: Schedule) -> StageChunks:
+def recomputed_pairs(checkpoint: Checkpoint, schedule: Schedule) -> StageChunks:
     """The (stage, chunk) pairs that are recomputed, where each lane has a device of its own."""
     if checkpoint == "never":
         return frozenset()
@@ -305,13 +305,13 @@ def _chunks_of(recomputes: StageChunks) -> Counter[int]:
     return Counter(stage for stage, _ in recomputes)
 
 
-def stages_of(profile: Profile, balance: Sequence[int]) -> list[StageProfile]:
+def stages_of_balance(profile: Profile, balance: Sequence[int]) -> list[StageProfile]:
     """The stages of a balance."""
     ends = list(accumulate(balance))
     return [profile.stage(end - size, end) for end, size in zip(ends, balance)]
 
 
-def costs_of(
+def action_costs(
     setup: TrialSetup, stages: Sequence[StageProfile], balance: Sequence[int], recomputes: StageChunks
 ) -> Costs:
     """The costs of actions and messages; the loss is a part of the last stage's backward."""

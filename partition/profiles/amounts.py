@@ -1,7 +1,7 @@
 """Amounts: bytes of which some may be those of another layer, and numbers with their spread.
 
     Bytes(own=64, shared=((3, 16),))      64 that no other layer has, and the 16 of storage or parameter number 3
-    joined([Bytes(...), Bytes(...)])      what several layers have together: what they share counts once
+    sum_of_bytes([Bytes(...), Bytes(...)])    what several layers have together: what they share counts once
 """
 
 import statistics
@@ -30,10 +30,10 @@ class Bytes(NamedTuple):
         return self._replace(shared=tuple([pair for pair in self.shared if pair[0] not in numbers]))
 
 
-def joined(amounts: Iterable[Bytes]) -> int:
+def sum_of_bytes(amounts: Iterable[Bytes]) -> int:
     """The bytes of several layers together.
 
-    >>> joined([Bytes(8, ((0, 4),)), Bytes(2, ((0, 4), (1, 1)))])
+    >>> sum_of_bytes([Bytes(8, ((0, 4),)), Bytes(2, ((0, 4), (1, 1)))])
     15
     """
     own, shared = 0, dict[int, int]()

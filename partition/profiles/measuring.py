@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from partition.contents import tensors_in
 from partition.profiles.alike import LikenessCache
 from partition.profiles.sandbox import Sandbox
-from partition.profiles.skips import renew, skips_of, values_of
+from partition.profiles.skips import renew, skips_of, skips_under
 
 T = TypeVar("T")
 Visit = Callable[[nn.Module, Any, "VisitedLayer"], tuple[T, Any]]
@@ -92,7 +92,7 @@ def _each_layer(
                     else:
                         result, x = _visit(visit, layer_copy, x, visited)
                 del layer_copy
-            renew(dict(zip(visited.stashes, _cut(values_of(visited.stashes)), strict=True)))
+            renew(dict(zip(visited.stashes, _cut(skips_under(visited.stashes)), strict=True)))
             results.append(result)
         if loss is not None:
             with _noted("loss" if loss.target is not None else "loss, without a target=", loss.function, sandbox):
@@ -136,7 +136,7 @@ class _LossLayer(nn.Module):
 
 def outputs_of(y: Any, stashes: list[Hashable]) -> list[Tensor]:
     """The tensors that a layer returns or stashes, and that need a gradient."""
-    return [tensor for tensor in tensors_in([y, values_of(stashes)]) if tensor.requires_grad]
+    return [tensor for tensor in tensors_in([y, skips_under(stashes)]) if tensor.requires_grad]
 
 
 class _InputsFromLeaf(torch.autograd.Function):
@@ -161,7 +161,7 @@ class RunInput:
     """
 
     def __init__(self, x: Any, pops: list[Hashable]) -> None:
-        given = [x, *values_of(pops)]
+        given = [x, *skips_under(pops)]
         differentiable = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
         self.leaves = [torch.empty((), device=tensor.device, requires_grad=True) for tensor in differentiable[:1]]
         inputs: Iterator[Tensor] = iter(())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
-from partition.profiles.amounts import Bytes, MedianSpread, joined, spelt_bytes, spelt_work
+from partition.profiles.amounts import Bytes, MedianSpread, spelt_bytes, spelt_work, sum_of_bytes
 from scheduler.aligning import aligned
 from scheduler.notebook import NotebookResult
 
@@ -181,7 +181,7 @@ class Profile(NotebookResult):
         return StageProfile(
             forward, first, second, backward,
             sum(_states(inside)) + sum(layer.buffers + layer.constants for layer in inside),
-            joined(layer.saved.without(entry) for layer in inside),
+            sum_of_bytes(layer.saved.without(entry) for layer in inside),
             (self.layers[start - 1].output if start else 0) + sum(popped),
             *_split(inside, entry),
         )  # fmt: skip
@@ -260,7 +260,7 @@ class Profile(NotebookResult):
 
 def _states(layers: Sequence[LayerProfile]) -> list[int]:
     """The bytes of parameters, of gradients and of optimizer state that some layers have together."""
-    return list(map(joined, zip(*[layer.states for layer in layers])))
+    return list(map(sum_of_bytes, zip(*[layer.states for layer in layers])))
 
 
 def _split(layers: Sequence[LayerProfile], aside: Container[int]) -> tuple[int, int]:
@@ -272,7 +272,7 @@ def _split(layers: Sequence[LayerProfile], aside: Container[int]) -> tuple[int, 
     """
     saved = [layer.saved.without(aside) for layer in layers]
     uses = Counter(number for amount in saved for number, _ in amount.shared)
-    current, peak = joined(saved), 0
+    current, peak = sum_of_bytes(saved), 0
     for layer, amount in zip(reversed(layers), reversed(saved)):
         peak = max(peak, current + layer.waits.rise)
         current += layer.waits.gradients + layer.waits.inputs.own - amount.own

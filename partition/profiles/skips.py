@@ -36,7 +36,7 @@ def skips_of(layer: nn.Module) -> tuple[list[Hashable], list[Hashable]]:
     return [key for key in stashed if key not in within], [key for key in popped if key not in within]
 
 
-def values_of(keys: Iterable[Hashable]) -> list[Any]:
+def skips_under(keys: Iterable[Hashable]) -> list[Any]:
     """The values that now stand under these keys."""
     return [variable.get()[key] for key in keys for variable in _holding(key)]
 

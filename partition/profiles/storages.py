@@ -17,13 +17,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from partition.contents import address_of, nbytes_of, storage_of, tensors_in
+from partition.contents import nbytes_of, storage_holder, storage_of, tensors_in
 from partition.halves import as_it_was, held_by
 from partition.profiles.amounts import Bytes
 from partition.profiles.backwards import first_half
 from partition.profiles.measuring import RunInput, VisitedLayer, outputs_of
 from partition.profiles.profile import SkipTraffic, SplitBackwardBytes
-from partition.profiles.skips import values_of
+from partition.profiles.skips import skips_under
 
 
 class SavedBytes(NamedTuple):
@@ -129,7 +129,7 @@ class Storages:
 
     def _leave(self, y: Any, visited: VisitedLayer) -> None:
         self._number(y)
-        for key, value in zip(visited.stashes, values_of(visited.stashes), strict=True):
+        for key, value in zip(visited.stashes, skips_under(visited.stashes), strict=True):
             self._number(value)
             self._skips[key] = next(self._count), _message(value)  # one tensor under two keys travels twice
 
@@ -137,7 +137,7 @@ class Storages:
         for tensor in tensors_in(value):
             if storage_of(tensor) not in self._numbers:
                 self._numbers[storage_of(tensor)] = next(self._count)
-                self._alive.append(address_of(tensor))
+                self._alive.append(storage_holder(tensor))
 
 
 class _WatchedForward:
@@ -168,7 +168,7 @@ class _WatchedForward:
             weakref.finalize(token, self._changes.append, (storage, -size))
         if storage not in self.saved:
             self.saved[storage] = size
-            self.storages[storage] = address_of(detached)
+            self.storages[storage] = storage_holder(detached)
         return token, detached
 
     def first_half(self, layer: nn.Module, visited: VisitedLayer) -> dict[int, int]:

@@ -1,14 +1,14 @@
 """Accelerators as torch.accelerator knows them: one path for CUDA, ROCm, XPU, NPU and any other kind.
 
     accelerators(), device_of_rank()     which there are; the one of a rank
-    identity(device)                     its name in all processes of a host
+    device_identity(device)              its name in all processes of a host
     entered(device)                      within: it is the current device
     entered_streams(stream, ...)         within: streams are current
     beside(streams)                      the same; they wait for those that were current, and these for them
     bind(streams)                        their devices are ready in this thread
     use_here(tensors), use_in(stream, t) tells the allocator which streams use tensors of others
     moved_in_place(device)               within: parameters that move there stay the same objects
-    default_generators(devices)          what layers there draw from
+    device_generators(devices)           what layers there draw from
     peak_bytes(device)                   the most that was allocated there
     is_capturing(devices)                whether a graph of their work is being made
 
@@ -56,7 +56,7 @@ def device_of_rank() -> torch.device:
     return devices[index % len(devices)]  # a launcher may show each process one device
 
 
-def identity(device: torch.device) -> str:
+def device_identity(device: torch.device) -> str:
     """The name of an accelerator in all processes of a host; "" if it has none, and for the host itself.
 
     Where there are no UUIDs the number is one, but not in a process that sees one device: others may see others.
@@ -149,7 +149,7 @@ def moved_in_place(device: torch.device) -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+def device_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """The default generators of those of `devices` that are accelerators."""
     kind = _kind()
     indices = sorted({device.index or 0 for device in devices if device.type == kind})

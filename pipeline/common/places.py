@@ -42,7 +42,7 @@ class Place(NamedTuple):
         return self.device.type != "cpu"
 
 
-def places_of(devices: Any) -> list[Place] | None:
+def places_for(devices: Any) -> list[Place] | None:
     """The places for a `devices` argument; None if none is given.
 
     Raises:

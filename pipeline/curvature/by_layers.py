@@ -29,9 +29,9 @@ from torch import Tensor
 
 from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.density import Density
-from pipeline.curvature.estimates.layer_traces import layers_of
+from pipeline.curvature.estimates.layer_traces import parameter_names_by_layer
 from pipeline.curvature.estimates.resume import Resumable, checked_path
-from pipeline.curvature.results.plots import finite, symlog
+from pipeline.curvature.results.plots import or_zero, symlog
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import column, curves, rows, table
 from pipeline.curvature.space import HOST
@@ -85,10 +85,10 @@ class LayerSpectra(Result):
         for place, (values, errors) in enumerate(zip(self.values.T, self.value_errors.T, strict=True)):
             heights = [layer + (place - (k - 1) / 2.0) * bar_height for layer in range(layers)]
             label = f"eigenvalue {place + 1}"
-            ax.barh(heights, finite(values).tolist(), height=bar_height, xerr=errors.tolist(), label=label)
+            ax.barh(heights, or_zero(values).tolist(), height=bar_height, xerr=errors.tolist(), label=label)
         drawn = [self.values]
         if self.traces is not None and self.trace_errors is not None:
-            errors = finite(self.trace_errors).tolist()
+            errors = or_zero(self.trace_errors).tolist()
             ax.errorbar(self.traces.tolist(), range(layers), xerr=errors, fmt="kD", markersize=4, label="trace")
             drawn.append(self.traces)
         symlog(ax, "x", *drawn)
@@ -203,7 +203,7 @@ def per_layer(
         resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
     """
     k = check_count("k", k)
-    layers = layers_of(A.space, groups)
+    layers = parameter_names_by_layer(A.space, groups)
 
     def pairs(block: Operator, options: dict[str, Any]) -> dict[str, Any]:
         eigenpairs = block.top_eigenpairs(min(k, block.space.size), which=which, tol=tol, seed=seed, **options)
@@ -265,7 +265,7 @@ def layer_densities(
 
     options = {"show": show, "resume": resume, "save_every": save_every}
     settings = {"file": "densities by layers 1", "steps": steps, "runs": runs, "seed": seed}
-    layers = layers_of(A.space, groups)
+    layers = parameter_names_by_layer(A.space, groups)
     with _computed_by_layer(A, "densities of layers", layers, density, settings, options) as parts:
         return LayerDensities(A.name, parts)
 

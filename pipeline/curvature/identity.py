@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from partition.containers import reader_of
 from partition.names import OF_EVERY_MODULE, NamedLayer
-from partition.opaque import named
+from partition.opaque import type_name
 from pipeline.data.loss_key import captured
 from pipeline.distributed.agreement import digest, values_in_words
 
@@ -31,7 +31,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def architecture(module: nn.Module) -> str:
     """The classes of all modules, what they print of themselves, and attributes that are numbers or words."""
-    printed = [(name, named(part), part.extra_repr(), _plain(part)) for name, part in module.named_modules()]
+    printed = [(name, type_name(part), part.extra_repr(), _plain(part)) for name, part in module.named_modules()]
     words = [f"{name} {kind}({text}) {numbers}" for name, kind, text, numbers in printed]
     return re.sub(r" at 0x[0-9a-f]+", "", "; ".join(words))
 
@@ -44,11 +44,11 @@ def _plain(module: nn.Module) -> list[tuple[str, Any]]:
     return sorted([(name, value) for name, value in own if isinstance(value, _PLAIN)])
 
 
-def identity(value: Any, depth: int = _DEPTH) -> str:
+def value_in_words(value: Any, depth: int = _DEPTH) -> str:
     """A value in words; what is deeper than `depth` by its class alone.
 
     Example:
-        >>> identity(partial(max, 2, key=[0.5, None]))
+        >>> value_in_words(partial(max, 2, key=[0.5, None]))
         'partial(builtins.max, [2], {key: [0.5, None]})'
     """
     if isinstance(value, _PLAIN):
@@ -60,7 +60,7 @@ def identity(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, types.ModuleType):
         return value.__name__
     if depth == 0:
-        return named(value)
+        return type_name(value)
     if isinstance(value, partial):
         return f"partial({', '.join(_identities((value.func, value.args, value.keywords), depth))})"
     if isinstance(value, (list, tuple)):
@@ -68,11 +68,11 @@ def identity(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(_identities(reader_of(type(value))(value), depth)))}}}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join([f'{name}: {identity(item, depth - 1)}' for name, item in value.items()])}}}"
+        return f"{{{', '.join([f'{name}: {value_in_words(item, depth - 1)}' for name, item in value.items()])}}}"
     if isinstance(value, types.MethodType):
-        return f"{identity(value.__func__, depth)} of {identity(value.__self__, depth)}"
+        return f"{value_in_words(value.__func__, depth)} of {value_in_words(value.__self__, depth)}"
     if isinstance(value, types.CodeType):
-        return f"code {value.co_code.hex()} {value.co_names} {identity(value.co_consts, depth)}"
+        return f"code {value.co_code.hex()} {value.co_names} {value_in_words(value.co_consts, depth)}"
     if isinstance(value, types.FunctionType):
         parts = _identities((value.__code__, *captured(value)), depth)
         return f"{value.__module__}.{value.__qualname__}({', '.join(parts)})"
@@ -83,8 +83,8 @@ def identity(value: Any, depth: int = _DEPTH) -> str:
         own = [{name: item for name, item in table if name not in OF_EVERY_MODULE} for table in tables]
         attributes = _identities(own, depth)
         return f"{architecture(value)} {attributes} {values_in_words([*value.parameters(), *value.buffers()])}"
-    return f"{named(value)} {identity(getattr(value, '__dict__', None), depth)}"
+    return f"{type_name(value)} {value_in_words(getattr(value, '__dict__', None), depth)}"
 
 
 def _identities(values: Iterable[Any], depth: int) -> list[str]:
-    return [identity(value, depth - 1) for value in values]
+    return [value_in_words(value, depth - 1) for value in values]

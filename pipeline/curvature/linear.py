@@ -80,7 +80,7 @@ def products_of(A: LinearMap, vectors: Sequence[Vec]) -> Iterator[tuple[list[Vec
         yield list(block), A.products(block)
 
 
-def finite(numbers: Tensor, source: str) -> Tensor:
+def if_finite(numbers: Tensor, source: str) -> Tensor:
     """The same numbers.
 
     Args:

@@ -31,7 +31,7 @@ from pipeline.curvature.estimates.scipy_operator import to_scipy
 from pipeline.curvature.estimates.solve import Inverse, solve
 from pipeline.curvature.estimates.systems import VecLike
 from pipeline.curvature.estimates.trace import trace
-from pipeline.curvature.identity import architecture, identity
+from pipeline.curvature.identity import architecture, value_in_words
 from pipeline.curvature.known_bad import worked_round
 from pipeline.curvature.linear import LinearMap, Vectors, blocks, taken
 from pipeline.curvature.minibatches import MiniBatches
@@ -278,7 +278,7 @@ class Operator(LinearMap):
         model = f"{architecture(pipe)} {values_in_words(tensors)} by {list(self.space.parameters())}"
         autocast = Ambient.capture(sorted({device.type for device in pipe.devices})).autocast
         chunks = f"{pipe.chunks} {pipe.batch_dim} {pipe.mixes_rows} {autocast}"
-        settings = f"{identity(self.loss_fn)} {self.loss_reduction} {self.training} {self.seed} {chunks}"
+        settings = f"{value_in_words(self.loss_fn)} {self.loss_reduction} {self.training} {self.seed} {chunks}"
         text = f"{self.name} {model} {settings} {self.data.fingerprint()} {flags}"
         digests = self.space.rows(digest(text) % (1 << 48))
         return f"{self.name} {self.shape[0]} " + " ".join(f"{number:x}" for number in digests)

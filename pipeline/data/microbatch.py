@@ -272,10 +272,10 @@ def check_structure(trees: Sequence[Tree], rows: Sequence[int]) -> None:
     for chunk, (tree, count) in enumerate(zip(trees, rows, strict=True)):
         if not same_structure(first, tree) or len(tree.tensors) != len(first.tensors):
             raise ValueError(
-                f"the outputs of chunks of {rows[0]} and {count} rows cannot be joined: chunk 0 gave {describe(first)} "
-                f"and chunk {chunk} gave {describe(tree)}. Return the same structure and the same plain values for "
-                "every chunk, and no list with an entry for each row (a model that is cut with to_sequential(..., "
-                'output=lambda out: out["logits"]) returns that alone), or use chunks=1.'
+                f"the outputs of chunks of {rows[0]} and {count} rows cannot be joined: chunk 0 gave "
+                f"{tree_text(first)} and chunk {chunk} gave {tree_text(tree)}. Return the same structure and the same "
+                "plain values for every chunk, and no list with an entry for each row (a model that is cut with "
+                'to_sequential(..., output=lambda out: out["logits"]) returns that alone), or use chunks=1.'
             )
 
 
@@ -325,7 +325,7 @@ def refuse_layouts(outputs: Iterable[Tensor]) -> None:
             )
 
 
-def describe(tree: Tree) -> str:
+def tree_text(tree: Tree) -> str:
     """A tree in words: tensors by shape, plain values as they are."""
     shapes = [_ShownShape(tensor) for tensor in tree.tensors]
     try:
@@ -344,7 +344,7 @@ def described(batch: Batch) -> str:
         f"{' with gradient' if tensor.requires_grad else ''}"
         for tensor, cut in zip(tree.tensors, batch.cut, strict=True)
     )
-    structure = [] if tree.skeleton is None else [describe(tree)]
+    structure = [] if tree.skeleton is None else [tree_text(tree)]
     return " of ".join([*structure, leaves] if leaves else structure)
 
 
@@ -380,7 +380,7 @@ def _rows(tree: Tree, cut: Sequence[bool], name: str, batch_dim: int) -> int:
     tensors = [tensor for tensor, is_cut in zip(tree.tensors, cut, strict=True) if is_cut]
     if not tensors:
         raise ValueError(
-            f"{name} has nothing to cut: no tensor outside NoChunk(...) in {describe(tree)}. Give at least one "
+            f"{name} has nothing to cut: no tensor outside NoChunk(...) in {tree_text(tree)}. Give at least one "
             f"tensor whose dim {batch_dim} counts the rows of the mini-batch."
         )
     if any(tensor.dim() == 0 for tensor in tensors):
@@ -388,7 +388,7 @@ def _rows(tree: Tree, cut: Sequence[bool], name: str, batch_dim: int) -> int:
     lengths = sorted({tensor.shape[row_dim(tensor, batch_dim)] for tensor in tensors})
     if len(lengths) > 1:
         raise ValueError(
-            f"{name} holds tensors of different length: {describe(tree)} (rows: {lengths}). All tensors are cut "
+            f"{name} holds tensors of different length: {tree_text(tree)} (rows: {lengths}). All tensors are cut "
             f"along dim {batch_dim} and need the same number of rows. Transpose those with rows in another dim (the "
             "state of an RNN), and back in the layer; wrap those that every chunk needs whole in NoChunk(...). Of a "
             "list with an entry for each row pad the entries and stack them; a target may stay a list in "
@@ -396,7 +396,7 @@ def _rows(tree: Tree, cut: Sequence[bool], name: str, batch_dim: int) -> int:
             + (_where(batch_dim) if batch_dim else "")
         )
     if lengths[0] == 0:
-        raise ValueError(f"{name} has 0 rows: {describe(tree)}. A mini-batch needs at least one row.")
+        raise ValueError(f"{name} has 0 rows: {tree_text(tree)}. A mini-batch needs at least one row.")
     return lengths[0]
 
 

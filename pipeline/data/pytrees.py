@@ -20,7 +20,7 @@ from torch.masked import MaskedTensor
 from torch.utils import _pytree as pytree
 
 from partition.contents import PLAIN, unwrapped, wraps
-from partition.opaque import named, remedy
+from partition.opaque import remedy, type_name
 from pipeline.common.torch_modes import without_function_modes
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
@@ -116,7 +116,7 @@ class Activations(NamedTuple):
     written: Written = ()
 
 
-def stays(tensor: Tensor) -> bool:
+def stays_whole(tensor: Tensor) -> bool:
     """Whether a tensor is of a kind that is not cut, and crosses no stage."""
     return tensor.is_nested or tensor.is_quantized or tensor.is_meta or type(tensor) in _STAYING
 
@@ -131,14 +131,14 @@ def flatten(value: Any, name: str) -> Tree:
     Raises:
         TypeError: a leaf is neither a tensor nor None, bool, int, float or str, or a nested, quantized, ... tensor.
     """
-    if isinstance(value, Tensor) and not stays(value):
+    if isinstance(value, Tensor) and not stays_whole(value):
         return Tree((value,), None)
     leaves, spec = pytree.tree_flatten(value)
     slots: dict[int, TensorPosition] = {}
     tensors: list[Tensor] = []
     skeleton: list[Any] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and not stays(leaf):
+        if isinstance(leaf, Tensor) and not stays_whole(leaf):
             if id(leaf) not in slots:
                 slots[id(leaf)] = TensorPosition(len(tensors))
                 tensors.append(leaf)
@@ -165,8 +165,8 @@ def _foreign_leaf(leaf: Any, name: str) -> str:
         kind, words = _STAYING.get(type(leaf)) or next(words for name, words in _FORMS.items() if getattr(leaf, name))
         return f"{name} holds a {kind}, which is not cut in rows and crosses no stage (in a stage it may be). {words}."
     return (
-        f"{name} holds a {named(leaf)} ({str(leaf)[:60]}). Only tensors, None, bool, int, float, str and containers of "
-        f"them cross stages: {remedy(leaf)}."
+        f"{name} holds a {type_name(leaf)} ({str(leaf)[:60]}). Only tensors, None, bool, int, float, str and "
+        f"containers of them cross stages: {remedy(leaf)}."
     )
 
 
@@ -175,7 +175,7 @@ def memory_of(
 ) -> tuple[MemoryId, ...]:
     """The identity of each tensor's memory: one of `by_storage`, or a new one, which is added."""
     return tuple([
-        by_storage.setdefault(storage_of(tensor), (stage, chunk, number))
+        by_storage.setdefault(memory_address(tensor), (stage, chunk, number))
         for number, tensor in enumerate(tensors)
     ])
 
@@ -200,7 +200,7 @@ def resolved(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
-def storage_of(tensor: Tensor) -> int:
+def memory_address(tensor: Tensor) -> int:
     """The address of a tensor's storage: equal for tensors that share it. A sparse or empty tensor shares none.
 
     Of one that wraps others it is that of the first of these.
@@ -264,11 +264,11 @@ def unshared(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tenso
         >>> y.data_ptr() == x.data_ptr()
         False
     """
-    taken, result = set(map(storage_of, others)), []
+    taken, result = set(map(memory_address, others)), []
     with without_function_modes():
         for tensor in tensors:
-            result.append(tensor.clone() if storage_of(tensor) in taken else tensor)
-            taken.add(storage_of(tensor))
+            result.append(tensor.clone() if memory_address(tensor) in taken else tensor)
+            taken.add(memory_address(tensor))
     return tuple(result)
 
 

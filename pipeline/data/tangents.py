@@ -75,7 +75,7 @@ class LeafGrads(NamedTuple):
         return _regrouped([parts_of(group, lives) for group in self.groups], len(lives))
 
 
-def groups_of(messages: Sequence[Grads], lives: Sequence[int], count: int) -> list[Grads]:
+def grad_groups(messages: Sequence[Grads], lives: Sequence[int], count: int) -> list[Grads]:
     """From the messages that came back to groups over all roots, as `LeafGrads.messages` made them.
 
     Args:

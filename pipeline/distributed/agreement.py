@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipeline.distributed.digests import parts_of
+from pipeline.distributed.digests import dense_parts
 
 SETTINGS, MODES, OPTIONS, MINI_BATCHES = "the settings", "the modes", "the options", "the mini-batches"
 VALUES, SCALES = "the values of the mini-batches", "the scales of the GradScaler"
@@ -42,7 +42,7 @@ def values_in_words(tensors: Sequence[Tensor]) -> str:
 def _in_words(tensor: Tensor) -> str:
     hasher = hashlib.blake2b(digest_size=16)
     first_values: list[object] = []
-    for part in parts_of(tensor):
+    for part in dense_parts(tensor):
         flat = part.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
         first_values = flat[:3].tolist()
         hasher.update(f"{part.dtype}{list(part.shape)}".encode())

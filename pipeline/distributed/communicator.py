@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.common.interrupts import Deferral
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.comparison import Comparison
-from pipeline.distributed.exchange import CallMessages, RankExchange, read, written
+from pipeline.distributed.exchange import CallMessages, RankExchange, read_number, written_number
 from pipeline.distributed.tied import TiedGradients
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import CommonTensors, Communicator, Describe, Verdict
@@ -124,8 +124,8 @@ class DistributedCommunicator(Communicator):
         is_step = self._entry == "step"
         self._progress = _VOTED if is_step else ""
         loss, divisor, reached, hooks, metrics = verdict
-        own_metrics = {name: written(metric) for name, metric in metrics.items()}
-        own_loss, own_divisor = [None if number is None else written(number) for number in (loss, divisor)]
+        own_metrics = {name: written_number(metric) for name, metric in metrics.items()}
+        own_loss, own_divisor = [None if number is None else written_number(number) for number in (loss, divisor)]
         values = [reached, hooks, own_loss, own_divisor, own_metrics]
         rows = self._ranks.exchange_alike("ends a call", [*values, *self._comparison.values()])
         self._comparison.compare([row[len(values) :] for row in rows])
@@ -138,8 +138,9 @@ class DistributedCommunicator(Communicator):
             self._interrupts.end()
         _, _, last_loss, last_divisor, last_metrics, *_ = rows[self.topology.assignment.last]
         device = self._ranks.device
-        loss, divisor = [None if number is None else read(number, device) for number in (last_loss, last_divisor)]
-        metrics = {name: read(metric, device) for name, metric in last_metrics.items()}
+        numbers = last_loss, last_divisor
+        loss, divisor = [None if number is None else read_number(number, device) for number in numbers]
+        metrics = {name: read_number(metric, device) for name, metric in last_metrics.items()}
         return Verdict(loss, divisor, reached, hooks, metrics)
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class Fingerprint:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._sums = [_HostCopy(_sums(part)) for tensor in tensors for part in parts_of(tensor.detach())]
+        self._sums = [_HostCopy(_sums(part)) for tensor in tensors for part in dense_parts(tensor.detach())]
         self.is_on_host = all(sums.is_on_host for sums in self._sums)
 
     @property
@@ -109,7 +109,7 @@ class _HostCopy:
         return self._value.cpu()
 
 
-def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+def dense_parts(tensor: Tensor) -> Sequence[Tensor]:
     """The tensor, or what a sparse one is made of."""
     if tensor.layout is torch.strided:
         return (tensor,)
@@ -149,7 +149,7 @@ def _thinned(tensor: Tensor) -> Tensor:
 
 def _sketch(grad: Tensor | None) -> Tensor:
     """The entries of a `GradSketch`, of rows from all over the gradient."""
-    grad = None if grad is None else parts_of(grad.detach())[-1]
+    grad = None if grad is None else dense_parts(grad.detach())[-1]
     if grad is None or not grad.numel():
         return torch.zeros(3, device="cpu")
     grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad

@@ -23,7 +23,7 @@ from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import Exchange
 from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.trace import Span, clock_name
-from pipeline.gradients.clip import joined_norm, norm_of, values_of
+from pipeline.gradients.clip import joined_norm, norm_of, norms_as_numbers
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
 from scheduler import Action, Event
@@ -149,13 +149,13 @@ class RankExchange(Exchange):
         first_names = self._topology.first_names
         own_norms = [
             [first_names.get(name, name), str(norm.dtype).removeprefix("torch."), value]
-            for (name, norm), value in zip(norms, values_of([norm for _, norm in norms]), strict=True)
+            for (name, norm), value in zip(norms, norms_as_numbers([norm for _, norm in norms]), strict=True)
         ]
         rows = self._ranks.exchange(own_norms)
         by_name = {name: norm for row in rows for name, *norm in row}  # a tied parameter's copies have the same
         ordered = [by_name[name] for name in dict.fromkeys(first_names.values()) if name in by_name]
         unnamed = [norm for name, *norm in rows[self._topology.assignment.last] if not name]
-        all_norms = [read(norm, torch.device("cpu")) for norm in [*ordered, *unnamed]]
+        all_norms = [read_number(norm, torch.device("cpu")) for norm in [*ordered, *unnamed]]
         return joined_norm(all_norms, norm_type).to(self._ranks.device)
 
     def share_events(self, events: Sequence[Event], steps: Sequence[Span]) -> tuple[list[Event], list[Span]]:
@@ -177,12 +177,12 @@ class RankExchange(Exchange):
         ]
 
 
-def written(number: Tensor) -> list[Any]:
+def written_number(number: Tensor) -> list[Any]:
     """A 0-d tensor for an exchange: its dtype and its value."""
     return [str(number.dtype).removeprefix("torch."), number.item()]
 
 
-def read(written_number: Sequence[Any], device: torch.device) -> Tensor:
-    """The inverse of `written`."""
+def read_number(written_number: Sequence[Any], device: torch.device) -> Tensor:
+    """The inverse of `written_number`."""
     dtype, value = written_number
     return torch.tensor(value, dtype=getattr(torch, dtype), device=device)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from pipeline.common.accelerators import device_of_rank, identity, is_accelerator
+from pipeline.common.accelerators import device_identity, device_of_rank, is_accelerator
 from pipeline.common.arguments import check_group
 from pipeline.common.interrupts import Deferral
 from pipeline.distributed.agreement import MismatchError
@@ -163,7 +163,7 @@ class RankGroup:
         Raises:
             ValueError: they do.
         """
-        own_device = identity(self.device)
+        own_device = device_identity(self.device)
         ranks_at: dict[str, list[int]] = {}
         for rank, name in enumerate(self.exchange(own_device and f"{own_device} on host {socket.gethostname()}")):
             ranks_at.setdefault(name, []).append(rank)

@@ -16,7 +16,7 @@ from pipeline.distributed.agreement import MismatchError, digest, values_in_word
 from pipeline.distributed.assignment import StageAssignment, TiedParameter
 from pipeline.distributed.digests import Sketches
 from pipeline.distributed.exchange import CallMessages
-from pipeline.execution.communicator import Gradients, Pair, StageGrad, joined
+from pipeline.execution.communicator import Gradients, Pair, StageGrad, joined_by_owner
 from pipeline.transports.message import Message
 
 
@@ -73,7 +73,7 @@ class TiedGradients(Gradients):
     def join(self, parts: Sequence[StageGrad]) -> dict[int, Pair]:
         self._ranks.connect(self._assignment.tied_pairs)
         copies = set(map(id, self.copies.values()))
-        pairs = joined([part for part in parts if id(part[1]) not in copies])
+        pairs = joined_by_owner([part for part in parts if id(part[1]) not in copies])
         for tied, copy in self.copies.items():
             whole = self._whole(tied, {stage: grad for stage, owner, grad in parts if owner is copy})
             if whole is not None:

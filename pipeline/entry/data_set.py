@@ -29,7 +29,7 @@ from pipeline.entry.step import LossArguments, Step
 from pipeline.execution.communicator import Verdict
 
 
-def evaluate(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) -> Step:
+def evaluate_loader(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) -> Step:
     """The loss and the metrics of all mini-batches of a loader, in eval mode, without gradients.
 
     Args:

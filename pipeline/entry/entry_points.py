@@ -23,7 +23,7 @@ from pipeline.data.microbatch import scatter
 from pipeline.distributed.wrapped import refuse_sharded
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
-from pipeline.entry.minibatches import cut
+from pipeline.entry.minibatches import cut_mini_batches
 from pipeline.entry.runtime import Request, Runtime
 from pipeline.entry.sinks import GradSink, LossSink, OptimizerSink, Sink, StoreSink, clip_grads
 from pipeline.entry.step import LossArguments, RunWithLoss, Step
@@ -112,7 +112,7 @@ def _run(
     start = perf_counter()
     check_flags(outputs=arguments.outputs, trace=arguments.trace)
     check_hooks(runtime.module, "pipe.step" if request.grad else "pipe.evaluate")
-    batch, target = cut(runtime.settings, arguments.x, arguments.target)
+    batch, target = cut_mini_batches(runtime.settings, arguments.x, arguments.target)
     if sink.optimizer is not None:
         other_tensors = [*batch.tensors, *parameters_of(arguments.loss_fn)]
         check_holds(sink.optimizer, list(runtime.module.named_parameters()), other_tensors)

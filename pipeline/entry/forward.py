@@ -34,7 +34,7 @@ from pipeline.entry.second_backward import SecondBackward
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import CommonTensors, Pair, Verdict, share_output
 from pipeline.execution.final_gradients import EarlyUse
-from pipeline.stage.hooks import deliver, skip_none
+from pipeline.stage.hooks import add_hooked, skip_none
 
 
 def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everywhere: bool = True) -> Any:
@@ -162,7 +162,7 @@ class Backward:
             self._call.release()
         input_indices, owners = self._forward.input_indices, self._forward.owners
         pairs = [sums.pop(id(owner), None) for owner in owners]
-        deliver(list(sums.values()))  # of parameters missing in the graph: layers with torch's reentrant checkpoint
+        add_hooked(list(sums.values()))  # of parameters missing in the graph: layers with torch's reentrant checkpoint
         return *(inputs[index] for index in input_indices), *(None if pair is None else pair[1] for pair in pairs)
 
     def _compared(self, grads: Grads) -> CommonTensors:

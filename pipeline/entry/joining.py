@@ -15,7 +15,7 @@ from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.stale import trained_elsewhere
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.meta_init import ValueSource
-from pipeline.entry.validation import settle
+from pipeline.entry.validation import settle_stages
 from pipeline.execution.communicator import Exchange, Verdict
 
 
@@ -45,7 +45,7 @@ def join_ranks(
         topology.ranks.refuse_shared_devices()
         own_stages, devices = topology.assignment.own_stages, runtime.settings.layout.devices
         anywhere = partial(_fills_anywhere, communicator.exchange, _on_meta(runtime.module))
-        settle(stages, own_stages, devices, materialize, lambda: seed, anywhere)
+        settle_stages(stages, own_stages, devices, materialize, lambda: seed, anywhere)
         modules: dict[str, Any] = runtime.module._modules
         modes = runtime.settings.origin.modes
         own_layers = [layer for name, layer in modules.items() if name not in placeholders]

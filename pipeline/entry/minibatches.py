@@ -45,7 +45,7 @@ def pairs(loader: Iterable[Any], target: Any, entry: str) -> Iterator[tuple[Any,
         raise ValueError("the loader gave no mini-batch. Give one that can be gone through again, or look at its data.")
 
 
-def cut(settings: Settings, x: Any, target: Any) -> tuple[Batch, Batch]:
+def cut_mini_batches(settings: Settings, x: Any, target: Any) -> tuple[Batch, Batch]:
     """Cut a mini-batch, or each of a loader's, and the targets alike.
 
     Raises:

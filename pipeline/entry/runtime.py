@@ -35,10 +35,10 @@ from pipeline.distributed.topology import PipeTopology
 from pipeline.distributed.wrapped import refuse_around
 from pipeline.entry.plans import Planner
 from pipeline.entry.probe.probe import Probe
-from pipeline.entry.settings import Settings, stages_of
+from pipeline.entry.settings import Settings, layers_by_stage
 from pipeline.entry.validation import refuse_transforms
 from pipeline.execution.communicator import CommonTensors, Communicator
-from pipeline.execution.drivers import in_turns
+from pipeline.execution.drivers import lane_groups
 from pipeline.execution.plan import plan_step
 from pipeline.execution.setup import Setup
 from pipeline.execution.trace import TraceRecorder
@@ -141,7 +141,7 @@ class Runtime:
             ValueError: their number has changed.
         """
         table: Mapping[str, Any] = self.module._modules
-        return stages_of(table.values(), self.settings.balance)
+        return layers_by_stage(table.values(), self.settings.balance)
 
     # ------------------------------------------------------------------------------------------------------- a call
 
@@ -290,7 +290,7 @@ class Runtime:
         """A recorder of the lanes of this Pipe."""
         schedule, layout = self.settings.schedule, self.settings.layout
         is_alone = self.settings.processes.ranks is None  # a rank has one lane
-        turns = in_turns(layout.workers, layout.places, schedule.placement.lane_of) if is_alone else ()
+        turns = lane_groups(layout.workers, layout.places, schedule.placement.lane_of) if is_alone else ()
         return TraceRecorder(schedule.lanes, turns)
 
 

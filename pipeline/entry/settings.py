@@ -127,7 +127,7 @@ def check_deferred(deferred: bool, module: nn.Module) -> bool:
     return deferred
 
 
-def stages_of(layers: Iterable[nn.Module], balance: Sequence[int]) -> list[list[nn.Module]]:
+def layers_by_stage(layers: Iterable[nn.Module], balance: Sequence[int]) -> list[list[nn.Module]]:
     """The layers of each stage.
 
     Raises:

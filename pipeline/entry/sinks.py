@@ -23,7 +23,7 @@ from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
 from pipeline.entry.step import RunWithLoss, Step
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Communicator, Pair, Verdict, joined
+from pipeline.execution.communicator import Communicator, Pair, Verdict, joined_by_owner
 from pipeline.gradients.clip import clip_factor
 from pipeline.gradients.partial import shared_overflows
 from pipeline.gradients.store import GradStore
@@ -262,7 +262,7 @@ def check_reached(reached: bool) -> None:
 
 def summed(pairs: list[Pair]) -> list[Pair]:
     """Each owner once: a parameter may be given as input too."""
-    return list(joined([(-1, owner, grad) for owner, grad in pairs]).values())  # of no stage in particular
+    return list(joined_by_owner([(-1, owner, grad) for owner, grad in pairs]).values())  # of no stage in particular
 
 
 def clip_grads(

@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline.common.cadence import validates
 from pipeline.data.loss import Loss, LossFn, name_of
 from pipeline.data.loss_proof import LossCount
-from pipeline.data.microbatch import Batch, describe, gather
+from pipeline.data.microbatch import Batch, gather, tree_text
 from pipeline.data.pytrees import Activations, flatten
 from pipeline.entry.loss_end import LossEnd
 from pipeline.entry.runtime import Runtime
@@ -64,7 +64,7 @@ class Step:
 
 
 def _shapes(outputs: Any) -> str:
-    return shorten(describe(flatten(outputs, "the output")), 100, placeholder=" ...")
+    return shorten(tree_text(flatten(outputs, "the output")), 100, placeholder=" ...")
 
 
 class LossArguments(NamedTuple):

@@ -175,7 +175,7 @@ def choose_places(places: list[Place] | None, stages: int, ranks: RankGroup | No
     return places[:stages]
 
 
-def check_shared(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
+def check_shared_buffers(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
     """Refuse buffers that two stages share where both would write them, or one has none: they are on one device.
 
     Stages on one device may read them. A forward that writes one is refused when it does. (Parameters may be shared.)
@@ -225,7 +225,7 @@ def check_placement(schedule: Schedule, rank_of: Sequence[int]) -> None:
         )
 
 
-def settle(
+def settle_stages(
     stages: Sequence[nn.Sequential],
     own_stages: Iterable[int],
     devices: Sequence[torch.device],

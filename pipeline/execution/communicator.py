@@ -184,7 +184,7 @@ class Gradients:
 
     def join(self, parts: Sequence[StageGrad]) -> dict[int, Pair]:
         """Whole gradients by the id of their owner: (owner, its stages' sums, added in the order of the stages)."""
-        return joined(parts)
+        return joined_by_owner(parts)
 
     def check_alike(self, words: Callable[[Tensor], str], error: str) -> None:
         """Raise if something of a parameter that has copies is not the same of all.
@@ -300,7 +300,7 @@ class Communicator:
         return self
 
 
-def joined(parts: Sequence[StageGrad]) -> dict[int, Pair]:
+def joined_by_owner(parts: Sequence[StageGrad]) -> dict[int, Pair]:
     """The parts of each owner, added in the order in which they stand."""
     sums: dict[int, Pair] = {}
     for _, owner, grad in parts:

@@ -49,7 +49,7 @@ def uses_threads(workers: str | None, places: Sequence[Place]) -> bool:
     return workers == "threads"
 
 
-def in_turns(workers: str | None, places: Sequence[Place], lane_of: Sequence[int]) -> list[list[int]]:
+def lane_groups(workers: str | None, places: Sequence[Place], lane_of: Sequence[int]) -> list[list[int]]:
     """The groups of lanes of which one computes at a time: those of one thread, or of one place."""
     if not uses_threads(workers, places):
         return [list(dict.fromkeys(lane_of))]

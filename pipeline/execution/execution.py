@@ -32,7 +32,7 @@ from pipeline.execution.placement import ParameterPlacement
 from pipeline.execution.setup import Setup
 from pipeline.execution.threads import Perform
 from pipeline.recompute.randomness import GeneratorGuard, Seeder
-from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, remote_objects
+from pipeline.recompute.snapshot import ForwardSnapshot, check_shared_state, remote_objects
 from pipeline.stage.layers import StageLayers
 from scheduler import Action, Event, Kind
 from scheduler.collecting import no_collecting
@@ -152,7 +152,7 @@ class Execution:
             snapshots: of the stages in this process, after all forwards.
         """
         named = [(self.layers[index].name, snapshot) for index, snapshot in snapshots.items()]
-        check_shared(named, remote_objects(self.setup.stages, self.layers))
+        check_shared_state(named, remote_objects(self.setup.stages, self.layers))
         for name, snapshot in named if self.batch.chunks > 1 else ():
             snapshot.buffers.check_unseen(name)
 

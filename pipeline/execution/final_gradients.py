@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pipeline.execution.communicator import Pair, joined
+from pipeline.execution.communicator import Pair, joined_by_owner
 from pipeline.stage.stage import StageRun
 
 
@@ -77,7 +77,7 @@ class GradientFinalizer:
             pairs = self._sums.get(stage.layers.index, [])
             parts += [(stage.layers.index, *pair) for pair in pairs if id(pair[0]) in keys]
             pairs[:] = [pair for pair in pairs if id(pair[0]) not in keys]
-        whole = joined(parts)
+        whole = joined_by_owner(parts)
         parts.clear()
         while whole:
             self._use.take(*whole.pop(next(iter(whole))))

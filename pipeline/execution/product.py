@@ -18,7 +18,7 @@ from functools import partial
 from pipeline.common.twice import explained
 from pipeline.data.microbatch import refuse_layouts
 from pipeline.data.pytrees import Activations, Grads
-from pipeline.data.tangents import Inbox, LeafGrads, groups_of
+from pipeline.data.tangents import Inbox, LeafGrads, grad_groups
 from pipeline.execution.execution import Execution, WorkTable
 from pipeline.execution.mailbox import written_until
 from pipeline.stage.stage_rule import ProductGraph, ProductRecord, StageRule
@@ -98,7 +98,7 @@ class Product(ABC):
         recomputes = record.graph is None
         with run.forwards.as_at_forward(chunk) if recomputes else nullcontext(), run.forwards.standing():
             graph = run.graph_of(chunk, record)
-            groups = groups_of(output_grads, record.lives, self._number + self.sends_gradient)
+            groups = grad_groups(output_grads, record.lives, self._number + self.sends_gradient)
             return self.pull(run, chunk, graph, record.inbox, groups).messages(record.inbox)
 
     # --------------------------------------------------------------------------------------------- what a matrix says

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
-def entries(grad: Tensor) -> Tensor:
+def stored_entries(grad: Tensor) -> Tensor:
     """The entries of a gradient; of a sparse one those that are stored."""
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def norm_of(grad: Tensor, norm_type: float = 2.0) -> Tensor:
     """The norm of one gradient."""
-    norm: Tensor = torch.linalg.vector_norm(entries(grad), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(stored_entries(grad), norm_type)
     return norm
 
 
@@ -36,7 +36,7 @@ def joined_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     return total
 
 
-def values_of(norms: Sequence[Tensor]) -> list[float]:
+def norms_as_numbers(norms: Sequence[Tensor]) -> list[float]:
     """The norms as numbers. The host waits once for those of one device and type."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, norm in enumerate(norms):
@@ -50,7 +50,7 @@ def values_of(norms: Sequence[Tensor]) -> list[float]:
 
 def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The same from the gradients."""
-    return torch.nn.utils.get_total_norm([entries(grad) for grad in grads], norm_type)
+    return torch.nn.utils.get_total_norm([stored_entries(grad) for grad in grads], norm_type)
 
 
 def clip_factor(max_norm: float, total: Tensor) -> Tensor:

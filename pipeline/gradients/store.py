@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.common.arguments import check_factor, check_limit, check_norm_type, check_optimizer, shown
 from pipeline.gradients import reduce as gradstore_ranks
-from pipeline.gradients.clip import clip_factor, entries, total_norm
+from pipeline.gradients.clip import clip_factor, stored_entries, total_norm
 from pipeline.gradients.keys import GradKey, Keys, Params
 from pipeline.gradients.partial import refuse_norm, refuse_verdict
 from pipeline.gradients.slot import GradientSum, check_grad, parts, plus
@@ -234,7 +234,7 @@ class GradStore:
         Raises:
             RuntimeError: these are a rank's part of a Pipe's gradients.
         """
-        grads = [entries(grad) for _, grad in self._live.filled()]
+        grads = [stored_entries(grad) for _, grad in self._live.filled()]
         check_norm_type(norm_type)
         refuse_norm(self.keys(), "store.assign() and pipe.clip_grad_norm_(max_norm), or step(..., clip_grad_norm=),")
         return total_norm([grad for grad in grads if grad.numel()], norm_type)
@@ -259,7 +259,7 @@ class GradStore:
         refuse_verdict(self.keys())
         flags: dict[torch.device, list[Tensor]] = {}  # one wait for each device
         for _, grad in slots:
-            flags.setdefault(grad.device, []).append(torch.isfinite(entries(grad)).all())
+            flags.setdefault(grad.device, []).append(torch.isfinite(stored_entries(grad)).all())
         return all(bool(torch.stack(device_flags).all()) for device_flags in flags.values())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> GradStore:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import tables_of
-from pipeline.data.pytrees import detached, same_values, storage_of, versions
+from pipeline.data.pytrees import detached, memory_address, same_values, versions
 from pipeline.recompute.copies import copies
 
 
@@ -87,7 +87,7 @@ class Buffers:
             for name, tensor in buffers.items() if tensor is not None
         ]
         tensors = [tensor for *_, tensor in entries]
-        memory = list(map(storage_of, tensors))
+        memory = list(map(memory_address, tensors))
         owners = _owners([number for number, *_ in entries], memory)
         self._slots = [
             _BufferSlot(owner, table, name, tensor, address, version, copy)
@@ -114,8 +114,8 @@ class Buffers:
 
     def hand_over(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Detach outputs; copy those that share memory with a buffer, which the next chunk may write."""
-        storages = {storage_of(tensor) for slot in self._slots if (tensor := slot.table.get(slot.name)) is not None}
-        return tuple([out.clone() if storage_of(out) in storages else out for out in detached(list(tensors))])
+        storages = {memory_address(tensor) for slot in self._slots if (tensor := slot.table.get(slot.name)) is not None}
+        return tuple([out.clone() if memory_address(out) in storages else out for out in detached(list(tensors))])
 
     def present(self) -> BufferValues:
         """Clones of the buffers that change, for a recomputation of what runs next."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.data.pytrees import storage_of
+from pipeline.data.pytrees import memory_address
 
 
 def copies(tensors: Sequence[Tensor], storages: Sequence[int] | None = None) -> list[Tensor]:
@@ -22,7 +22,7 @@ def copies(tensors: Sequence[Tensor], storages: Sequence[int] | None = None) -> 
         tensors: the originals.
         storages: a number for each, the same for those that share memory, where that is known.
     """
-    storages = list(map(storage_of, tensors)) if storages is None else storages
+    storages = list(map(memory_address, tensors)) if storages is None else storages
     sharing = Counter(dict(zip(map(id, tensors), storages)).values()) if len(set(storages)) < len(storages) else {}
     copied: dict[int, Tensor] = {}
     unshared: dict[torch.dtype, list[Tensor]] = {}

@@ -168,7 +168,7 @@ class GeneratorGuard:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.touches = Touches()
         self.seeds_host = True
-        self._of_torch = (torch.default_generator, *accelerators.default_generators(devices))
+        self._of_torch = (torch.default_generator, *accelerators.device_generators(devices))
         self._states: States = []
         self._has_all = False
         self._depth = 0
@@ -221,7 +221,7 @@ class Seeder:
     ) -> None:
         self._keys = _keys(seed)
         self._of_host = [generator.manual_seed for generator in _OF_HOST]
-        self._of_devices = [generator.manual_seed for generator in accelerators.default_generators(devices)]
+        self._of_devices = [generator.manual_seed for generator in accelerators.device_generators(devices)]
         self._guard = guard
         self._learns = learns
         self._untouched: list[Any] = []  # the states of the host's generators as they were seeded last
@@ -259,7 +259,7 @@ def _stand_at(states: Iterable[tuple[Generator, Any]]) -> bool:
 
 def default_generators(devices: Iterable[torch.device]) -> tuple[Generator, ...]:
     """The default generators that layers on `devices` may draw from: the host's, always, and each accelerator's own."""
-    return (*_OF_HOST, *accelerators.default_generators(devices))
+    return (*_OF_HOST, *accelerators.device_generators(devices))
 
 
 def same_state(one: Any, other: Any) -> bool:

@@ -254,7 +254,7 @@ def remote_objects(stages: Sequence[Sequence[nn.Module]], local_stages: Containe
             yield f"stage {index}", objects
 
 
-def check_shared(snapshots: Sequence[tuple[str, ForwardSnapshot]], remote: Iterable[SharedObjects]) -> None:
+def check_shared_state(snapshots: Sequence[tuple[str, ForwardSnapshot]], remote: Iterable[SharedObjects]) -> None:
     """Raise if two stages share a buffer or a generator that one of them changed: the order would matter.
 
     Args:

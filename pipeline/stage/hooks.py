@@ -1,6 +1,6 @@
 """Gradient hooks: those of a parameter run once per backward pass, on the whole gradient, as on the plain module.
 
-    deliver       whole gradients go to their owners through autograd: `hooked`, then `accumulate`
+    add_hooked    whole gradients go to their owners through autograd: `hooked`, then `accumulate`
     hooked        the tensor hooks alone, touching no `.grad`
     accumulate    the rest: `.grad`, post-accumulate hooks
     grads_kept    puts `.grad` back if code of the user fails within
@@ -41,7 +41,7 @@ class Deliver(torch.autograd.Function):
 _delivery: Callable[..., Tensor] = super(torch.autograd.Function, Deliver).apply
 
 
-def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def add_hooked(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Add gradients to their owners' `.grad` as one backward pass would. Empties `pairs`, which it owns."""
     if any(owner._backward_hooks for owner, _ in pairs):
         pairs[:] = hooked(pairs)  # first, and apart: a hook that raises must not leave half of the gradients behind

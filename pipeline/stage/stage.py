@@ -30,7 +30,7 @@ from pipeline.common.errors import CheckpointError, DroppedError
 from pipeline.common.graph import OF_SCRIPTS, Roots, holds, path_of, refuse_tangents, run_backward
 from pipeline.common.profiling import named
 from pipeline.common.torch_modes import Ambient, without_autocast
-from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
+from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_address, memory_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
 from pipeline.recompute.randomness import Seeder, unobserved
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
@@ -201,7 +201,7 @@ class StageRun:
         if self.layers.passes_one and len(tensors) == len(layer_inputs) == 1:  # no other tensor can share their memory
             return [Activations(Tree(tensors, outputs.trees[0].skeleton), need)]
         input_memory = [] if self._cut.writes else [memory for message in inbox for memory in message.memory]
-        memory_by_storage = dict(zip(map(storage_of, layer_inputs), input_memory, strict=bool(input_memory)))
+        memory_by_storage = dict(zip(map(memory_address, layer_inputs), input_memory, strict=bool(input_memory)))
         memory = memory_of(outputs.tensors, memory_by_storage, self.layers.index, chunk)
         parts = zip(outputs.trees, outputs.split(tensors), outputs.split(need), outputs.split(memory), strict=True)
         return [

@@ -25,7 +25,7 @@ from torch import Tensor
 from pipeline.common.graph import gradients, mark, refuse_tangents
 from pipeline.common.torch_modes import without_autocast
 from pipeline.common.twice import refuse_once_differentiable
-from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, memory_of, storage_of, versions
+from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, memory_address, memory_of, versions
 from pipeline.data.tangents import Inbox, LeafGrads, outbox
 from pipeline.recompute.policy import checkpointing
 from pipeline.recompute.snapshot import ForwardSnapshot
@@ -176,7 +176,7 @@ class StageRule:
             refuse_tangents(outputs.tensors)
         self.writes_input = self.writes_input or versions(layer_inputs) != before
         roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
-        return ProductGraph(leaves, outputs, roots, tuple(map(storage_of, layer_inputs)))
+        return ProductGraph(leaves, outputs, roots, tuple(map(memory_address, layer_inputs)))
 
     # ---------------------------------------------------------------------------------------------- what it rests on
 

@@ -41,10 +41,10 @@ from torch import Tensor
 from pipeline.common.accelerators import is_accelerator
 from pipeline.data.pytrees import LINE
 from pipeline.transports.channel import Handle, IncomingChannel, OutgoingChannel, PayloadSender
-from pipeline.transports.message import Message, MessageSpec, describe
+from pipeline.transports.message import Message, MessageSpec, spec_text
 from pipeline.transports.packing import Packing
 from pipeline.transports.spec_cache import HEADER, MessageSeries, SpecCache
-from pipeline.transports.tensor_spec import settle
+from pipeline.transports.tensor_spec import sendable
 
 __all__ = ["Receiver", "Sender"]
 
@@ -93,7 +93,7 @@ class Sender:
         tensors, payloads = message.tensors, self._outgoing.payloads
         fits = spec.packing.fits(tensors)
         if not fits:
-            tensors = settle(tensors, f"{name} from {self._label}")
+            tensors = sendable(tensors, f"{name} from {self._label}")
             fits = spec.packing.fits(tensors)
         if fits and spec.as_payload == _goes_as_payload(spec.packing, tensors, payloads) and spec.says(message):
             buffer = _packed(spec, series.header(index), tensors, payloads)
@@ -135,7 +135,7 @@ class Sender:
         """Send a message that is not as predicted, and predict the next one by it."""
         packing = Packing.of(message.tensors)
         as_payload = _goes_as_payload(packing, message.tensors, payloads)
-        text = describe(message, packing, f"{series.names[index]} from {self._label}", as_payload)
+        text = spec_text(message, packing, f"{series.names[index]} from {self._label}", as_payload)
         padded = text + bytes(-len(text) % LINE)
         nbytes = len(padded) + (0 if as_payload else packing.nbytes)
         buffer = _tensor_of(series.header(index, len(text), nbytes) + bytes(series.predicted[index].beside_header))

@@ -75,7 +75,7 @@ class MessageSpec(NamedTuple):
 
     @classmethod
     def read(cls, text: bytes) -> MessageSpec:
-        """Read what `describe` wrote.
+        """Read what `spec_text` wrote.
 
         Raises:
             LookupError: it names a class that this process does not know.
@@ -104,7 +104,7 @@ class MessageSpec(NamedTuple):
 NOTHING = MessageSpec(Packing(()), None, (), (), (), None)
 
 
-def describe(message: Message, packing: Packing, label: str, as_payload: bool = False) -> bytes:
+def spec_text(message: Message, packing: Packing, label: str, as_payload: bool = False) -> bytes:
     """The spec of a message, as text.
 
     Args:

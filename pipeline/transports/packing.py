@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.pytrees import LINE
-from pipeline.transports.tensor_spec import StridedSpec, TensorSpec, built, fits, memories, parts_of, spec_of
+from pipeline.transports.tensor_spec import StridedSpec, TensorSpec, built, fits, memories, part_specs, spec_of
 
 _UINT8, _HOST, _ONE = torch.uint8, torch.device("cpu"), (1,)
 
@@ -49,7 +49,7 @@ class Packing:
         self._spans: list[_ByteSpan] = []
         self._has_gaps = False
         end = 0
-        for part in chain.from_iterable(map(parts_of, self.specs)):
+        for part in chain.from_iterable(map(part_specs, self.specs)):
             gap = -end % LINE + part.offset * part.dtype.itemsize if part.span else 0
             self._spans.append(_ByteSpan(part, part.span, end + gap, part.span * part.dtype.itemsize))
             self._has_gaps |= gap > 0

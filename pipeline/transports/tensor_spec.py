@@ -1,6 +1,6 @@
 """The specs of tensors in a message, and the conversion of tensors to ones that can be sent.
 
-    tensors --settle--> tensors that can be sent --spec_of--> StridedSpec(dtype, shape, stride) | SparseSpec(...) | None
+    tensors --sendable--> those that can be sent --spec_of--> StridedSpec(dtype, shape, stride) | SparseSpec(...) | None
                                                  --memories--> the tensors in memory that they are made of
 
 Strides stay as they are, and the offset in a cache line: a dense tensor travels as its memory lies there; an expanded
@@ -53,7 +53,7 @@ class SparseSpec(NamedTuple):
 TensorSpec: TypeAlias = StridedSpec | SparseSpec | None
 
 
-def settle(tensors: Sequence[Tensor | None], label: str) -> tuple[Tensor | None, ...]:
+def sendable(tensors: Sequence[Tensor | None], label: str) -> tuple[Tensor | None, ...]:
     """The same numbers in tensors that can be sent: without a graph, conjugated and negated in memory.
 
     Args:
@@ -92,7 +92,7 @@ def spec_of(tensor: Tensor) -> StridedSpec | SparseSpec:
     return SparseSpec(tuple(tensor.shape), tensor.is_coalesced(), *map(_in_memory, _components(tensor)))
 
 
-def parts_of(spec: TensorSpec) -> tuple[StridedSpec, ...]:
+def part_specs(spec: TensorSpec) -> tuple[StridedSpec, ...]:
     """The specs of the tensors in memory of which it is made."""
     if spec is None:
         return ()

@@ -25,7 +25,7 @@ from scheduler.command_line.options import (
     Command,
     number,
     numbers,
-    read,
+    read_schedule,
     with_all,
     with_costs,
     with_release,
@@ -225,7 +225,7 @@ def verify(file: TextIO) -> int:
     examples:
       penstock schedules verify mine.csv
     """
-    schedule = read(file)
+    schedule = read_schedule(file)
     try:
         verification.verify(schedule)
     except ScheduleError as error:

@@ -116,7 +116,7 @@ def with_schedule(command: Command) -> Command:
         sizes = {"--lanes": lanes, "--chunks": chunks, "--stages-per-lane": stages_per_lane}
         if csv is not None:
             _refuse_beside_file(csv.name, {"the name": name, **sizes, "--option": option or None})
-            schedule = read(csv)
+            schedule = read_schedule(csv)
             try:
                 verify(schedule)
             except ScheduleError:
@@ -137,7 +137,7 @@ def with_schedule(command: Command) -> Command:
     return gathered
 
 
-def read(file: TextIO) -> Schedule:
+def read_schedule(file: TextIO) -> Schedule:
     """The schedule in a file: a table with a row for each lane, or what `print(schedule)` writes.
 
     Raises:

@@ -22,7 +22,7 @@ from scheduler.searches.formulation import one_chunk_peak
 from scheduler.searches.problem import LaneOrders, Problem
 
 
-def limits(problem: Problem) -> Iterator[list[int]]:
+def in_flight_limits(problem: Problem) -> Iterator[list[int]]:
     """Numbers of chunks that each stage may have in flight: even steps from the first stage down to 1 on the last."""
     last = problem.stages - 1
     for share in range(_SHARES + 1):

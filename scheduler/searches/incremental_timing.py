@@ -159,7 +159,7 @@ class IncrementalTiming:
         """Works out the times and tails of the plan as it is now; and of these lanes, the ranks and levels."""
         problem, (duration, _, change) = self.problem, self.times
         (_, travel, receiver), lane_of = problem.messages, problem.lane
-        self._topological, start, end = run(problem, self.orders, duration)
+        self._topological, start, end = run_lanes(problem, self.orders, duration)
         assert len(self._topological) == problem.count  # a plan can end
         self.value = value(problem, self.orders, end)
         tail: list[float] = [0] * problem.count + [-inf]
@@ -184,7 +184,7 @@ _ROUNDING = 1 + 1e-12
 
 def value_of(problem: Problem, plan: LaneOrders) -> float:
     """The value of a plan, which is to be small; infinite where a lane waits for ever."""
-    order, _, end = run(problem, plan.orders, problem.times(plan.whole).duration)
+    order, _, end = run_lanes(problem, plan.orders, problem.times(plan.whole).duration)
     return value(problem, plan.orders, end) if len(order) == problem.count else inf
 
 
@@ -193,7 +193,7 @@ def value(problem: Problem, orders: Sequence[Sequence[int]], end: Sequence[float
     return max(end[order[-1]] + offset for order, offset in zip(orders, problem.offset))
 
 
-def run(
+def run_lanes(
     problem: Problem, orders: Sequence[Sequence[int]], duration: Sequence[float]
 ) -> tuple[list[int], list[float], list[float]]:
     """Runs every lane as far as it gets: the actions in an order in which they could run, their starts and ends."""

@@ -38,7 +38,7 @@ from scheduler.schedule import Schedule
 from scheduler.schedules import for_placement
 from scheduler.searches.annealing import anneal
 from scheduler.searches.bounds import LowerBound
-from scheduler.searches.dispatching import dispatch, limits
+from scheduler.searches.dispatching import dispatch, in_flight_limits
 from scheduler.searches.formulation import Memory, pose
 from scheduler.searches.incremental_timing import IncrementalTiming, value_of
 from scheduler.searches.problem import LaneOrders, Objective, Problem
@@ -184,7 +184,7 @@ def _named(problem: Problem, costs: Costs) -> Iterator[_Candidate]:
 
 def _starts(problem: Problem, named: list[_Candidate]) -> Iterator[LaneOrders]:
     """Plans that fit, to search from."""
-    plans = [dispatch(problem, most, eager) for most in (None, *limits(problem)) for eager in (False, True)]
+    plans = [dispatch(problem, most, eager) for most in (None, *in_flight_limits(problem)) for eager in (False, True)]
     of_named = [problem.plan(candidate.schedule) for candidate in named]
     plans += [plan for plan in of_named if problem.allows(plan)]  # forwards may not ascend
     yield from plans

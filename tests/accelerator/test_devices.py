@@ -23,7 +23,7 @@ from pipeline import Pipe, Place, checkpoint_blocks
 from pipeline.common import accelerators
 from pipeline.common.places import place_of
 from pipeline.distributed.digests import Fingerprint, Sketches
-from pipeline.gradients.clip import values_of
+from pipeline.gradients.clip import norms_as_numbers
 from pipeline.randomness import layer_seed
 from pipeline.transports.local import Local
 from pipeline.transports.packing import Packing
@@ -132,7 +132,7 @@ def test_a_rank_without_a_number_takes_the_current_device(monkeypatch: pytest.Mo
     with accelerators.entered(sim(1)):
         assert accelerators.device_of_rank() == sim(1)
     monkeypatch.setenv("SLURM_LOCALID", "2")
-    assert accelerators.device_of_rank() == sim(2) and accelerators.identity(sim(2)) == "sim:2"
+    assert accelerators.device_of_rank() == sim(2) and accelerators.device_identity(sim(2)) == "sim:2"
 
 
 class Current(nn.Module):
@@ -419,5 +419,5 @@ def test_the_host_waits_once_for_the_norms_of_a_device_and_a_type() -> None:
     numbers = [torch.tensor(number, dtype=dtype) for number in (0.1, 2.5) for dtype in (torch.float32, torch.float64)]
     there = [number.to(device) for number in numbers for device in (sim(0), sim(2))]
     before = torch.sim.host_waits()
-    assert values_of(there) == [number.item() for number in numbers for _ in range(2)]
+    assert norms_as_numbers(there) == [number.item() for number in numbers for _ in range(2)]
     assert torch.sim.host_waits() == before + 4

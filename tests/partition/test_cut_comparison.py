@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from partition import PartitionError, to_sequential
 from partition.models.calls import record_model
-from partition.models.comparison import compare
+from partition.models.comparison import check_layers
 
 
 class Around(nn.Module):
@@ -34,15 +34,15 @@ def test_another_gradient_is_seen(width):
     torch.manual_seed(0)
     inner, x = nn.Linear(width, width), torch.randn(5, width)
     seen = record_model(nn.Sequential(Around(inner, lambda grad: grad)), x, lambda out: out)
-    compare(seen, nn.Sequential(Around(inner, lambda grad: grad * 1.0)), lambda out: out, ())
+    check_layers(seen, nn.Sequential(Around(inner, lambda grad: grad * 1.0)), lambda out: out, ())
     one = torch.zeros(width)
     one[width // 2] = 0.1
     words = "Sequential: the gradient of 0.model.weight is not that of the model"
     for change in (lambda grad: grad * 1.01, lambda grad: grad + one, lambda grad: grad.flip(0)):
         with pytest.raises(PartitionError, match=words):
-            compare(seen, nn.Sequential(Around(inner, change)), lambda out: out, ())
+            check_layers(seen, nn.Sequential(Around(inner, change)), lambda out: out, ())
     with pytest.raises(PartitionError, match=words):
-        compare(seen, nn.Sequential(Around(inner, lambda grad: grad)), torch.Tensor.detach, ())
+        check_layers(seen, nn.Sequential(Around(inner, lambda grad: grad)), torch.Tensor.detach, ())
 
 
 class Overflows(Chain):

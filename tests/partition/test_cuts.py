@@ -19,7 +19,7 @@ from partition.cuts import windows
 from partition.cuts.cutting import cut_layers
 from partition.cuts.layers import Layers, amounts_of, layers_of
 from partition.cuts.windows import DeviceStages, HeldChunks
-from partition.profiles.amounts import Bytes, MedianSpread, joined
+from partition.profiles.amounts import Bytes, MedianSpread, sum_of_bytes
 from partition.profiles.profile import Work
 
 
@@ -60,9 +60,10 @@ class Case(NamedTuple):
         for lane in self.lanes:
             for moment in lane.moments:
                 taken = sum(
-                    joined(self.states[parts[s]]) + held.kept * joined(self.saved[parts[s]]) + self.specs[s].state
+                    sum_of_bytes(self.states[parts[s]]) + self.specs[s].state
+                    + held.kept * sum_of_bytes(self.saved[parts[s]])
                     + held.inputs * self.entry[parts[s].start] + held.loss * self.loss[parts[s].start]
-                    + held.late * joined(self.late[parts[s]])
+                    + held.late * sum_of_bytes(self.late[parts[s]])
                     for s, held in zip(lane.stages, moment)
                 )  # fmt: skip
                 if taken > lane.memory:

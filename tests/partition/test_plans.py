@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from partition import LayerProfile, PartitionError, Plan, Profile, cut, plan, profile, to_sequential
 from partition.halves import as_it_was
 from partition.plans import device_orders, planning
-from partition.plans.device_orders import fitting, reordered, tried_in_orders
+from partition.plans.device_orders import fitting_trial, reordered, tried_in_orders
 from partition.plans.memory import StageValue, moments_of, peaks
 from partition.plans.plan import RecomputedStages
 from partition.plans.trials import (
@@ -29,9 +29,9 @@ from partition.plans.trials import (
     Trial,
     TrialSetup,
     polished,
-    recomputed,
-    replayed,
-    stages_of,
+    recomputed_pairs,
+    simulated,
+    stages_of_balance,
     tried,
 )
 from partition.profiles.amounts import Bytes, MedianSpread
@@ -139,7 +139,7 @@ def test_activation_bytes_are_those_that_autograd_saves_in_a_pipe(name: str, sch
     order = by_name(schedule, 2, 4)
     fewer = order.stages - 1
     balance = [len(model) - 2 * fewer, *[2] * fewer] if len(model) > 2 * fewer else [len(model) - fewer, *[1] * fewer]
-    trial = replayed(TrialSetup(chunked, machine, "", schedule, order), policy, balance)
+    trial = simulated(TrialSetup(chunked, machine, "", schedule, order), policy, balance)
     places = [Place(torch.device("cpu"), str(lane)) for lane in trial.setup.schedule.placement.lane_of]
     pipe = Pipe(model, trial.balance, 4, schedule=schedule, checkpoint=policy, devices=places, mixes_rows=True)
     for _ in range(2):  # calls 1 and 2 look at more, on copies
@@ -184,7 +184,7 @@ def every_choice(profile: Profile, machine: Machine, schedule: Schedule) -> Iter
     for cuts in combinations(range(1, layers), stages - 1):
         for checkpoint in ("never", "except_last", *some):
             balance = [stop - start for start, stop in zip((0, *cuts), (*cuts, layers))]
-            yield replayed(TrialSetup(profile, machine, "", "", schedule), checkpoint, balance)
+            yield simulated(TrialSetup(profile, machine, "", "", schedule), checkpoint, balance)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -224,7 +224,7 @@ def test_no_plan_is_said_to_fit_or_not_to_fit_in_vain_where_a_device_has_several
     trials, orders, is_all = tried_in_orders(setups, False)
     best, is_each = min(trials, key=lambda trial: trial.rank), True
     if not best.fits:
-        best, is_each = fitting(best, setups, orders)
+        best, is_each = fitting_trial(best, setups, orders)
     assert best.fits == (share >= 1) and is_all and (is_each or best.fits)
     assert best.fits == all(peak.total <= least * share for peak in best.peaks)
 
@@ -238,8 +238,8 @@ def test_what_a_device_holds_of_its_stages_is_the_most_of_its_moments(seed: int,
     machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
     some = tuple(stage for stage in range(schedule.stages) if source.random() < 0.5)
     checkpoint = RecomputedStages(some) if recompute else "except_last"
-    trial = replayed(TrialSetup(measured, machine, "", "", schedule), checkpoint, [1] * schedule.stages)
-    stages, again = stages_of(measured, trial.balance), recomputed(checkpoint, schedule)
+    trial = simulated(TrialSetup(measured, machine, "", "", schedule), checkpoint, [1] * schedule.stages)
+    stages, again = stages_of_balance(measured, trial.balance), recomputed_pairs(checkpoint, schedule)
     alone = peaks(trial.timeline, schedule.placement, stages, [], again)  # no values wait
     for lane, order in enumerate(schedule.orders):
         hosted = schedule.placement.stages_of(lane)
@@ -254,8 +254,8 @@ def test_outputs_wait_on_the_last_device_for_their_loss(chunks: int) -> None:
     """In GPipe those of all chunks, with all that is saved; the first is consumed as the last backward begins."""
     schedule, measured = by_name("gpipe", 2, chunks), random_profile(random.Random(chunks), 3)
     machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
-    trial = replayed(TrialSetup(measured, machine, "", "", schedule), "never", [1, 2])
-    stages, size, loss = stages_of(measured, trial.balance), 11, 7
+    trial = simulated(TrialSetup(measured, machine, "", "", schedule), "never", [1, 2])
+    stages, size, loss = stages_of_balance(measured, trial.balance), 11, 7
     found = peaks(trial.timeline, schedule.placement, stages, [StageValue(1, 1, size)], frozenset(), loss)[1]
     most = chunks * (stages[1].saved + size) + loss
     assert most - size <= found.total - stages[1].state <= most
@@ -265,8 +265,8 @@ def test_outputs_wait_on_the_last_device_for_their_loss(chunks: int) -> None:
 def test_a_backward_in_halves_holds_what_its_first_half_makes(seed: int) -> None:
     schedule, measured = by_name("zb-h1", 2, 1), random_profile(random.Random(seed), 2)
     machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
-    trial = replayed(TrialSetup(measured, machine, "", "", schedule), "never", [1, 1])
-    stages = stages_of(measured, trial.balance)
+    trial = simulated(TrialSetup(measured, machine, "", "", schedule), "never", [1, 1])
+    stages = stages_of_balance(measured, trial.balance)
     assert any(stage.split > stage.saved for stage in stages)
     found = peaks(trial.timeline, schedule.placement, stages, [], frozenset())
     assert [peak.saved for peak in found] == [max(stage.saved, stage.split, stage.late) for stage in stages]

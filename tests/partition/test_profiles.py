@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from partition import PartitionError, Profile, halves, profile, to_sequential
-from partition.profiles.amounts import MedianSpread, joined
+from partition.profiles.amounts import MedianSpread, sum_of_bytes
 from partition.profiles.optimizer_state import state_bytes
 from partition.profiles.profiling import with_rows
 from partition.profiles.working import counter
@@ -361,7 +361,7 @@ def test_a_model_of_blocks_is_profiled_without_numbers_and_left_as_it_was() -> N
     measured = profile(layers, sample, device="meta")
     _, first, *_, last, end = measured.layers
     assert first.parameters == last.parameters and first.work.forward.median > 0
-    assert joined(layer.parameters for layer in measured.layers) == sum(p.nbytes for p in model.parameters())
+    assert sum_of_bytes(layer.parameters for layer in measured.layers) == sum(p.nbytes for p in model.parameters())
     assert end.output == 2 * 5 * 20 * 4
     assert torch.equal(layers(sample)["logits"], model(**sample).logits)
 

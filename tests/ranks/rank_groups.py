@@ -138,7 +138,7 @@ def many_chunks(make: Make, stages: int, schedule: str, chunks: int, each: int, 
 def on_devices(names: list[str], hosts: list[str]) -> str:
     """What building a Pipe says, and then a second one, where ranks have devices of these names."""
     rank = dist.get_rank()
-    with patch("pipeline.distributed.group.identity", lambda device: names[rank]):
+    with patch("pipeline.distributed.group.device_identity", lambda device: names[rank]):
         with patch("socket.gethostname", lambda: hosts[rank]):
             try:
                 Pipe(layered(8), even(8, dist.get_world_size()), 3)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from scheduler import Costs, Placement, ScheduleError, by_name, simulate, verify
-from scheduler.searches.dispatching import dispatch, limits
+from scheduler.searches.dispatching import dispatch, in_flight_limits
 from scheduler.searches.formulation import pose
 from scheduler.searches.incremental_timing import IncrementalTiming, value_of
 
@@ -14,7 +14,7 @@ PLACEMENTS = [Placement.linear(1), Placement.linear(3), Placement.linear(6), Pla
 
 
 def dispatched(problem):
-    return [dispatch(problem, most, eager) for most in (None, *limits(problem)) for eager in (False, True)]
+    return [dispatch(problem, most, eager) for most in (None, *in_flight_limits(problem)) for eager in (False, True)]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5, 9])
@@ -64,7 +64,7 @@ def test_zb_h1_is_found_where_memory_is_what_1f1b_takes(lanes, chunks):
 def test_chunks_in_flight_fall_from_stage_to_stage_and_are_never_more():
     for lanes in (1, 2, 5, 8):
         problem = pose(Costs(3, 3, 2), Placement.linear(lanes), 20)
-        for most in limits(problem):
+        for most in in_flight_limits(problem):
             assert most == sorted(most, reverse=True) and most[-1] == 1 <= most[0] <= 2 * lanes
             timeline = simulate(problem.schedule(dispatch(problem, most), "one"), Costs(3, 3, 2, kept=0))
             assert all(peak <= count for peak, count in zip(timeline.peak_memory, most))

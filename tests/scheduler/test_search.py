@@ -11,7 +11,7 @@ from search_cases import shortest, tiny_cases, unequal
 
 from scheduler import Costs, Placement, ScheduleError, by_name, names, simulate, verify
 from scheduler.searches.annealing import anneal
-from scheduler.searches.dispatching import dispatch, limits
+from scheduler.searches.dispatching import dispatch, in_flight_limits
 from scheduler.searches.formulation import pose
 from scheduler.searches.incremental_timing import value_of
 from scheduler.searches.searching import Found, search
@@ -115,7 +115,7 @@ def test_uniform_stages_are_no_worse_than_the_published_search(profile, memory):
         value = search(costs, profile.lanes, profile.chunks, cap, "span", effort=0).value
     else:  # only what the search begins with, to save time
         problem = pose(costs, Placement.linear(profile.lanes), profile.chunks, cap, "span")
-        value = min(value_of(problem, dispatch(problem, most)) for most in limits(problem))
+        value = min(value_of(problem, dispatch(problem, most)) for most in in_flight_limits(problem))
     work = profile.chunks * (profile.forward + profile.input + profile.weight)
     assert 1 - work / value <= getattr(profile, memory) + 5.001e-5
 

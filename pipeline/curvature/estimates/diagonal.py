@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.resume import Resumable, from_host
 from pipeline.curvature.estimates.sampling import SampledResult, SampleSize, sampled_products
-from pipeline.curvature.linear import LinearMap, finite
+from pipeline.curvature.linear import LinearMap, if_finite
 from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import Vec, add_
 
@@ -161,7 +161,7 @@ class _RunningMoments:
     def sizes(self) -> tuple[Tensor, Tensor]:
         """The root mean squares of values and of errors."""
         space, errors = self.A.space, self.errors()
-        values = finite(space.dots([self.mean], [self.mean])[0, 0], self.A.name)
+        values = if_finite(space.dots([self.mean], [self.mean])[0, 0], self.A.name)
         squares = space.dots([errors], [errors])[0, 0]
         return (values / space.size).sqrt(), (squares / space.size).sqrt()
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from pipeline.common.arguments import check_count
 from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
 from pipeline.curvature.estimates.resume import Resumable, from_host
-from pipeline.curvature.estimates.sampling import SampleSize, SampleStatistics, draw, sampled_products
-from pipeline.curvature.linear import finite, products_of
+from pipeline.curvature.estimates.sampling import SampleSize, SampleStatistics, sampled_mean, sampled_products
+from pipeline.curvature.linear import if_finite, products_of
 from pipeline.curvature.space import Vec
 
 
@@ -54,7 +54,7 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
         drawn += len(products)
         record("sketch")
     for pair in products_of(A, basis[len(parts) :]):
-        parts += finite(A.space.paired_dots(zip(*pair, strict=True)), A.name).tolist()
+        parts += if_finite(A.space.paired_dots(zip(*pair, strict=True)), A.name).tolist()
         record("exact part")
 
     exact_part: float = sum(parts)
@@ -67,7 +67,7 @@ def hutchpp(sampling: SampleSize, run: Resumable, sketch: int | None = None) -> 
         return exact_part + A.space.paired_dots(zip(vectors, products, strict=True))
 
     spent = columns + len(basis)
-    found = draw(
+    found = sampled_mean(
         replace(sampling, samples=samples - spent), rest, lambda draws, values, note: record(note, draws, values),
         saved["values"], first=columns, prepare=deflated
     )

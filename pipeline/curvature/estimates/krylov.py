@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipeline.common.torch_modes import in_full_precision
 from pipeline.curvature.estimates.resume import from_host
-from pipeline.curvature.linear import finite
+from pipeline.curvature.linear import if_finite
 from pipeline.curvature.space import HOST, Space, Vec, add_, scale_
 
 SLAB = 8  # rows: at most seven vectors' memory are held in vain
@@ -158,10 +158,10 @@ def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], source: str) -> 
     inside = [torch.zeros(count, **HOST) for count in counts]
     for _ in range(2):
         local_dots = [basis.local_inside(vec) for basis, vec in zip(bases, vecs, strict=True)]
-        for lane, part in enumerate(finite(space.sum_over(torch.cat(local_dots)), source).split(counts)):
+        for lane, part in enumerate(if_finite(space.sum_over(torch.cat(local_dots)), source).split(counts)):
             bases[lane].subtract_(vecs[lane], part)
             inside[lane] += part
-    squares = finite(space.paired_dots(zip(vecs, vecs)), source)
+    squares = if_finite(space.paired_dots(zip(vecs, vecs)), source)
     norms = squares.clamp(min=0.0).sqrt().tolist()
     return [Split(coordinates, norm) for coordinates, norm in zip(inside, norms, strict=True)]
 
@@ -187,7 +187,7 @@ def append_orthonormal(space: Space, basis: list[Vec], vec: Vec) -> Tensor:
     """
     along, initial_norm = torch.zeros(len(basis), **HOST), 0.0
     for sweep in range(2):
-        dots = finite(space.dots([*basis, vec], [vec])[:, 0], "the matrix")
+        dots = if_finite(space.dots([*basis, vec], [vec])[:, 0], "the matrix")
         initial_norm = initial_norm if sweep else math.sqrt(max(float(dots[-1]), 0.0))
         along += dots[:-1]
         subtract_(vec, basis, dots[:-1])

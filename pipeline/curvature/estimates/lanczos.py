@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.curvature.estimates.krylov import Basis, is_noise, orthogonalise_
-from pipeline.curvature.estimates.ritz import EigenvectorMap, RitzPairs, limits, ritz, shortest, wanted
+from pipeline.curvature.estimates.ritz import EigenvectorMap, RitzPairs, ritz, shortest, thresholds, wanted
 from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.space import HOST, Vec, scale_
 
@@ -130,9 +130,8 @@ class LanczosRun:
             drawn += 1
             if not is_noise(split.norm, split.whole, self.map.space):
                 self.basis.append(scale_(vec, 1 / split.norm))
-        chain = (
-            EigenvectorMap.begin(limits(locked, goal.which, self._margin()), starts) if len(locked) == goal.k else None
-        )
+        is_full = len(locked) == goal.k
+        chain = EigenvectorMap.begin(thresholds(locked, goal.which, self._margin()), starts) if is_full else None
         empty = torch.zeros(starts, 0, **HOST)
         self._ritz = ritz(empty)
         self.current = replace(self.current, projection=empty, chain=chain, starts=starts, drawn=drawn)

@@ -105,7 +105,7 @@ def layer_traces(
           front  4 +- 0        2                2
     """
     sampling = SampleSize(A, samples, "rademacher", rel, abs, min_samples, seed, show, resume, save_every)
-    names_of, entries = layers_of(A.space, groups), _counted_entries(A.space)
+    names_of, entries = parameter_names_by_layer(A.space, groups), _counted_entries(A.space)
 
     def by_layer(vectors: list[Vec], products: list[Vec]) -> Tensor:
         local = [_local_sums(A.space, names_of, vec, product) for vec, product in zip(vectors, products, strict=True)]
@@ -140,7 +140,7 @@ def _counted_entries(space: Space) -> dict[str, int]:
     return {name: count for row in space.rows(local) for name, count in row.items()}
 
 
-def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
+def parameter_names_by_layer(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
     """The names of the parameters of each layer, of all processes; of each module if no groups are given.
 
     Raises:

@@ -91,7 +91,7 @@ def wanted(values: Tensor, count: int, which: str, setbacks: Tensor | float = 0.
     return torch.argsort(key, descending=True, stable=True)[:count].tolist()
 
 
-def limits(values: Tensor, which: str, slack: float) -> list[float]:
+def thresholds(values: Tensor, which: str, slack: float) -> list[float]:
     """Past which points an eigenvalue would be more wanted than the last of these, by more than `slack`."""
     if which == "LM":
         point = float(values.abs().min()) + slack

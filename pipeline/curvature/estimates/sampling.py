@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.common.arguments import check_count, check_number
 from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.estimates.resume import Resumable
-from pipeline.curvature.linear import LinearMap, blocks, finite, products_of
+from pipeline.curvature.linear import LinearMap, blocks, if_finite, products_of
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import HOST, Vec
@@ -189,10 +189,10 @@ def estimate(sampling: SampleSize, measure: Measure, quantity: str, **settings: 
         settings: of the measure, for a run that goes on.
     """
     with sampling.resumable(quantity, **settings) as run:
-        return draw(sampling, measure, run.record, run.saved_state)
+        return sampled_mean(sampling, measure, run.record, run.saved_state)
 
 
-def draw(
+def sampled_mean(
     sampling: SampleSize,
     measure: Measure,
     on_progress: OnProgress,
@@ -209,7 +209,7 @@ def draw(
     drawn = torch.zeros(0, **HOST) if saved is None else saved  # the first values give it its other dims
     groups = sampled_products(sampling, len(drawn), first, prepare)
     while not (is_enough := sampling.is_reached(*mean_and_stderr(drawn), len(drawn))) and (group := next(groups, None)):
-        drawn = torch.cat([drawn, finite(measure(*group), sampling.A.name)])
+        drawn = torch.cat([drawn, if_finite(measure(*group), sampling.A.name)])
         on_progress(len(drawn), drawn, _note(sampling, drawn))
     if sampling.is_exact:
         total = drawn.sum(0)

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.common.arguments import check_count, check_number
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.sampling import check_tol
-from pipeline.curvature.estimates.systems import METHODS, VecLike, fitting, scales_of, solved
+from pipeline.curvature.estimates.systems import METHODS, VecLike, scales_of, solved, vector_from
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec
@@ -194,7 +194,7 @@ def solve(
     system = Inverse(
         A, damping=damping, tol=tol, max_products=max_products, preconditioner=preconditioner, method=method
     )
-    vec, guess = fitting(A.space, b, "b"), None if start is None else fitting(A.space, start, "start")
+    vec, guess = vector_from(A.space, b, "b"), None if start is None else vector_from(A.space, start, "start")
     settings = {} if resume is None else _settings(system, vec, guess)
     title = f"solve with {A.name}"
     with Resumable(A, title, None, settings, show=show, resume=resume, save_every=save_every) as run:

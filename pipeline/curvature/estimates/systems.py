@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipeline.common.arguments import shown
 from pipeline.curvature.estimates.resume import Resumable, from_host
-from pipeline.curvature.linear import LinearMap, blocks, finite, taken
+from pipeline.curvature.linear import LinearMap, blocks, if_finite, taken
 from pipeline.curvature.space import HOST, Space, Vec, add_, copy, scale_
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def _run_in_lockstep(
         pairs = {index: request for index, request in requests.items() if isinstance(request, tuple)}
         if pairs:
             dots = A.space.paired_dots([pair for request in pairs.values() for pair in request])
-            numbers = iter(finite(dots, f"{A.name}, or b itself,").tolist())
+            numbers = iter(if_finite(dots, f"{A.name}, or b itself,").tolist())
             for index, request in pairs.items():
                 answer(index, [next(numbers) for _ in request])
         else:
@@ -301,7 +301,7 @@ def _solve_one(system: Inverse, b: Vec, start: Vec | None, state: SystemState) -
 
 def scales_of(A: LinearMap, preconditioner: VecLike, damping: float) -> Vec:
     """1 / (diagonal + damping), which must be above 0 everywhere, on all processes."""
-    diagonal = [part + damping for part in fitting(A.space, preconditioner, "preconditioner")]
+    diagonal = [part + damping for part in vector_from(A.space, preconditioner, "preconditioner")]
     bad_counts = [(~((part > 0.0) & part.isfinite())).sum().item() for part in diagonal]
     local_bad = sum(count for count, counts in zip(bad_counts, A.space.counted, strict=True) if counts)
     bad_entries = int(A.space.sum_over(torch.tensor([local_bad], **HOST)))
@@ -313,7 +313,7 @@ def scales_of(A: LinearMap, preconditioner: VecLike, damping: float) -> Vec:
     return [part.reciprocal() for part in diagonal]
 
 
-def fitting(space: Space, vector: VecLike, name: str) -> Vec:
+def vector_from(space: Space, vector: VecLike, name: str) -> Vec:
     """A vector of the space with the entries that were given, in memory of its own.
 
     Raises:

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.estimates.resume import Resumable, from_host
 from pipeline.curvature.estimates.sampling import SampleSize, SampleStatistics, mean_and_stderr
-from pipeline.curvature.linear import LinearMap, blocks, finite
+from pipeline.curvature.linear import LinearMap, blocks, if_finite
 from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import HOST, Vec
 
@@ -88,11 +88,12 @@ class _LeaveOneOutSketch:
         old_size = len(self.basis)
         vectors = self._random(range(self.count, self.count + count))
         products = self.A.products(vectors)
-        self.quadratic_forms.append(finite(self.A.space.paired_dots(zip(vectors, products, strict=True)), self.A.name))
+        forms = self.A.space.paired_dots(zip(vectors, products, strict=True))
+        self.quadratic_forms.append(if_finite(forms, self.A.name))
         del vectors
         self.columns += [append_orthonormal(self.A.space, self.basis, product) for product in products]
         if new := self.basis[old_size:]:
-            dots = finite(self.A.space.dots(self.basis, self.A.products(new)), self.A.name)  # [all, new]
+            dots = if_finite(self.A.space.dots(self.basis, self.A.products(new)), self.A.name)  # [all, new]
             old, self.within = self.within, torch.zeros(len(dots), len(dots), **HOST)
             self.within[:old_size, :old_size] = old
             self.within[:, old_size:] = dots

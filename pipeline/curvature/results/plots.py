@@ -43,12 +43,12 @@ def symlog(ax: Any, axis: str, *drawn: Tensor) -> None:
         axis: "x" or "y".
         drawn: the values. About a thousandth of the largest finite one, and less, is drawn linearly.
     """
-    largest = max((float(finite(values).abs().max()) for values in drawn if values.numel()), default=0.0)
+    largest = max((float(or_zero(values).abs().max()) for values in drawn if values.numel()), default=0.0)
     if largest > 0.0:
         linear = 10.0 ** math.floor(math.log10(largest) - 2.5)  # of other than powers of ten the labels overlap
         getattr(ax, f"set_{axis}scale")("symlog", linthresh=linear)
 
 
-def finite(values: Tensor) -> Tensor:
+def or_zero(values: Tensor) -> Tensor:
     """With 0 for what is not finite: an error that nobody knows has no bar."""
     return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -93,7 +93,7 @@ class Result(NotebookResult):
             FileNotFoundError: the folder is not there.
         """
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        resultfile.write(path, type(self).__name__, type(self).__module__, named)
+        resultfile.write_result(path, type(self).__name__, type(self).__module__, named)
 
     @classmethod
     def load(cls, path: FilePath) -> Self:
@@ -106,7 +106,7 @@ class Result(NotebookResult):
             ResultError: it is no such file, holds another class, or was written by a newer version.
             FileNotFoundError: there is none.
         """
-        name, module, named = resultfile.read(path)
+        name, module, named = resultfile.read_result(path)
         kind = _class_named(name, module, path)
         if not issubclass(kind, cls):
             raise ResultError(f"{path} holds a {name}, no {cls.__name__}: use {name}.load, or Result.load for any.")

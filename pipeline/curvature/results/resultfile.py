@@ -42,7 +42,7 @@ _TEXT = "result"
 StoredResult: TypeAlias = tuple[str, str, dict[str, Any]]  # a class's name, the module that it was in, its fields
 
 
-def write(path: str | PathLike[str], kind: str, module: str, named: Mapping[str, Any]) -> None:
+def write_result(path: str | PathLike[str], kind: str, module: str, named: Mapping[str, Any]) -> None:
     """Writes a file. Where one of that name is, it stays whole until it is replaced.
 
     Raises:
@@ -64,8 +64,8 @@ def write(path: str | PathLike[str], kind: str, module: str, named: Mapping[str,
             np.savez(file, **members)
 
 
-def read(path: str | PathLike[str]) -> StoredResult:
-    """Reads what `write` wrote.
+def read_result(path: str | PathLike[str]) -> StoredResult:
+    """Reads what `write_result` wrote.
 
     Raises:
         ResultError: it is something else, damaged, or written by a newer version.

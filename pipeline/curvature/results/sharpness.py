@@ -22,7 +22,7 @@ from torch import Tensor
 from pipeline.common.arguments import check_count, check_number, shown
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.estimates.trace import Trace
-from pipeline.curvature.results.plots import finite, symlog
+from pipeline.curvature.results.plots import or_zero, symlog
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import Curve, column, curves, rows, table
 from pipeline.curvature.space import HOST
@@ -139,7 +139,7 @@ class SharpnessHistory(Result):
         for head, values, errors in self._curves():
             measured = values.isfinite()
             if bool(measured.any()):
-                points = self.steps[measured].tolist(), values[measured].tolist(), finite(errors[measured]).tolist()
+                points = self.steps[measured].tolist(), values[measured].tolist(), or_zero(errors[measured]).tolist()
                 ax.errorbar(*points, fmt="o-", markersize=3, label=head)
         measured = self._edge.isfinite()
         if bool(measured.any()):

@@ -43,7 +43,7 @@ from pipeline.common.torch_modes import without_counting_modes, without_function
 from pipeline.data.microbatch import Batch, check_structure, row_dim, row_sizes
 from pipeline.data.pytrees import Tree
 from pipeline.entry.probe.probe_call import LayerRun, ProbeCall
-from pipeline.entry.probe.rows import RowComparison, all_same, any_differs, is_mixed, is_moved, same
+from pipeline.entry.probe.rows import RowComparison, all_same, any_differs, is_mixed, is_moved, same_rows
 from pipeline.execution.setup import Setup
 from pipeline.recompute.policy import repeating
 from pipeline.recompute.reachable import ReachableState
@@ -196,7 +196,7 @@ class Probe:
             return
         repeated, among_others = self._new(alone), self._new(beside)  # again, layer by layer
         ours, theirs = repeated.run_recorded(), among_others.run_recorded()
-        is_certain = _differ(repeated, among_others, differs) and same(repeated.output, reference.output)
+        is_certain = _differ(repeated, among_others, differs) and same_rows(repeated.output, reference.output)
         if not self._communicator.exchange.any(is_certain):
             return
         culprit, _ = _first_to_differ(ours, theirs, partial(differs, least=0.0))  # what later layers have enlarged, too
@@ -223,7 +223,7 @@ class Probe:
             return
         is_excused = draws or self._may_gather(culprit) and culprit.gathers
         self._refuse(
-            culprit, is_excused or not same(first.output, reference.output),
+            culprit, is_excused or not same_rows(first.output, reference.output),
             "reads the number or the places of the rows of the mini-batch: at another place, among another number of "
             "rows, a row comes out otherwise"
         )

@@ -87,11 +87,11 @@ def all_same(ones: Sequence[Activations] | None, others: Sequence[Activations] |
     if ones is None or others is None:
         return ones is others
     return len(ones) == len(others) and all([
-        same(one.tree, other.tree) for one, other in zip(ones, others, strict=True)
+        same_rows(one.tree, other.tree) for one, other in zip(ones, others, strict=True)
     ])
 
 
-def same(one: Tree | None, other: Tree | None) -> bool:
+def same_rows(one: Tree | None, other: Tree | None) -> bool:
     """Whether two trees have the same tensors, but for rounding."""
     if one is None or other is None:
         return one is other

@@ -3,7 +3,7 @@
     with torch.device("meta"):                 names, shapes and types; no memory
         model = nn.Sequential(...)
                     |
-    own layers --survey--> tensors without memory --give memory--> the same objects, on their device
+    own layers --meta_tensors_of--> tensors without memory --give memory--> the same objects, on their device
                                                                       |
     materialize= callable:  layer by layer, the default generators at layer_seed(seed, 0, index)
                  state_dict, or the path of a checkpoint (`Saved`): by the plain module's names
@@ -25,7 +25,14 @@ from torch import Tensor, nn
 
 from pipeline.common.arguments import few, shown
 from pipeline.common.module_tables import children_first
-from pipeline.entry.state.meta_tensors import MetaTensor, PlacedLayer, check_reachable, give_memory, is_marked, survey
+from pipeline.entry.state.meta_tensors import (
+    MetaTensor,
+    PlacedLayer,
+    check_reachable,
+    give_memory,
+    is_marked,
+    meta_tensors_of,
+)
 from pipeline.entry.state.saved import Saved
 from pipeline.recompute.randomness import Generator, default_generators, generators_at, layer_seed, states_of
 
@@ -78,7 +85,7 @@ def materialize(
         True
     """
     init, state = _sources(source)
-    empty = survey(layers)
+    empty = meta_tensors_of(layers)
     check_reachable(layers, empty)
     _add_names(empty, others)
     is_read = anywhere(bool(empty))

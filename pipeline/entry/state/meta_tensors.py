@@ -1,6 +1,6 @@
 """Tensors without memory (on the meta device): a survey, their allocation, and marks of those not yet written.
 
-    layers --survey--> MetaTensor, by id   on the meta device: a shape and a type, at one place or several
+    layers --meta_tensors_of--> MetaTensor, by id   on the meta device: a shape and a type, at one place or several
                           |
                        give_memory             the same object, now with memory on its device, marked
                           |
@@ -75,7 +75,7 @@ class MetaTensor:
     version: int = 0
 
 
-def survey(layers: Iterable[PlacedLayer]) -> dict[int, MetaTensor]:
+def meta_tensors_of(layers: Iterable[PlacedLayer]) -> dict[int, MetaTensor]:
     """The tensors without memory, by id, in the order of their first places.
 
     Raises:

@@ -368,7 +368,7 @@ def _one_of(candidates: Sequence[tuple[str, _SavedState]]) -> _SavedState:
     stepped = [(name, entry) for name, entry in candidates if entry.nested()] or list(candidates)
     first, chosen = stepped[0]
     for name, entry in stepped[1:]:
-        if not same(chosen.nested(), entry.nested()) or not same(chosen.options, entry.options):
+        if not same_saved(chosen.nested(), entry.nested()) or not same_saved(chosen.options, entry.options):
             raise ValueError(
                 f"{first!r} and {name!r} are one parameter, but the state has different values for them. Take the "
                 "entries of one out."
@@ -376,9 +376,10 @@ def _one_of(candidates: Sequence[tuple[str, _SavedState]]) -> _SavedState:
     return chosen
 
 
-def same(one: Any, other: Any) -> bool:
+def same_saved(one: Any, other: Any) -> bool:
+    """Whether two entries of an optimizer's state hold the same numbers."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same_saved(one[key], other[key]) for key in one)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or torch.equal(one, other)
     return bool(one == other)
@@ -391,7 +392,7 @@ def _options(index: int, members: Iterable[tuple[str, _SavedState]]) -> dict[str
         first = first or (name, entry)
         for key in {**first[1].options, **entry.options}:
             first_option, option = first[1].options.get(key), entry.options.get(key)
-            if not same(first_option, option):
+            if not same_saved(first_option, option):
                 raise ValueError(
                     f"group {index} of the optimizer has {first[0]!r} and {name!r}, which were saved with {key} "
                     f"{first_option} and {option}. Build the groups as they were when saved."

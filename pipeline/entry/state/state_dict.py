@@ -27,11 +27,11 @@ from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
 from pipeline.entry.state.saved import Saved
 from pipeline.entry.state.whole_optimizer_state import (
-    by_name,
     copied_to_host,
     is_packed,
     names_of_groups,
     own_groups,
+    whole_by_name,
     whole_state,
 )
 from pipeline.execution.communicator import Verdict
@@ -142,7 +142,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         if is_packed(state_dict):
             if not all("param_names" in group for group in state_dict["param_groups"]):
                 names_of_groups(self._with_none(self.named_parameters()), optimizer)  # numbers tell in one order alone
-            state_dict = by_name(state_dict, self.runtime.first_names)
+            state_dict = whole_by_name(state_dict, self.runtime.first_names)
         named = self._with_none(super().named_parameters(remove_duplicate=False))  # no two ranks save under one key
         load_optimizer_state(named, optimizer, state_dict, self.runtime.first_names)
 

@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pipeline.entry.state.optimizer_state import check_numbers, check_saveable, entries_of, flattened, options_of, same
+from pipeline.entry.state.optimizer_state import (
+    check_numbers,
+    check_saveable,
+    entries_of,
+    flattened,
+    options_of,
+    same_saved,
+)
 
 
 def own_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> list[Any]:
@@ -85,7 +92,7 @@ def whole_state(groups_of_ranks: Mapping[str, Sequence[Any]], names: Iterable[st
             continue  # no options are loaded where a group has no parameters, so those there say nothing
         first = options.setdefault(index, rank_options)
         keys = {**first, **rank_options}
-        differing = [key for key in keys if not same(first.get(key), rank_options.get(key))]
+        differing = [key for key in keys if not same_saved(first.get(key), rank_options.get(key))]
         if differing:
             raise ValueError(
                 f"group {index} of the optimizer has another {', '.join(differing)} on rank {rank}. Build the "
@@ -121,7 +128,7 @@ def is_packed(state: Mapping[str, Any]) -> bool:
     return "param_groups" in state and isinstance(state["param_groups"], Sequence)
 
 
-def by_name(packed: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[str, Any]:
+def whole_by_name(packed: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[str, Any]:
     """A torch.optim state_dict by names, as `optimizer_state.optimizer_state` makes it of the whole model.
 
     Args:

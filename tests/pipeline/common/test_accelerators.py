@@ -68,10 +68,10 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
 
 def test_generators_are_asked_for_when_the_devices_are_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Pipe without parameters on an accelerator may be the first to use it."""
-    assert accelerators.default_generators([CPU]) == []
+    assert accelerators.device_generators([CPU]) == []
     Xpu(3, monkeypatch)
     devices = [torch.device("xpu", 2), CPU, torch.device("xpu", 0), torch.device("xpu", 2)]
-    assert accelerators.default_generators(devices) == ["generator of xpu:0", "generator of xpu:2"]
+    assert accelerators.device_generators(devices) == ["generator of xpu:0", "generator of xpu:2"]
 
 
 def test_a_kind_without_generators_that_can_be_seeded_is_treated_as_the_host_is(
@@ -81,7 +81,7 @@ def test_a_kind_without_generators_that_can_be_seeded_is_treated_as_the_host_is(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     assert not hasattr(torch.mps, "default_generators")
     assert not accelerators.is_accelerator(mps) and accelerators.accelerators() == []
-    assert accelerators.default_generators([mps]) == []
+    assert accelerators.device_generators([mps]) == []
     assert choose_places(None, 1) == [Place(CPU)]
 
 
@@ -143,11 +143,11 @@ def test_a_rank_takes_the_device_that_its_launcher_means(
 def test_the_name_of_a_device_is_one_in_all_processes_or_none(
     uuid: str | None, seen: int, visible: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert accelerators.identity(CPU) == ""
+    assert accelerators.device_identity(CPU) == ""
     machine = Xpu(seen, monkeypatch)
     machine.get_device_properties = lambda device: SimpleNamespace(**{} if uuid is None else {"uuid": uuid})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert accelerators.identity(torch.device("xpu", 0)) == name
+    assert accelerators.device_identity(torch.device("xpu", 0)) == name
 
 
 @pytest.mark.parametrize("call", ["forward", "step", "evaluate", "product"])

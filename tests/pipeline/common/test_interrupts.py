@@ -331,7 +331,8 @@ MECHANISMS = {  # functions of which a part is in place when they return
     "OptimizerSink.take": "optimizer", "OptimizerSink.finish": "scaler", "step_one": "eager",
     "GradientFinalizer._begin": "eager", "Module.train": "evaluate", "Runtime.agreed": "evaluate",
     "turn": "forward", "StageRun.commit": "forward", "Buffers.as_before": "backward",
-    "generators_at": "backward", "deliver": "backward", "_taking": "eager backward", "Gate.closed": "second order",
+    "generators_at": "backward", "deliver": "backward", "add_hooked": "backward",
+    "_taking": "eager backward", "Gate.closed": "second order",
     "checkpointing.__enter__": "product", "StageRule.forward": "product",
 }  # fmt: skip
 

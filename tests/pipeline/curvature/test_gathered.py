@@ -17,7 +17,7 @@ from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.estimates.trace import Trace, trace
 from pipeline.curvature.results.plots import symlog
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.results.resultfile import ResultError, write
+from pipeline.curvature.results.resultfile import ResultError, write_result
 from pipeline.curvature.results.sharpness import SharpnessHistory
 
 
@@ -224,7 +224,7 @@ def test_what_a_column_cannot_hold_is_refused(entry, kind, words):
 def test_a_file_of_a_history_whose_columns_do_not_fit_is_refused(wrong, tmp_path):
     whole = history()
     named = {field.name: getattr(whole, field.name) for field in fields(whole)}
-    write(tmp_path / "run.json", "SharpnessHistory", SharpnessHistory.__module__, {**named, **wrong})
+    write_result(tmp_path / "run.json", "SharpnessHistory", SharpnessHistory.__module__, {**named, **wrong})
     with pytest.raises(ResultError, match="run.json does not have the fields of a SharpnessHistory"):
         SharpnessHistory.load(tmp_path / "run.json")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.estimates.krylov import Basis, orthogonalise_
 from pipeline.curvature.estimates.quadrature import tridiagonals
-from pipeline.curvature.estimates.ritz import EigenvectorMap, limits, ritz, shortest, wanted
+from pipeline.curvature.estimates.ritz import EigenvectorMap, ritz, shortest, thresholds, wanted
 from pipeline.curvature.space import Vec
 
 WHICH = ["LM", "LA", "SA", "BE"]
@@ -235,7 +235,7 @@ def test_a_last_round_that_is_cut_down_still_shows_a_second_copy() -> None:
 def test_past_the_limits_are_the_values_that_would_be_wanted_more(
     which: str, found: list[float], points: list[float]
 ) -> None:
-    assert limits(torch.tensor(found), which, 0.5) == points
+    assert thresholds(torch.tensor(found), which, 0.5) == points
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_one_the_same_values() -> None:

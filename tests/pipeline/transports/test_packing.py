@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.data.pytrees import storage_of
+from pipeline.data.pytrees import memory_address
 from pipeline.transports.codec import decode, encode
 from pipeline.transports.packing import Packing
-from pipeline.transports.tensor_spec import StridedSpec, settle
+from pipeline.transports.tensor_spec import StridedSpec, sendable
 
 pytestmark = [  # what torch says of the tensors that are made here
     pytest.mark.filterwarnings("ignore:Sparse (... tensor support|invariant checks):UserWarning"),
@@ -43,7 +43,7 @@ def bits(tensor):
 
 def over(tensors):
     """Pack and unpack, as the two ends of a link do."""
-    settled = settle(tensors, "it")
+    settled = sendable(tensors, "it")
     packing = Packing.of(settled)
     buffer = packing.pack(HEADER, settled)
     assert len(buffer) == 64 + packing.nbytes and bytes(buffer[:64].tolist()) == HEADER
@@ -86,9 +86,9 @@ def test_any_tensors_arrive_each_at_its_place_of_a_cache_line_and_with_memory_of
     ]
     arrived = [t for t in found if t is not None]
     assert not any(t._is_view() or t.requires_grad for t in arrived)
-    sent = [t for t in settle(tensors, "it") if t is not None]
+    sent = [t for t in sendable(tensors, "it") if t is not None]
     assert all(t.data_ptr() % 64 == s.data_ptr() % 64 for t, s in zip(arrived, sent, strict=True) if t.numel())
-    assert len({storage_of(t) for t in arrived}) == len(arrived)
+    assert len({memory_address(t) for t in arrived}) == len(arrived)
 
 
 @given(drawn)
@@ -101,14 +101,14 @@ def test_strides_are_those_that_a_move_to_another_device_keeps(tensor):
 
 def test_the_gradient_of_a_sum_travels_as_one_number():
     gradient = torch.ones(()).expand(1000, 1000)
-    assert Packing.of(settle([gradient], "it")).nbytes == 4
+    assert Packing.of(sendable([gradient], "it")).nbytes == 4
     (found,) = over([gradient])
     assert found.stride() == (0, 0) and torch.equal(found, gradient)
 
 
 def test_what_is_mostly_gaps_travels_without_them():
     column = torch.randn(100, 100)[:, 0]
-    assert Packing.of(settle([column], "it")).nbytes == 400
+    assert Packing.of(sendable([column], "it")).nbytes == 400
     assert torch.equal(over([column])[0], column)
     for step, kept in ((2, 2), (3, 1)):
         (found,) = over([torch.arange(30)[::step]])
@@ -147,7 +147,7 @@ def test_sparse_tensors_arrive():
         assert torch.equal(found.to_dense(), tensor.to_dense())
         assert found.is_coalesced() == tensor.is_coalesced() and found._nnz() == tensor._nnz()
     values = [found._values() for found in over(sparse)]
-    assert len({storage_of(each) for each in values if each.numel()}) == len(values) - 1
+    assert len({memory_address(each) for each in values if each.numel()}) == len(values) - 1
 
 
 def test_what_arrives_can_be_used_like_any_tensor():
@@ -242,7 +242,7 @@ def test_what_cannot_be_sent_is_refused_by_name():
     }
     for tensor, words in refused.items():
         with pytest.raises(TypeError, match=rf"(?s)^2F0 from rank 0 to rank 1 holds .*{words}"):
-            settle([torch.ones(1), tensor], "2F0 from rank 0 to rank 1")
+            sendable([torch.ones(1), tensor], "2F0 from rank 0 to rank 1")
 
 
 def test_torchs_defaults_of_the_moment_do_not_matter():
@@ -260,7 +260,7 @@ def test_torchs_defaults_of_the_moment_do_not_matter():
 def test_inference_tensors_travel_in_and_out_of_inference_mode():
     with torch.inference_mode():
         made = [torch.randn(3), torch.randn(4).expand(2, 4)]
-        packing = Packing.of(settle(made, "it"))
+        packing = Packing.of(sendable(made, "it"))
         packed = packing.pack(HEADER, made)
     assert all(torch.equal(one, other) for one, other in zip(over(made), made, strict=True))
     found = packing.unpack(packed, 64, CPU)
@@ -269,7 +269,7 @@ def test_inference_tensors_travel_in_and_out_of_inference_mode():
 
 @given(st.lists(st.one_of(st.none(), drawn), max_size=4))
 def test_on_another_device_tensors_have_memory_of_their_own_as_well(tensors):
-    settled = settle(tensors, "it")
+    settled = sendable(tensors, "it")
     packing = Packing.of(settled)
     elsewhere = packing._on_device(packing.pack(HEADER, settled), 64, CPU)  # the CPU stands in for the other device
     sent = [tensor for tensor in settled if tensor is not None]
@@ -278,14 +278,14 @@ def test_on_another_device_tensors_have_memory_of_their_own_as_well(tensors):
         (t.dtype, t.shape, t.stride(), bits(t)) for t in sent
     ]
     assert not any(tensor._is_view() for tensor in found)
-    assert len({storage_of(tensor) for tensor in found}) == len(found)
+    assert len({memory_address(tensor) for tensor in found}) == len(found)
 
 
 @pytest.mark.gpu
 def test_tensors_on_a_gpu_are_staged_and_come_out_there():
     tensors = [torch.randn(3, 4, device="cuda").t(), None, torch.tensor(True), torch.ones((), device="cuda").expand(5)]
     tensors.append(torch.tensor([0.0, 1.0], device="cuda").to_sparse_coo())
-    packing = Packing.of(settle(tensors, "it"))
+    packing = Packing.of(sendable(tensors, "it"))
     packed = packing.pack(HEADER, tensors)
     assert packed.is_cpu
     found = packing.unpack(packed.pin_memory(), 64, torch.device("cuda"))
