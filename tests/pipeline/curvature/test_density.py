@@ -41,7 +41,7 @@ def bumps(values: Tensor, weights: Tensor, grid: Tensor, sigma: float) -> Tensor
 def test_quadrature_is_exact_for_polynomials_up_to_degree_2_steps_minus_1(size, steps, runs, seed):
     A = DenseMap(symmetric(2.0 * torch.rand(size, dtype=torch.float64) - 1.0, seed))
     found = density(A, steps=steps, runs=runs, points=10, seed=seed)
-    assert found.nodes.shape == found.weights.shape == (runs, steps)
+    assert found.nodes.shape == found.weights.shape == (runs, min(steps, size))
     for run in range(runs):
         start = image = unit(A, seed, run)
         for power in range(2 * steps):
