@@ -55,8 +55,8 @@ class Density(Result):
         density: [points].
         lower: [points]: the lower end of the band.
         upper: [points]: the upper end of the band.
-        nodes: [runs, steps]: each run's Ritz values, ascending. A run that ended early repeats its last one, with
-            weight 0.
+        nodes: [runs, steps], of a smaller matrix [runs, size]: each run's Ritz values, ascending. A run that ended
+            early repeats its last one, with weight 0.
         weights: [runs, steps]: the share of the eigenvalues that each node stands for; a run's sum to 1.
         widths: [runs, steps]: of the Gaussian at each node, in units of eigenvalue: `sigma`, more where the steps tell
             less.
