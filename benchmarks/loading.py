@@ -2,7 +2,7 @@
 
     python benchmarks/loading.py
 
-A Llama of 8 blocks is saved in shards. Then torchrun starts 4 ranks, which run the lines of docs/guide.md:
+A Llama of 8 blocks is saved in shards. Then torchrun starts 4 ranks, which run the lines of docs/models.md:
 
     with meta_parameters():
         model = LlamaForCausalLM(config)

@@ -4,7 +4,7 @@
     later     -> another length, a mask or none, other scales; numbers, weights and modes that are set meanwhile
     the law   -> outputs, gradients and buffers of the parts are the model's; PartitionError; or nan, which shows
 
-What the parts cannot know are numbers that the model reads in none but later calls (docs/guide.md, Limits): here no
+What the parts cannot know are numbers that the model reads in none but later calls (docs/models.md, Limits): here no
 step reads whole numbers of another part.
 """
 
