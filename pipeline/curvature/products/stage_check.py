@@ -74,7 +74,8 @@ class RuleCheck:
         if not self.is_asked(stage.layers.index, chunk) or not derivative:  # nothing depends on a parameter
             return
         error, precision = error_along(stage, chunk, inbox, function_at, derivative)
-        self._judge(stage.layers.index, stage.layers.name, error, precision)
+        order = "" if function_at is of_output else "second "
+        self._judge(stage.layers.index, stage.layers.name, error, precision, order)
 
     def check_loss(
         self, chunk: int, loss: Tensor, ends: Sequence[Tensor], output: Sequence[Tensor], gradient_at: GradientAt
@@ -91,14 +92,17 @@ class RuleCheck:
         if self.is_asked(LOSS, chunk):
             self._judge(LOSS, "loss_fn", *loss_error(output, gradient_at))
 
-    def _judge(self, index: int, name: str, error: float, precision: Precision) -> None:
-        """Report the error of a stage's derivative, or of the loss's; raise ValueError if it is wrong."""
+    def _judge(self, index: int, name: str, error: float, precision: Precision, order: str = "second ") -> None:
+        """Report the error of a stage's derivative, or of the loss's; raise ValueError if it is wrong.
+
+        `order`: the word for which derivative it is; "" for the first.
+        """
         if self._task.on_result is not None:
             self._task.on_result(index, error, precision)
         elif not error <= precision.limit:
             hint = " In half precision rounding may look like that: try it in float32, without autocast, first."
             raise ValueError(
-                f"{name} has an autograd.Function of its own, and its second derivative differs from finite "
+                f"{name} has an autograd.Function of its own, and its {order}derivative differs from finite "
                 f"differences by {error:.1e} of its size (at most {precision.limit:.0e} is rounding). Its backward "
                 "forgets what it depends on (a tensor kept on ctx instead of save_for_backward), or is not the "
                 "derivative of its forward (a straight-through estimator, a backward hook that changes gradients). "

@@ -382,3 +382,23 @@ def test_a_restricted_operator_takes_the_names_that_params_takes() -> None:
                                 (["0", "x"], ValueError, "params has 'x', which is no parameter or layer")):
         with pytest.raises(error, match=words):
             op.restricted(names)  # type: ignore[arg-type]
+
+
+class Rounded(torch.autograd.Function):
+    """Numbers rounded to thirds, by whose gradient they pass through."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (3 * x).round() / 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("matrix, order", [(Hessian, "second "), (GaussNewton, ""), (EmpiricalFisher, "")])
+def test_a_straight_through_estimator_is_refused_by_the_derivative_that_is_taken(matrix, order) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Layer(Rounded.apply), nn.Linear(4, 3)).double()
+    op = matrix(model, data(), functional.cross_entropy)
+    with pytest.raises(ValueError, match=rf"own, and its {order}derivative differs .*\(a straight-through estimator"):
+        op.trace(1)
