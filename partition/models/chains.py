@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 
@@ -17,6 +18,7 @@ from partition.models.inputs import Leaves
 from partition.models.runs import ArgumentKey, BlockChain
 from partition.opaque import seen_of
 
+_LARGER_PIECE = 2  # times the largest piece of the finest way: as good as that
 _SMALLEST_SHARE = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
 
 
@@ -25,7 +27,8 @@ def found_blocks(model: nn.Module, calls: Sequence[ModuleCall]) -> list[list[Mod
 
     All chains of blocks of one type that have a good part of the parameters, which may be called several times; each of
     them alone; all modules that are called once with a tensor, and return one, where these have most of the parameters;
-    those of them that have some; the same with those that are called several times.
+    those of them that have some; the same with those that are called several times. Ways that leave more than twice as
+    much in one piece as the finest come last.
 
     Raises:
         PartitionError: there are none.
@@ -58,7 +61,9 @@ def found_blocks(model: nn.Module, calls: Sequence[ModuleCall]) -> list[list[Mod
             f"{type(model).__name__} has no blocks: no modules that are called with a tensor and have most of its "
             "parameters. Name them, to_sequential(model, sample, blocks=[...]), or write the model as an nn.Sequential."
         )
-    return ways
+    sizes = [_largest_piece(model, calls, way) for way in ways]
+    order = sorted(range(len(ways)), key=lambda number: max(sizes[number], _LARGER_PIECE * min(sizes)))
+    return [ways[number] for number in order]
 
 
 def named_blocks(model: nn.Module, selection: str | Sequence[str], calls: Sequence[ModuleCall]) -> list[ModuleCall]:
@@ -216,6 +221,17 @@ def _has_hidden(call: ModuleCall) -> bool:
     """Whether a module was called with a tensor, and returned one."""
     leaves_of_both = (call.arguments.leaves.values(), call.returned[0])
     return all(any(isinstance(leaf, Tensor) for leaf in leaves) for leaves in leaves_of_both)
+
+
+def _largest_piece(model: nn.Module, calls: Sequence[ModuleCall], blocks: Sequence[ModuleCall]) -> int:
+    """The most parameters that are in one block, or called between two."""
+    begins, pieces = [block.begin for block in blocks], defaultdict[tuple[int, bool], dict[int, int]](dict)
+    for call in calls:
+        number = bisect_right(begins, call.begin)  # of the blocks that have begun
+        piece = pieces[number, number > 0 and call.begin <= blocks[number - 1].end]
+        own = model.get_submodule(call.name).parameters(recurse=False)
+        piece.update({id(parameter): parameter.numel() for parameter in own})
+    return max([sum(piece.values()) for piece in pieces.values()])
 
 
 def _size(model: nn.Module, run: Sequence[ModuleCall]) -> int:

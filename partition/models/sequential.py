@@ -10,7 +10,7 @@ Nothing is traced: each part runs the model's own forward (`partition.models.out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -254,7 +254,7 @@ def _divided(
 
     A block that is called with more than its chain's first block and the hidden state begins another. What one part has
     computed of a parameter alone, and another reads, both compute; what a module of one returned that is called once
-    makes the module a block.
+    makes the module a block. One that is called in train mode alone, an auxiliary head, is in the end.
     """
     given: frozenset[tuple[int, str]] = frozenset()
     model, begins = record.model, broken_links(record.model, blocks, [run.calls for run in record.runs])
@@ -284,8 +284,17 @@ def _divided(
             calls = outermost_calls(record.in_eval_mode.calls, error.names)
             others = [block for block in blocks if not any(_are_nested(call, block) for call in calls)]
             if not calls:
+                others = _before(blocks, error.names, record.in_train_mode.calls)
+            if not calls and not others:
                 raise
             return _divided(record, sorted([*others, *calls], key=lambda call: call.begin))
+
+
+def _before(blocks: Sequence[ModuleCall], names: Container[str], calls: Sequence[ModuleCall]) -> list[ModuleCall]:
+    """The blocks before modules that are called in train mode alone, so are none: of the end, as all behind them."""
+    begin = min([call.begin for call in calls if call.name in names], default=0)
+    pairs = zip(blocks, called_again(calls, blocks), strict=False)
+    return [block for block, trained in pairs if trained.end < begin]
 
 
 def _are_nested(one: ModuleCall, other: ModuleCall) -> bool:

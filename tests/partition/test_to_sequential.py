@@ -574,14 +574,30 @@ class Supervised(Chain):
         return outputs if self.training else self.head(x)
 
 
-@pytest.mark.parametrize("of_its_own", [False, True])
+class Auxiliary(Chain):
+    """In train mode alone a head behind the second block, whose output is returned beside the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.auxiliary, self.head = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), nn.Linear(4, 2)
+
+    def forward(self, ids):
+        x, outputs = self.embed(ids), []
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.training and number == 1:
+                outputs.append(self.auxiliary(x))
+        return [*outputs, self.head(x)] if self.training else self.head(x)
+
+
+@pytest.mark.parametrize("make", [lambda: Supervised(False), lambda: Supervised(True), Auxiliary])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_head_behind_each_block_in_train_mode_alone(checkpoint, of_its_own):
+def test_a_head_behind_blocks_in_train_mode_alone(checkpoint, make):
     def loss_of(outputs, targets):
         return torch.stack([(output - targets).square().mean() for output in outputs]).sum()
 
     torch.manual_seed(0)
-    model = Supervised(of_its_own).double()
+    model = make().double()
     plain = copy.deepcopy(model)
     pipe = Pipe(model, None, 2, devices=["cpu"] * 2, checkpoint=checkpoint, sample=ids(4))
     for length in (6, 5, 7, 6):
@@ -598,6 +614,13 @@ def test_a_head_behind_each_block_in_train_mode_alone(checkpoint, of_its_own):
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-13)
     x = ids(4, 7)
     assert torch.equal(pipe.eval()(x), plain.eval()(x))
+
+
+def test_what_follows_a_head_of_train_mode_alone_is_in_the_end():
+    layers = to_sequential(Auxiliary(), ids(2))
+    assert [type(layer).__name__ for layer in layers] == ["Beginning", "Block", "Block", "End"]
+    modules = [name.rpartition(".")[0] for name, _ in layers[3].named_parameters()]
+    assert list(dict.fromkeys(modules)) == ["blocks.2", "auxiliary.0", "auxiliary.1", "head"]
 
 
 class Scales(Chain):
@@ -707,6 +730,27 @@ def test_blocks_are_layers_rather_than_the_stages_that_they_fill():
     for each in (ResNet(), model):
         layers = to_sequential(each, torch.randn(4, 3, 8, 8))
         assert [type(layer).__name__ for layer in layers] == ["Beginning", *["Block"] * 4, "End"]
+
+
+class Unlike(nn.Module):
+    """Modules that follow each other, of which one alone has layers of one type, and few of the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), Stage(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.third, self.fourth, self.head = nn.Bilinear(8, 8, 8), nn.Bilinear(8, 8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        x = self.third(x, x)
+        return self.head(self.fourth(x, x))
+
+
+def test_modules_that_follow_each_other_are_blocks_rather_than_a_chain_in_one_of_them():
+    model = Unlike()
+    layers = to_sequential(model, torch.randn(4, 8))
+    parameters = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    assert max(parameters) == sum(parameter.numel() for parameter in model.third.parameters())
 
 
 def test_a_call_that_is_not_like_the_sample_is_refused():
