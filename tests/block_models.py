@@ -992,6 +992,38 @@ class Tables(Chain):
         return x * self.scales + self.angles[: x.shape[1]]
 
 
+class Codebook(nn.Module):
+    """The nearest entries of a table, which the first batch sets where a buffer says so; how far they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_set", torch.tensor(True))
+        self.register_buffer("table", torch.randn(6, 4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.is_set:
+            self.table.copy_(x.flatten(0, 1)[:6])
+        entries = self.table[torch.cdist(x.flatten(0, 1), self.table).argmin(1)].view_as(x)
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return x + (entries - x).detach(), (x - entries).square().mean(1)
+
+
+class Codes(Chain):
+    """An end that reads what a module without parameters has returned between blocks, which writes its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = Codebook()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, distance = self.codebook(self.blocks[0](self.embed(ids)))
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x + distance[:, None]
+
+
 def pictured(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 8, 8), ids(rows)
 
@@ -1043,6 +1075,7 @@ MODELS = {
     "states": (States, ids),
     "first values": (FirstValues, ids),
     "tables": (Tables, ids),
+    "codes": (Codes, ids),
 }  # fmt: skip
 MIXING = {"numbers", "decides"}  # what one row computes may count for others
 

@@ -136,6 +136,10 @@ class AbsentModule:
         ]  # fmt: skip
         args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
         module = rebuilt(self._on_meta, lambda tensor: TensorShape.of(tensor).poison(device))
+        for submodule in module.modules():
+            for name, buffer in submodule._buffers.items():
+                if buffer is not None:
+                    submodule._buffers[name] = buffer.clone()  # with memory for each number, as it may be written
         with torch.no_grad():
             return module(*args, **kwargs)
 
