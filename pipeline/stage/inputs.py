@@ -160,6 +160,13 @@ class InputCut:
 
 
 def _differ(layer_inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Compare by value: writes may bypass version counters (inference mode, `.data`). Not on a GPU, which waits."""
+    """Compare by value: writes may bypass version counters (inference mode, `.data`). Not on a GPU, which waits.
+
+    Nothing reads a tensor whose memory a layer has freed, to compute its input again from its output in the backward.
+    """
     pairs = [pair for pair in zip(layer_inputs, tensors, strict=True) if pair[0].device.type == "cpu"]
-    return any([not same_values(layer_input, tensor) for layer_input, tensor in pairs])
+    return any([_is_freed(layer_input) or not same_values(layer_input, tensor) for layer_input, tensor in pairs])
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0

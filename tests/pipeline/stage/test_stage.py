@@ -70,6 +70,24 @@ def with_its_gradient_of_few(x: Tensor) -> Tensor:
     return with_its_gradient(x) if len(x) < 3 else x * x
 
 
+class Doubled(torch.autograd.Function):
+    """A function that frees its input, and computes it again from its output: as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x, ctx.size = x, x.untyped_storage().nbytes()
+        out = x * 2
+        ctx.save_for_backward(out)
+        x.untyped_storage().resize_(0)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        ctx.x.untyped_storage().resize_(ctx.size)
+        ctx.x.data.copy_(ctx.saved_tensors[0] / 2)
+        return grad * 2
+
+
 class Drawing(nn.Module):
     """Draws from its own generator, and for some chunks calls autograd afterwards."""
 
@@ -103,6 +121,7 @@ STAGES: dict[str, Callable[[], nn.Module]] = {  # what comes second
     "a transposed view": lambda: Apply(lambda x: x.t().contiguous().t()),
     "writes in place": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
     "detaches in place": lambda: Apply(lambda x: x.clone() + x.detach_()),
+    "frees its input": lambda: nn.Sequential(Apply(Doubled.apply), linear()),
     "a hook on the input": lambda: nn.Sequential(Apply(hooked), linear()),
     "a hook that draws": lambda: nn.Sequential(linear(), Apply(noisy)),
     "a gradient within": lambda: nn.Sequential(Apply(with_its_gradient), linear()),
