@@ -118,6 +118,13 @@ def to_sequential(
         raise PartitionError(
             f"{', '.join(lazy[:5])} have no shape before the model is called. Call it with a batch, then cut it."
         )
+    for module in model.modules():
+        for key, child in module._modules.items():
+            if child is not None and not isinstance(getattr(module, key), nn.Module):
+                raise PartitionError(
+                    f"{type(module).__name__} keeps a module under the name of its method {key!r}: nothing finds it. "
+                    "Give it another name."
+                )
     if output is not None and not callable(output):
         raise PartitionError(
             f"output is {output!r}, which is not callable. Give a function of what the model returns, such as "

@@ -466,6 +466,13 @@ def test_second_derivatives_are_those_of_the_model(name):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
 
+def test_a_module_under_the_name_of_a_method_is_refused():
+    model = Chain()
+    model.parameters = nn.ParameterList(model.blocks.parameters())  # as N-BEATS has it
+    with pytest.raises(PartitionError, match="Chain keeps a module under the name of its method 'parameters': nothing"):
+        to_sequential(model, ids(4))
+
+
 def test_lazy_modules_are_refused_until_they_have_shapes():
     model = Chain()
     model.blocks[1] = nn.LazyLinear(4)
