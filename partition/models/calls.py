@@ -191,7 +191,7 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
                 try:
                     leaves = tree_leaves(make(run_model(model, sample, always)))
                 except Exception as error:
-                    error.add_note(_how_called(model, sample, always, mode))
+                    error.add_note(_how_called(model, sample, always, mode, error))
                     raise
                 tick()
             flags = {key for key, value in values.items() if value is True} - attribute_keys | flags - values.keys()
@@ -237,8 +237,14 @@ def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
     return names_at_0 != names_at_1 or not same_numbers(at_0, at_1)
 
 
-def _how_called(model: nn.Module, sample: Any, always: Iterable[str], mode: str) -> str:
+def _how_called(model: nn.Module, sample: Any, always: Iterable[str], mode: str, error: Exception) -> str:
     kind, hint = type(model).__name__, ""
+    if isinstance(error, RuntimeError) and "does not require grad" in str(error):
+        return (
+            f"to_sequential called {kind} with the sample without gradients, so that its forward differentiates "
+            "nothing. Forces of an energy go back through all parts: cut the module that returns the energy, and "
+            "differentiate what its Pipe returns."
+        )
     if isinstance(sample, Mapping):
         names = ", ".join(f"{name}=" for name in [*sample, *always])
         hint = f" Its arguments were {names}; to hand it a dict, give (sample,)."

@@ -500,6 +500,36 @@ def test_the_error_of_a_model_says_in_which_mode_it_was_called(mode):
     assert model.training is (mode == "eval")
 
 
+def test_the_error_of_a_model_that_differentiates_says_what_to_cut():
+    class Energy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x).tanh()
+            return x.sum(1)
+
+    class Forces(nn.Module):
+        def __init__(self, energy):
+            super().__init__()
+            self.energy = energy
+
+        def forward(self, x):
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    model, x = Energy().double(), torch.randn(5, 4).double().requires_grad_()
+    with pytest.raises(RuntimeError, match="does not require grad") as raised:
+        to_sequential(Forces(model), x)
+    assert "the module that returns the energy, and differentiate what its Pipe returns." in raised.value.__notes__[0]
+    grads = []
+    for energy in (model, Pipe(model, [4, 3], 2, sample=x, devices=["cpu"] * 2)):
+        grads.append(torch.autograd.grad(Forces(energy)(x).square().sum(), model.parameters(), allow_unused=True))
+    for expected, grad in zip(*grads, strict=True):
+        assert grad is expected is None or torch.allclose(grad, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_the_error_of_a_model_says_with_what_it_was_called():
     class OfFeatures(Chain):
         def forward(self, features):
