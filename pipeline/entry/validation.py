@@ -32,6 +32,7 @@ from pipeline.distributed.stale import refuse_stale
 from pipeline.entry.state.meta_init import ValueSource, materialize
 from pipeline.entry.state.meta_tensors import PlacedLayer
 from pipeline.gradients.eager import EagerUpdate
+from pipeline.gradients.partial import refuse_lbfgs
 from pipeline.skip import SkipScope, within_scope
 from scheduler import Action, Kind, Schedule, ScheduleError
 
@@ -282,6 +283,7 @@ def check_step(
     if isinstance(optimizer, EagerUpdate):
         _check_eager(clip, scaler)
     if isinstance(optimizer, torch.optim.LBFGS):
+        refuse_lbfgs(optimizer)  # over ranks a closure would be refused too
         raise ValueError(
             "LBFGS evaluates the loss several times a step: write a closure around pipe.step(x, y, loss_fn=f)."
         )

@@ -59,6 +59,15 @@ def refuse_verdict(params: Iterable[Tensor]) -> None:
     )
 
 
+def refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
+    """Raise if it has parameters of a Pipe over ranks."""
+    _refuse(
+        _params_of(optimizer),
+        "LBFGS takes inner products over all parameters, and this rank has only its own layers' of the Pipe ({}): each "
+        "rank would go its own way. Build the Pipe in one process (devices=[...]), or use another optimizer.",
+    )
+
+
 def _refuse(tensors: Iterable[Tensor], words: str) -> None:
     """Raise if some of these are parameters of Pipes over ranks, or their gradients. `words`: with {} for the names."""
     ids = {id(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)} if _parts else set()
@@ -75,7 +84,7 @@ def _check_torch() -> None:
     """
     _checked(clip_grad, "_get_total_norm", lambda tensors, *args, **kwargs: refuse_norm(tensors))
     setattr(torch.nn.utils, "get_total_norm", clip_grad._get_total_norm)
-    _checked(torch.optim.LBFGS, "step", lambda optimizer, *args, **kwargs: _refuse_lbfgs(optimizer))
+    _checked(torch.optim.LBFGS, "step", lambda optimizer, *args, **kwargs: refuse_lbfgs(optimizer))
     for method in ("unscale_", "_check_inf_per_device"):  # of all optimizers but fused ones, and of these
         _checked(torch.amp.GradScaler, method, lambda scaler, optimizer: _refuse_overflows(optimizer))
 
@@ -119,14 +128,6 @@ def _refuse_overflows(optimizer: torch.optim.Optimizer) -> None:
             "optimizer=optimizer, scaler=scaler) on every rank, with clip_grad_norm= to clip: all skip an overflowing "
             "step, or none.",
         )
-
-
-def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    _refuse(
-        _params_of(optimizer),
-        "LBFGS takes inner products over all parameters, and this rank has only its own layers' of the Pipe ({}): each "
-        "rank would go its own way. Build the Pipe in one process (devices=[...]), or use another optimizer.",
-    )
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -258,6 +258,14 @@ def clipped(make: Make, stages: int, norm: float, to: str) -> Found:
     return {**found, **state_of(pipe)}
 
 
+def lbfgs_in_a_step() -> str:
+    """The refusal of an optimizer that a closure would not help."""
+    pipe = piped(over_ranks, torch.distributed.get_world_size())
+    with pytest.raises(RuntimeError) as raised:
+        pipe.step(rows(7), rows(7), loss_fn=square, optimizer=torch.optim.LBFGS(pipe.parameters()))
+    return str(raised.value)
+
+
 def whole_norm(how: str) -> tuple[str, str, list[str]]:
     """(what says that this rank's part is not all, on a Pipe and on a copy of it; what the refusals changed)"""
     pipe = piped(over_ranks, torch.distributed.get_world_size())

@@ -86,6 +86,11 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks(crew2: Crew, crew3: Cr
     ))  # fmt: skip
 
 
+def test_an_lbfgs_in_a_step_is_not_sent_to_a_closure_that_is_refused_too(crew2: Crew) -> None:
+    for words in crew2.run("rank_steps:lbfgs_in_a_step"):
+        assert re.search(REFUSED["LBFGS"], words), words
+
+
 WHOLE = "is not that of all gradients: other ranks have the other layers of the Pipe.* on every rank"
 REFUSED = {
     "torch's": WHOLE, "imported before": WHOLE, "of a list": WHOLE, "of groups": WHOLE, "of some": WHOLE,
