@@ -328,7 +328,12 @@ def check_holds(
     known_ids = {id(tensor) for tensor in other_tensors}.union([id(param) for _, param in named])
     foreign = [param for key, param in optimizer_params.items() if key not in known_ids and param.requires_grad]
     if not optimizer_params.keys() & known_ids:
-        raise ValueError(f"the optimizer has none of the Pipe's parameters, so their gradients would be lost. {_ANEW}")
+        if optimizer_params and not any(param.numel() for param in optimizer_params.values()):
+            return  # an empty one stands for none of a rank's: what this optimizer steps is on other ranks
+        raise ValueError(
+            f"the optimizer has none of the Pipe's parameters, so their gradients would be lost. {_ANEW} Over ranks "
+            "give it nn.Parameter(torch.empty(0)) where all that it steps is on other ranks."
+        )
     if foreign and Counter([param.shape for param in foreign]) <= Counter([p.shape for _, p in lacking.values()]):
         shapes = [param.shape for param in foreign]
         names = [name for name, param in lacking.values() if param.shape in shapes]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
-from pipeline import Pipe
+from pipeline import EagerUpdate, Pipe
 from pipeline.distributed import group
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.tree import all_to_all
@@ -258,11 +258,41 @@ def clipped(make: Make, stages: int, norm: float, to: str) -> Found:
     return {**found, **state_of(pipe)}
 
 
+def by_turns(make: Make, stages: int) -> Found:
+    """Two optimizers step by turns, one of the first layers, one of the others; a rank may have none of one's."""
+    pipe = piped(make, stages)
+
+    def chosen(first: bool) -> list[nn.Parameter]:
+        named = [(int(name.partition(".")[0]) < 4, parameter) for name, parameter in pipe.named_parameters()]
+        return [parameter for is_first, parameter in named if is_first == first] or [nn.Parameter(torch.empty(0))]
+
+    def train(optimizer: torch.optim.Optimizer | EagerUpdate, step: int, **settings: Any) -> Tensor:
+        return pipe.step(rows(7, seed=step), rows(7), loss_fn=square, optimizer=optimizer, **settings).loss
+
+    optimizers = [torch.optim.AdamW(chosen(first), lr=0.02) for first in (True, False)]
+    found: Found = {f"loss {step}": train(optimizers[step % 2], step, clip_grad_norm=0.05) for step in range(4)}
+    again = torch.optim.AdamW(chosen(True), lr=7.0)
+    pipe.load_optimizer_state_dict(again, pipe.optimizer_state_dict(optimizers[0]))
+    whole = pipe.full_optimizer_state_dict(again)
+    if whole is not None:
+        found |= {"names": whole["param_groups"][0]["param_names"], "lr": whole["param_groups"][0]["lr"]}
+    found |= {"loss 4": train(again, 4), "eager": train(EagerUpdate(again), 5)}
+    return {**found, **state_of(pipe)}
+
+
 def lbfgs_in_a_step() -> str:
     """The refusal of an optimizer that a closure would not help."""
     pipe = piped(over_ranks, torch.distributed.get_world_size())
     with pytest.raises(RuntimeError) as raised:
         pipe.step(rows(7), rows(7), loss_fn=square, optimizer=torch.optim.LBFGS(pipe.parameters()))
+    return str(raised.value)
+
+
+def no_optimizer_of_the_pipe() -> str:
+    """The refusal of an optimizer that has none of the parameters."""
+    pipe = piped(over_ranks, torch.distributed.get_world_size())
+    with pytest.raises(ValueError) as raised:
+        pipe.step(rows(7), rows(7), loss_fn=square, optimizer=torch.optim.SGD([{"params": []}], lr=0.1))
     return str(raised.value)
 
 

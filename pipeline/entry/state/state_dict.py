@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partition.names import LayeredModule, in_order, starts, units_of
-from pipeline.common.arguments import shown
+from pipeline.common.arguments import check_optimizer, shown
 from pipeline.common.call_lock import turn
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.runtime import Runtime
@@ -89,7 +89,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         Raises:
             ValueError: the optimizer has parameters that this rank's stages do not.
         """
-        return optimizer_state(self._with_none(super().named_parameters(remove_duplicate=False)), optimizer)
+        return optimizer_state(_with_none(super().named_parameters(remove_duplicate=False), optimizer), optimizer)
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """A copy of an optimizer's state of all parameters, on the CPU, on rank 0; None on others. All ranks call it.
@@ -115,17 +115,12 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         """
         with turn(), self.runtime.communicator("full_optimizer_state_dict") as communicator:
             communicator.open(lambda values: {}, draws=False)
-            own = own_groups(self._with_none(self.named_parameters()), optimizer)
+            own = own_groups(_with_none(self.named_parameters(), optimizer), optimizer)
             groups = communicator.exchange.gather({str(self.runtime.rank): own})
             communicator.agree(Verdict(None, None, True))
             whole = None if groups is None else whole_state(groups, dict.fromkeys(self.runtime.first_names.values()))
             communicator.close()
         return whole
-
-    def _with_none(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Parameters of this rank, and what stands for none in an optimizer."""
-        topology = self.runtime.topology
-        return [*named, *([] if topology is None else [("", topology.nothing)])]
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load an optimizer's state, from any number of ranks.
@@ -141,9 +136,11 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         _check_state(state_dict, "full_optimizer_state_dict")
         if is_packed(state_dict):
             if not all("param_names" in group for group in state_dict["param_groups"]):
-                names_of_groups(self._with_none(self.named_parameters()), optimizer)  # numbers tell in one order alone
+                own = _with_none(self.named_parameters(), optimizer)
+                names_of_groups(own, optimizer)  # numbers tell in one order alone
             state_dict = whole_by_name(state_dict, self.runtime.first_names)
-        named = self._with_none(super().named_parameters(remove_duplicate=False))  # no two ranks save under one key
+        every_name = super().named_parameters(remove_duplicate=False)  # no two ranks save under one key
+        named = _with_none(every_name, optimizer)
         load_optimizer_state(named, optimizer, state_dict, self.runtime.first_names)
 
     def named_parameters(
@@ -203,6 +200,15 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
                 state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.runtime.history.stale.mark()  # other ranks load the others' layers
+
+
+def _with_none(named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """Parameters of this rank, and the empty ones that stand for none in an optimizer."""
+    check_optimizer(optimizer)
+    own = list(named)
+    ids = {id(param) for _, param in own}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [*own, *[("", param) for param in params if not param.numel() and id(param) not in ids]]
 
 
 def _check_state(state_dict: object, method: str) -> None:
