@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.distributed.digests import dense_parts
 
 SETTINGS, MODES, OPTIONS, MINI_BATCHES = "the settings", "the modes", "the options", "the mini-batches"
+LOADS = "the states"
 VALUES, SCALES = "the values of the mini-batches", "the scales of the GradScaler"
 
 

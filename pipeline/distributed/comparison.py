@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SCALES, MismatchError, difference, digest
+from pipeline.distributed.agreement import (
+    LOADS,
+    MINI_BATCHES,
+    MODES,
+    OPTIONS,
+    SCALES,
+    MismatchError,
+    difference,
+    digest,
+)
 from pipeline.distributed.digests import Fingerprint, GradSketch, Sketches
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import CommonTensors, Describe
@@ -24,6 +33,10 @@ _REMEDIES = {  # by what differs
     MODES: (
         " Use the same autocast, and put the same layers in eval mode, on every rank, by number: pipe[1].eval(). "
         "(Other ranks' layers are placeholders here, which a search for a type, such as BatchNorm, does not find.)"
+    ),
+    LOADS: (
+        " Call pipe.load_state_dict(state) on every rank: each takes its part. (What full_state_dict() gives to rank 0 "
+        "alone, torch.distributed.broadcast_object_list sends to the others.)"
     ),
     SCALES: " Load the scaler's state_dict on every rank.",
 }

@@ -25,7 +25,16 @@ from pipeline.common.module_tables import modules_of
 from pipeline.common.profiling import named
 from pipeline.data.loss_key import LossCounts
 from pipeline.data.microbatch import Batch, described
-from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SCALES, SETTINGS, VALUES, values_in_words
+from pipeline.distributed.agreement import (
+    LOADS,
+    MINI_BATCHES,
+    MODES,
+    OPTIONS,
+    SCALES,
+    SETTINGS,
+    VALUES,
+    values_in_words,
+)
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.communicator import DataParallelCommunicator
@@ -78,6 +87,7 @@ class History:
         probed: the mini-batches, by training flags, classes and hooks of modules, and failures over ranks.
         traces: the recorders of the calls under way.
         stale: over ranks, what its caller's model has of other ranks' layers.
+        loaded: whether a state was loaded since the last call with gradients.
     """
 
     traits: StageTraits = field(default_factory=StageTraits)
@@ -86,6 +96,7 @@ class History:
     probed: Cadence = field(default_factory=Cadence)
     traces: list[TraceRecorder] = field(default_factory=list)
     stale: StaleModules = field(default_factory=StaleModules)
+    loaded: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +221,7 @@ class Runtime:
         describe = partial(self._words, request, batches)
         common = CommonTensors(mini_batch=[*tensors, *_scales(request.scaler)])
         seed = communicator.open(describe, request.draws, common)
+        history.loaded = history.loaded and not request.grad  # replicas evaluate when they like
         if request.grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
@@ -263,6 +275,7 @@ class Runtime:
         descriptions = {
             SETTINGS: self.settings.words,
             MODES: self._modes(),
+            LOADS: "loaded since the last call with gradients" if self.history.loaded else "not loaded",
             OPTIONS: "\n".join([f"{name}={value}" for name, value in options.items()]),
             MINI_BATCHES: ", ".join([f"{name} {described(cut)}" for name, cut in batches.items()]),
         }

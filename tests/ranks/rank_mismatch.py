@@ -15,7 +15,7 @@ from one_and_many import SEED, in_one_process
 from rank_models import even, layered, rows, square
 from torch import nn
 
-from pipeline import EagerUpdate, NoChunk, Pipe
+from pipeline import EagerUpdate, MismatchError, NoChunk, Pipe
 from pipeline.distributed import digests as fingerprints
 
 Script = Callable[[int, int], object]  # rank, size
@@ -428,6 +428,23 @@ def mode_by_type(odd: bool, size: int) -> object:
         stepped(pipe)
 
 
+def loaded(odd: bool, size: int) -> object:
+    """One rank alone loads a state, and evaluates; then all load one and go on, until it does so again."""
+    pipe = right(size)
+    stepped(pipe)
+    state = layered(8).state_dict()
+    if odd:
+        pipe.load_state_dict(state)
+    with pytest.raises(MismatchError, match="the states differ"):
+        pipe.evaluate(rows(7), rows(7), loss_fn=square)
+    pipe.load_state_dict(state)
+    pipe.evaluate(rows(7), rows(7), loss_fn=square)
+    stepped(pipe)
+    if odd:
+        pipe.load_state_dict(state)
+    return pipe(rows(7))
+
+
 def clip(odd: bool, size: int) -> object:
     pipe = right(size)
     pipe(rows(7)).sum().backward()
@@ -502,7 +519,7 @@ SCRIPTS: dict[str, Script] = {
         other_labels, other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch, width,
         batch_count, data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, no_target, plain_value,
         entry, forward_or_step, other_pipe, no_grad, input_grad, options, loss_function, no_optimizer,
-        autocast, mode, mode_by_type,
+        autocast, mode, mode_by_type, loaded,
         clip, clip_nonfinite, no_backward, no_last_backward, other_backward, retain, extra_call, moved_buffer,
     )
 }  # fmt: skip

@@ -203,6 +203,10 @@ def mismatches() -> list[tuple[str, Told, bool]]:
     if one:
         pipe(x)
     tell("number", lambda: pipe.step(x, y, loss_fn=mean_loss), again)
+    if one:
+        pipe.load_state_dict(pipe.state_dict())
+        pipe.evaluate(x, y, loss_fn=mean_loss)  # alone, as a replica may
+    tell("loaded", lambda: pipe.step(x, y, loss_fn=mean_loss), again)
     freeze(False)
     tell("frozen", lambda: pipe.step(x, y, loss_fn=mean_loss), lambda: freeze(True))
     return found

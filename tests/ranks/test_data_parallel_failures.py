@@ -87,6 +87,7 @@ DIFFERENCES = {
     "modes": "the modes differ .* rank 0: train.*; rank 1: eval",
     "entry": "the calls differ .* rank 0: step of Pipe 0, .*; rank 1: backward of Pipe 0, .* of forward of Pipe 0",
     "number": "the calls differ .* rank 0: step of Pipe 0, call 2 .*; rank 1: step of Pipe 0, call 3 ",
+    "loaded": "the states differ .* rank 0: not loaded; rank 1: loaded since the last call with gradients",
     "frozen": r"the parameters differ .* parameter 0 of shape .* is trained; .*parameter 0 of shape .* is frozen",
 }
 

@@ -67,6 +67,10 @@ WORDS = {
     "autocast": "differ.*{odd}: .*autocast.*{even}: ",
     "mode": "the modes differ.*{odd}: .*eval.*{even}: .*train",
     "mode_by_type": r"the modes differ.*the same layers in eval mode, on every rank, by number: pipe\[1\]\.eval\(\)",
+    "loaded": (
+        r"the states differ(?=.*Call pipe\.load_state_dict\(state\) on every rank: each takes its part)"
+        ".*{odd}: loaded since the last call with gradients.*{even}: not loaded"
+    ),
     "clip": "the arguments differ.*{odd}: 2.0.*{even}: 1.0",
     "clip_nonfinite": "the arguments differ.*{odd}: .*error_if_nonfinite=True.*{even}: .*error_if_nonfinite=False",
     "no_backward": "the calls differ.*{odd}: step of.*{even}: backward of call",

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from pipeline.data.loss import divide_
-from pipeline.distributed.agreement import MODES, OPTIONS, SETTINGS, digest
+from pipeline.distributed.agreement import LOADS, MODES, OPTIONS, SETTINGS, digest
 from pipeline.distributed.data_parallel.gradient_means import GradientReducer, among_replicas
 from pipeline.distributed.data_parallel.replicas import Replicas, refuse
 from pipeline.distributed.data_parallel.shards import BucketLayout, GradientBucket, with_external
 from pipeline.execution.communicator import Averager, Pair
 
-_ALIKE = (SETTINGS, MODES, OPTIONS)  # of what a call's ranks agree on, what replicas must agree on, too
+_ALIKE = (SETTINGS, MODES, LOADS, OPTIONS)  # of what a call's ranks agree on, what replicas must agree on, too
 
 
 class ReplicaAverager(Averager):

@@ -199,6 +199,7 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
                     continue  # what its DeferredBatchNorm has of an unfinished mini-batch
                 state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.runtime.history.loaded = True
         self.runtime.history.stale.mark()  # other ranks load the others' layers
 
 
