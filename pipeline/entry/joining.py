@@ -84,8 +84,9 @@ def _fills_anywhere(exchange: Exchange, on_meta: str, fills: bool) -> bool:
     if len({rank_digest for _, rank_digest in rows}) > 1:
         what = difference([{"the tensors on the meta device": names} for names in exchange.rows(on_meta)])
         raise MismatchError(
-            f"{what}. An earlier Pipe, with another balance say, has given each rank's part of the model its values, "
-            "and materialize= would give others to the rest. Build the model anew on the meta device; what that Pipe "
-            "has trained is in its full_state_dict()."
+            f"{what}. Build the model anew on the meta device, on every rank, with the same materialize= (a state that "
+            "one rank alone has goes to the others by torch.distributed.broadcast_object_list). Where an earlier Pipe, "
+            "with another balance say, has given each rank's part of the model its values, materialize= would give "
+            "others to the rest; what that Pipe has trained is in its full_state_dict()."
         )
     return True

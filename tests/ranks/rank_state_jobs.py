@@ -233,6 +233,7 @@ def refused_whole(how: str) -> str:
     optimizer = torch.optim.SGD(
         {
             "order": parameters if rank == 0 else parameters[::-1],
+            "one each": [{"params": [each], "lr": rank + 1.0} for each in parameters],
             "options": [{"params": parameters, "momentum": 0.5 + rank}],
             "tied": halves if rank == 0 else halves[::-1],
             "stranger": [*parameters, nn.Parameter(torch.ones(1))],

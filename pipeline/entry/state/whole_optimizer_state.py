@@ -96,7 +96,8 @@ def whole_state(groups_of_ranks: Mapping[str, Sequence[Any]], names: Iterable[st
         if differing:
             raise ValueError(
                 f"group {index} of the optimizer has another {', '.join(differing)} on rank {rank}. Build the "
-                "groups alike on all ranks, and change their options alike."
+                "groups alike on all ranks, with params=[] where a rank has none of a group's, and change their "
+                "options alike. (pipe.optimizer_state_dict, each rank's part by name, needs no groups that are alike.)"
             )
         moved = [name for name in rank_kept if home.setdefault(name, index) != index]
         if moved:
