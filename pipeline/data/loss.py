@@ -149,7 +149,12 @@ class Loss:
         Returns:
             The tensor to differentiate, and the factor that makes it the chunk's part of the whole.
         """
-        value, trace = self._computed(output, target, self._rows[chunk], self._is_single, batch_dim)
+        rows = self._rows[chunk]
+        try:
+            value, trace = self._computed(output, target, rows, self._is_single, batch_dim)
+        except Exception as error:
+            error.add_note(f"{self._name}, of {rows} of the {self.all_rows} rows")
+            raise
         value = self.metrics.record(chunk, value, trace)
         read = self._pair if isinstance(value, tuple) else self._single
         kind, amount, count, divisors = read(value, trace)

@@ -1482,3 +1482,16 @@ class Pair(nn.Module):
 
 def roots(output, _):
     return output[0].square().mean().sqrt() + 0.0 * output[1].mean()
+
+
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_an_error_of_a_loss_that_cannot_take_a_chunk_says_of_how_many_rows_it_is(entry):
+    """Rows in pairs: 10 of them are cut into 4, 3 and 3."""
+
+    def of_pairs(output, target):
+        return (output - target).view(-1, 2, CLASSES).diff(dim=1).square().mean()
+
+    x, target = data(10)[0], torch.zeros(10, CLASSES, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"shape '\[-1, 2, ") as caught:
+        getattr(pipe_of(model()), entry)(x, target, loss_fn=of_pairs)
+    assert caught.value.__notes__[0] == "of_pairs, of 3 of the 10 rows"
