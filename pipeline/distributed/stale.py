@@ -64,7 +64,7 @@ class StaleModules:
         """Mark those that are not, but for what is on the meta device."""
         for reference, parameters in self._modules:
             module = reference()
-            if module is None or _is_stale(module) or all(tensor.is_meta for tensor in _tensors_of(module)):
+            if module is None or is_stale(module) or all(tensor.is_meta for tensor in _tensors_of(module)):
                 continue
             vars(module)[STALE_MARK] = _MARK
             if _refuse_forward not in module._forward_pre_hooks.values():
@@ -77,13 +77,13 @@ class StaleModules:
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
-    if _is_stale(module):
+    if is_stale(module):
         raise RuntimeError(f"a module of the model ({type(module).__name__}) was called, {_REMEDY}")
 
 
 def _refuse_gradient(holder: weakref.ref[nn.Module], parameter: Tensor) -> None:
     module = holder()
-    if module is not None and _is_stale(module):
+    if module is not None and is_stale(module):
         names = [name for name, held in module.named_parameters(recurse=False) if held is parameter]
         raise RuntimeError(
             f"the script itself computed with a parameter of the model ({type(module).__name__}.{'/'.join(names)}), "
@@ -92,7 +92,7 @@ def _refuse_gradient(holder: weakref.ref[nn.Module], parameter: Tensor) -> None:
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if _is_stale(module):
+    if is_stale(module):
         kind = type(module).__name__
         raise RuntimeError(f"state_dict() of a module of the model ({prefix.rstrip('.')!r}, {kind}), {_REMEDY}")
 
@@ -135,14 +135,14 @@ def refuse_stale(named: Iterable[tuple[str, nn.Module]]) -> None:
         RuntimeError: it is.
     """
     for name, module in named:
-        if _is_stale(module):
+        if is_stale(module):
             raise RuntimeError(f"a Pipe is built with {name!r} ({type(module).__name__}), {_REMEDY}")
 
 
 @contextmanager
 def without_marks(module: nn.Module) -> Iterator[None]:
     """Within: no module in this one is marked."""
-    marked = [submodule for submodule in module.modules() if _is_stale(submodule)]
+    marked = [submodule for submodule in module.modules() if is_stale(submodule)]
     try:
         for submodule in marked:
             del vars(submodule)[STALE_MARK]
@@ -157,7 +157,8 @@ def is_mark(hook: Any) -> bool:
     return getattr(hook, "hook", hook) is _lift
 
 
-def _is_stale(module: nn.Module) -> bool:
+def is_stale(module: nn.Module) -> bool:
+    """Whether a module is marked."""
     return STALE_MARK in vars(module)
 
 

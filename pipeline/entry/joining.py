@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from pipeline.distributed.agreement import SETTINGS, MismatchError, difference, digest
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.communicator import DistributedCommunicator
-from pipeline.distributed.stale import trained_elsewhere
+from pipeline.distributed.digests import Fingerprint
+from pipeline.distributed.stale import is_stale, trained_elsewhere
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.meta_init import ValueSource
 from pipeline.entry.validation import settle_stages
@@ -43,6 +45,7 @@ def join_ranks(
         descriptions = {SETTINGS: runtime.settings.words}
         seed = communicator.open(lambda values: descriptions, draws=materialize is not None)
         topology.ranks.refuse_shared_devices()
+        _compare_values(communicator.exchange, stages, says=runtime.rank == 0)
         own_stages, devices = topology.assignment.own_stages, runtime.settings.layout.devices
         anywhere = partial(_fills_anywhere, communicator.exchange, _on_meta(runtime.module))
         settle_stages(stages, own_stages, devices, materialize, lambda: seed, anywhere)
@@ -59,6 +62,28 @@ def join_ranks(
         topology.ranks.pipes += 1
     runtime.history.stale = stale_modules
     return copies
+
+
+def _compare_values(exchange: Exchange, stages: Sequence[nn.Sequential], says: bool) -> None:
+    """Warn, on a rank that `says` so, if a stage has other values on one rank than on another."""
+    rows = exchange.rows([_fingerprint(stage) for stage in stages])
+    differing = [index for index, numbers in enumerate(zip(*rows)) if len({*numbers} - {0}) > 1]
+    if differing and says:
+        warnings.warn(
+            f"the ranks' models have other values in stages {differing}, and a stage has those of its rank's model. "
+            "Where one rank alone has loaded a state, load it on every rank. To begin with the values of one process, "
+            "set the same seed on every rank before it builds the model. (What a rank does not need may be on the meta "
+            "device there.)", UserWarning, stacklevel=2,
+        )
+
+
+def _fingerprint(stage: nn.Module) -> int:
+    """The fingerprint of the values of a stage. 0: some are not there, or those of before another rank has trained."""
+    tensors = [*nn.Module.parameters(stage), *stage.buffers()]
+    is_known = all([type(tensor) in (Tensor, nn.Parameter) and not tensor.is_quantized for tensor in tensors])
+    if not is_known or any([tensor.is_meta for tensor in tensors]) or any(map(is_stale, stage.modules())):
+        return 0
+    return Fingerprint(tensors).number
 
 
 def _on_meta(module: nn.Module) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import torch
@@ -35,6 +36,24 @@ def trained(pipe: Any, x: Any, y: Tensor, how: str) -> None:
             mse_loss(pipe(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def values_of_several_models(how: str) -> list[str]:
+    """The warnings as a Pipe is built, where one rank has seeded its generator, loaded a state, or its own layers."""
+    rank = dist.get_rank()
+    if how == "seed":
+        torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    if how == "state" and rank == 0:
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    if how == "own":
+        model[0 if rank else 2].to("meta")
+        model[2 if rank else 0].weight.data.add_(rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = Pipe(model, even(3, dist.get_world_size()), 2)
+    pipe.step(torch.ones(4, 4).double(), loss_fn=lambda out, _: out.square().mean())
+    return [str(warning.message) for warning in caught]
 
 
 def said(call: Any) -> str:

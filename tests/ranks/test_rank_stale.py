@@ -57,3 +57,13 @@ def test_a_model_that_was_cut_is_refused_too(name: str, crew2: Crew) -> None:
     for words in found:
         assert re.search(REMEDY, words["forward"]) and re.search(REMEDY, words["state"])
     assert found[0]["loaded"] == ""
+
+
+@pytest.mark.parametrize("how, stages", [("seed", "[0, 1]"), ("state", "[0, 1]"), ("own", ""), ("same", "")])
+def test_models_of_other_values_are_told_of_once_unless_they_are_on_the_meta_device(
+    how: str, stages: str, crew2: Crew
+) -> None:
+    own, other = crew2.run("rank_stale:values_of_several_models", how)
+    assert other == [] and len(own) == bool(stages)
+    for words in own:
+        assert f"the ranks' models have other values in stages {stages}" in words and "load it on every rank" in words
