@@ -102,6 +102,7 @@ def clipped(size: int) -> Made:
 
 def many(size: int) -> Made:
     """Norms of more parameters than go at once."""
+    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(*[nn.Linear(1, 1) for _ in range(200)]) for _ in range(size)]).double()
     pipe = Pipe(model, [1] * size, 2)
     return pipe, lambda: pipe.step(rows(4, 1), rows(4, 1), loss_fn=square, clip_grad_norm=1.0, grads="store")

@@ -146,6 +146,7 @@ def slept(schedule: str, forward: list[float], backward: list[float], chunks: in
 
 def on_clocks(schedule: str, ahead: float) -> Any:
     """A traced step of ranks whose clocks are so far apart: the makespan, what is outside, the times of messages."""
+    torch.manual_seed(0)
     pipe = Pipe(nn.Sequential(*[nn.Linear(3, 3) for _ in range(2)]), [1, 1], 4, schedule=schedule)
     rank = pipe.runtime.rank
 

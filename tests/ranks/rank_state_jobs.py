@@ -136,6 +136,7 @@ def first_that_is_whole(folders: list[str]) -> Any:
 
 def loaded(state: Any, lacks: str) -> str:
     """A whole state_dict loads on every rank; what nobody has is an error on every rank."""
+    torch.manual_seed(0)
     pipe = Pipe(deep(), BALANCES[dist.get_world_size()], chunks=4)
     pipe.load_state_dict(state)
     own = pipe.state_dict()
@@ -200,6 +201,7 @@ def in_turn(frozen: bool) -> list[Any]:
 
     Rank 0 has no parameters of a group, or none that is trained.
     """
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4, bias=frozen), nn.Linear(4, 4)).double()
     model[0].requires_grad_(not frozen)
     pipe = Pipe(model, [1, 1], chunks=3)
@@ -249,6 +251,7 @@ def refused_whole(how: str) -> str:
 
 def taken(state: Any) -> Any:
     """Names of this rank's parameters, and what the plain optimizer's state says of them; or why not."""
+    torch.manual_seed(0)
     pipe = Pipe(deep(), [3, 3], chunks=4)
     optimizer = torch.optim.AdamW(pipe.parameters())
     try:

@@ -160,6 +160,7 @@ def lost_once(replica: int, place: int, how: int) -> tuple[Told, Told]:
 
 def mismatches() -> list[tuple[str, Told, bool]]:
     """What replicas are told that do not do the same, and whether the next step works and leaves them equal."""
+    torch.manual_seed(0)
     mesh = mesh_of()
     replica = mesh["dp"].get_local_rank()
     found = []
@@ -305,6 +306,7 @@ class Slow(nn.Module):
 
 def slow(in_process: bool) -> Told:
     """A step of 0.2 s an action and 1.4 s or more in all, with a timeout of 1 s."""
+    torch.manual_seed(0)
     mesh = mesh_of(dist.get_world_size() if in_process else 2)
     where = {"devices": ["cpu"] * 2} if in_process else {"group": mesh["pp"]}
     model = nn.Sequential(nn.Linear(4, 4), Slow(), nn.Linear(4, 4), Slow()).double()

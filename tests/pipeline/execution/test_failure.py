@@ -201,7 +201,8 @@ def test_an_exception_in_the_loss_names_the_last_stage(schedule, chunk):
 
     with pytest.raises(Trouble, match="in the loss") as caught:
         pipe.step(x, y, loss_fn=loss_fn)
-    assert caught.value.__notes__ == [f"stage 2 (layers 5..6), chunk {chunk}, 2B{chunk}"]
+    of_loss = f"loss_fn, of {len(wanted)} of the {len(y)} rows"
+    assert caught.value.__notes__ == [of_loss, f"stage 2 (layers 5..6), chunk {chunk}, 2B{chunk}"]
     assert_as_before(pipe, before, identities)
 
 
@@ -614,7 +615,7 @@ def test_a_state_kept_from_an_earlier_chunk_or_call_is_refused(entry, chunks):
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_state_that_depends_on_an_earlier_chunk_of_its_own_stage_is_refused_by_name(checkpoint, schedule):
     layers = nn.Sequential(nn.Linear(WIDE, WIDE), Recurrent(False), nn.Linear(WIDE, 2)).double()
-    pipe = Pipe(layers, [1, 2], CHUNKS, checkpoint=checkpoint, schedule=schedule)
+    pipe = Pipe(layers, [1, 2], CHUNKS, checkpoint=checkpoint, schedule=schedule, mixes_rows=True)
     x, y = batch()
     with pytest.raises(RuntimeError, match="stage 1 .* depends on the input of stage 1 .* did not come through"):
         run("step", pipe, x, y)

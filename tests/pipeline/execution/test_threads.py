@@ -583,7 +583,7 @@ def test_an_error_in_the_loss_names_the_last_stage_and_leaves_everything_as_befo
     fuse.set(2, Trouble("of the loss"))
     with pytest.raises(Trouble, match="of the loss") as caught:
         through("step", pipe, x, loss_fn)
-    assert caught.value.__notes__ == places_of_failure("B", 2, 1)
+    assert caught.value.__notes__ == ["loss_fn, of 2 of the 6 rows", *places_of_failure("B", 2, 1)]
     assert all_equal(state(pipe), before)
     through("step", pipe, x, loss_fn)
 
