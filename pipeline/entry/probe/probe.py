@@ -57,7 +57,8 @@ class Probe:
         setup: of the call, with the plan of one uncut chunk.
         batch: the input of the call, cut. Of several mini-batches one with the most chunks is looked at.
         checks_rows: whether layers may not mix rows.
-        gathers: whether those may all the same that gather statistics of their rows.
+        gathers: whether chunks follow each other, as in a step: each finds what the one before has left, and layers may
+            gather statistics of their rows all the same. In a product each finds the state of the mini-batch.
     """
 
     def __init__(self, setup: Setup, batch: Batch, checks_rows: bool, gathers: bool) -> None:
@@ -76,7 +77,7 @@ class Probe:
         self._modules = modules_of([top for layers in own_stages for top in layers])
         self._modes: Sequence[bool] = modes_of(self._modules)  # in which the next run computes
         in_training = [id(module) for module, mode in zip(self._modules, self._modes, strict=True) if mode]
-        self._gathering = frozenset(in_training if gathers else ())  # ids of modules
+        self._gathering = frozenset(in_training) if gathers else None  # ids of modules; None: no chunk follows another
 
     def check(self) -> None:
         """Raise if the mini-batch cannot be cut.
@@ -126,7 +127,7 @@ class Probe:
     @property
     def _keeps_no_rows(self) -> bool:
         """Whether a layer may keep nothing of its rows for its next call, which a chunk of the mini-batch would be."""
-        return self._checks_rows and self._batch.chunks > 1
+        return self._checks_rows and self._batch.chunks > 1 and self._gathering is not None
 
     def _stages_share_a_process(self) -> bool:
         """Whether some process has several stages, which may leave something to each other."""
@@ -232,7 +233,7 @@ class Probe:
         """Whether a layer may gather statistics of its rows: in eval mode what it writes are rows, as of a cache."""
         layer = None if culprit is None else culprit.layer
         modules = () if layer is None else [layer, *[each for each in layer.modules() if isinstance(each, _BatchNorm)]]
-        return any([id(module) in self._gathering for module in modules])
+        return self._gathering is not None and any([id(module) in self._gathering for module in modules])
 
     def _refuse(self, culprit: LayerRun | None, is_excused: bool, words: str) -> None:
         """Raise on the ranks that have the layer, or, if none is to be named, on the last one."""

@@ -1511,6 +1511,7 @@ class Running(nn.Module):
 STATES = ["attribute", "written", "written past its version", "replaced", "no buffer yet"]
 
 
+@pytest.mark.probes
 @pytest.mark.parametrize("kind, mode", [*itertools.product(STATES, ["never", "always"]), ("registered late", "never")])
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_all_chunks_find_the_state_of_layers_as_the_minibatch_found_it(matrix, kind, mode):
