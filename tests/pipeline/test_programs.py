@@ -203,6 +203,7 @@ MAY_BE_REFUSED = {
     "write_input": "inplace operation",  # by autograd: tanh, which made it, has saved it
     "write_input_and_return_another": "inplace operation",
     "forked": "reads the number or the places of the rows",  # unseeded, each row has its number by its place
+    **dict.fromkeys(["running_mean_unseen", "new_buffer", "keep_a_mean"], "have run before it"),  # it keeps rows
 }
 
 

@@ -168,11 +168,13 @@ class ProbeCall:
     @staticmethod
     def _outputs_of(run: StageRun, inbox: Sequence[Activations]) -> list[Activations] | None:
         try:
-            return run.forward(0, inbox, False, False)
+            messages = run.forward(0, inbox, False, False)
         except Exception:  # the call itself raises it, or nothing is known
             return None
+        copies = [message.tree._replace(tensors=tuple(_tensors(message.tree.tensors))) for message in messages]
+        return [message._replace(tree=tree) for message, tree in zip(messages, copies, strict=True)]
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Copies of those in a value, which a later layer may write in place."""
+    """Copies of those in a value, which a later layer, or another run, may write in place."""
     return [tensor.clone() for tensor in tensors_in(value)]
