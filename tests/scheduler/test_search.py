@@ -132,7 +132,7 @@ def test_unequal_stages_gain_more_than_one_percent_over_the_best_named_schedule(
     found = [on_unequal_stages(seed, objective) for seed in range(seeds)]
     assert mean(one.gain for one in found) > gain
     assert sum(one.gap < 1e-8 for one in found) >= seeds / 2  # proven to be the shortest
-    assert mean(one.gap for one in found) < 0.006
+    assert mean(one.gap for one in found) < 0.007
     for seed, one in enumerate(found):
         check(one, unequal(seed, 4), 4, objective)
 
