@@ -74,6 +74,10 @@ class LateGrads(NamedTuple):
     grad: Tensor  # of the output
     versions: tuple[int, int]  # of the input and of the gradient
 
+    def was_written(self) -> bool:
+        """Whether the input or the gradient was written since I."""
+        return (version_of(self.site.saved_input), version_of(self.grad)) != self.versions
+
 
 def survey(
     roots: Sequence[Tensor | GradientEdge], nodes: Sequence[Any], may_wait: Callable[[Tensor], bool]
@@ -134,30 +138,49 @@ def ends_without(sites: Sequence[Site], leaves: Sequence[Tensor]) -> list[Tensor
     return targets + [GradientEdge(site.node, 0) for site in sites]
 
 
-def late_gradients(parts: Sequence[LateGrads], graph_name: str) -> tuple[list[GradientEdge], list[Tensor]]:
-    """W: the gradients that waited [3], and the edges from which autograd adds them to those of the weights [4].
+def add_late_gradients(
+    parts: list[LateGrads], graph_name: str, backward: Callable[[Sequence[GradientEdge], Sequence[Tensor]], None]
+) -> None:
+    """W: compute the gradients that waited [3], and let autograd add them to those of the weights [4].
+
+    Weight by weight, so that one gradient is held at a time beside the sums, as in B; those of weights with several
+    uses together, as autograd adds the uses up first.
 
     Args:
-        parts: the gradients that waited.
+        parts: the gradients that waited; emptied, so that each frees what it holds as soon as it is added.
         graph_name: how errors name the graph.
+        backward: runs autograd from edges, with the gradients there.
 
     Raises:
         RuntimeError: a tensor from which a gradient is computed was written since I.
     """
-    tails: list[GradientEdge] = []
-    grads: list[Tensor] = []
-    with torch.no_grad():
-        for site, gradient, versions in parts:
-            if (version_of(site.saved_input), version_of(gradient)) != versions:
-                raise RuntimeError(
-                    f"the input of a weight of {graph_name} (shape {list(site.saved_input.shape)}), or the gradient of "
-                    "its output, was changed in place between the two halves of a backward (a layer that keeps a "
-                    "tensor and writes it in every forward, say). Make a new one in each forward, or use a schedule of "
-                    "whole backwards, such as 1f1b."
-                )
-            tails += site.tails
-            grads += site.late(gradient)
-    return tails, grads
+    changed = [part.site.saved_input for part in parts if part.was_written()]
+    if changed:
+        raise RuntimeError(
+            f"the input of a weight of {graph_name} (shape {list(changed[0].shape)}), or the gradient of its output, "
+            "was changed in place between the two halves of a backward (a layer that keeps a tensor and writes it in "
+            "every forward, say). Make a new one in each forward, or use a schedule of whole backwards, such as 1f1b."
+        )
+    groups = _by_weight(parts)
+    parts.clear()
+    while groups:
+        backward(*_computed(groups.pop()))
+
+
+def _by_weight(parts: Sequence[LateGrads]) -> list[list[LateGrads]]:
+    """Those whose weights have no other use each in a list of its own; all others in one."""
+    uses = Counter([id(weight) for part in parts for weight in part.site.weights])
+    groups: dict[int, list[LateGrads]] = {}
+    for number, part in enumerate(parts):
+        alone = all([uses[id(weight)] == 1 for weight in part.site.weights])
+        groups.setdefault(number if alone else -1, []).append(part)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def _computed(parts: Sequence[LateGrads]) -> tuple[list[GradientEdge], list[Tensor]]:
+    tails = [tail for part in parts for tail in part.site.tails]
+    return tails, [grad for part in parts for grad in part.site.late(part.grad)]
 
 
 def held_by(parts: Iterable[LateGrads]) -> list[Tensor]:

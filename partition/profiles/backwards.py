@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from partition.graph import nodes_of
-from partition.halves import LateGrads, ends_without, late_gradients, survey, waiting
+from partition.halves import LateGrads, add_late_gradients, ends_without, survey, waiting
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Sequence[Any]) -> None:
@@ -53,8 +53,6 @@ def _tell(on_wait: Callable[[Tensor], None], gradients: Sequence[Tensor | None])
         on_wait(gradients[0])
 
 
-def second_half(parts: Sequence[LateGrads]) -> None:
-    """W."""
-    tails, grads = late_gradients(parts, "the layer")
-    if tails:
-        torch.autograd.backward(tails, grads)
+def second_half(parts: list[LateGrads]) -> None:
+    """W; `parts` is empty afterwards."""
+    add_late_gradients(parts, "the layer", torch.autograd.backward)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
-from partition.halves import LateGrads, Site, late_gradients, waiting
+from partition.halves import LateGrads, Site, add_late_gradients, waiting
 from pipeline.common.graph import run_backward
 
 
@@ -52,9 +53,7 @@ class SplitBackward:
 
     def second_half(self, chunk: int, retain: bool) -> None:
         """W of a chunk: add the gradients that waited to the sums."""
-        tails, grads = late_gradients(self._waiting.pop(chunk), self._stage)
-        if tails:
-            run_backward(tails, grads, retain)
+        add_late_gradients(self._waiting.pop(chunk), self._stage, partial(run_backward, retain=retain))
 
     def clear(self) -> None:
         """Drop the gradients that wait."""

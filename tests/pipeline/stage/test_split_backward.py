@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline import Pipe
+from pipeline.common.graph import run_backward
 from pipeline.stage.stage import StageRun
 from scheduler import Kind, Schedule, by_name
 
@@ -641,6 +642,26 @@ def test_w_of_each_chunk_frees_what_that_chunk_held(lives: dict[str, Any]) -> No
     pipe.step(normal(6, 4), loss_fn=square, loss_reduction="sum")
     held = [len(lives["after"][kind, chunk]) for kind, chunk in (("I", 2), ("W", 0), ("W", 1), ("W", 2))]
     assert held == [3, 2, 1, 0]
+
+
+def test_w_holds_the_gradient_of_one_weight_at_a_time_beside_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole backward does; those of the uses of one weight come together."""
+    earlier: list[weakref.ref[Any]] = []
+    runs: list[tuple[int, int]] = []  # gradients that are added, and those of earlier runs that are left
+
+    def noting(roots: Any, grads: Sequence[Tensor], retain: bool) -> None:
+        runs.append((len(grads), sum([storage() is not None for storage in earlier])))
+        run_backward(roots, grads, retain)
+        earlier[:] = [weakref.ref(grad.untyped_storage()) for grad in grads]
+
+    monkeypatch.setattr("pipeline.stage.split_backward.run_backward", noting)
+    model = nn.Sequential(nn.Linear(8, 8), UsedTwice(), nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    model[1].layer = nn.Linear(8, 8).double()
+    pipe = Pipe(model, [4], 4, schedule=one_lane(4))
+    with no_collector():
+        pipe.step(normal(8, 8), loss_fn=square, loss_reduction="sum")
+    assert sorted([count for count, _ in runs]) == [1] * 12 + [2] * 4
+    assert {left for _, left in runs[5:]} == {0}  # the gradients of the first chunk become the sums
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "interleaved-zb"])
