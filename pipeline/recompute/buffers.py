@@ -100,7 +100,7 @@ class Buffers:
         self._read = _Group.of(self._slots)  # those that no forward has written so far
         self._mutated: set[int] = set()  # owners of these
         # Those in which a forward may fill some, and into which it registers some.
-        self._growing = [(table, buffers) for table, buffers in self._tables if buffers and None in buffers.values()]
+        self._growing = [(table, buffers) for table, buffers in self._tables if buffers and _lacks_some(buffers)]
         self._count = sum(map(len, [buffers for _, buffers in self._tables]))
         self._seen_first = False
 
@@ -129,7 +129,7 @@ class Buffers:
         if not self._seen_first:
             self._note([slot.owner for slot in self._read.slots if self._is_written(slot)])
             if sum(map(len, [table for table, _ in self._tables])) > self._count:
-                fixed = [pair for pair in self._tables if None not in pair[1].values()]
+                fixed = [pair for pair in self._tables if not _lacks_some(pair[1])]
                 self._growing += [pair for pair in fixed if _filled(*pair)]
         self._seen_first = True
 
@@ -263,6 +263,11 @@ class Buffers:
 
 def _keys(slot: _BufferSlot) -> tuple[int, ...]:
     return slot.memory, id(slot.tensor), id(slot.table)
+
+
+def _lacks_some(buffers: Mapping[str, Tensor | None]) -> bool:
+    """Whether a name in a table has no tensor. (`None in values` would ask each tensor whether it equals None.)"""
+    return any([buffer is None for buffer in buffers.values()])
 
 
 def _filled(table: Mapping[str, Tensor | None], at_begin: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
