@@ -33,6 +33,7 @@ from pipeline.execution.communicator import Communicator
 from pipeline.execution.execution import Execution
 from pipeline.execution.plan import plan_forward, plan_step
 from pipeline.gradients.eager import EagerUpdate
+from scheduler.collecting import no_collecting
 
 
 def sink_of(
@@ -59,7 +60,7 @@ def forward(runtime: Runtime, value: Any, output: str) -> Any:
     if output not in ("all", "last"):
         raise ValueError(f"output is {output!r}. Use 'all' or 'last': which ranks get the output.")
     grad, settings = torch.is_grad_enabled(), runtime.settings
-    with turn() as hold, runtime.communicator("forward", averages=grad) as communicator:
+    with no_collecting(), turn() as hold, runtime.communicator("forward", averages=grad) as communicator:
         batch = scatter(value, settings.chunks, batch_dim=settings.batch_dim)
         request = Request(plan_forward, grad, {"output": output}, keep=True)
         execution = Execution(runtime.agreed(request, batch, communicator), batch)
@@ -80,7 +81,7 @@ def step(
         "optimizer": optimizer if isinstance(optimizer, EagerUpdate) else type(optimizer).__name__,
     }  # fmt: skip
     refuse_sharded(optimizer, runtime.world_ranks)
-    with turn(), runtime.communicator("step", averages=True) as communicator:
+    with no_collecting(), turn(), runtime.communicator("step", averages=True) as communicator:
         sink = sink_of(optimizer, clip_grad_norm, scaler, grads)
         result = _run(runtime, communicator, arguments, Request(plan_step, True, options, scaler=scaler), sink)
         runtime.history.stale.mark()
@@ -95,7 +96,7 @@ def evaluate(runtime: Runtime, arguments: LossArguments, sink: LossSink | None =
         arguments: of the call.
         sink: what the loss goes to.
     """
-    with turn(), runtime.communicator("evaluate") as communicator:
+    with no_collecting(), turn(), runtime.communicator("evaluate") as communicator:
         request = Request(plan_forward, False, arguments.options)
         return _run(runtime, communicator, arguments, request, sink or LossSink(), _evaluating(runtime))
 

@@ -35,6 +35,7 @@ from pipeline.execution.call import Call
 from pipeline.execution.communicator import CommonTensors, Pair, Verdict, share_output
 from pipeline.execution.final_gradients import EarlyUse
 from pipeline.stage.hooks import add_hooked, skip_none
+from scheduler.collecting import no_collecting
 
 
 def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everywhere: bool = True) -> Any:
@@ -102,7 +103,10 @@ class Backward:
     def __call__(self, output_grads: OutputGrads, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the inputs that need one, and of the owners. `output_grads`: those of the outputs."""
         execution = self._call.execution
-        with turn(self._forward.hold), beside(self._streams), execution.communicator.again() as communicator:
+        with (
+            no_collecting(), turn(self._forward.hold), beside(self._streams),
+            execution.communicator.again() as communicator,
+        ):
             execution.go_on_with(communicator)
             grads = output_grads.received()
             options = {OPTIONS: f"create_graph={torch.is_grad_enabled()}"}

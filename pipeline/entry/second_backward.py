@@ -28,6 +28,7 @@ from pipeline.entry.nodes import OutputGrads, attach, is_batched, is_in_vmap
 from pipeline.execution.communicator import CommonTensors, Communicator, Verdict
 from pipeline.stage.hooks import skip_none
 from pipeline.transports.message import Message
+from scheduler.collecting import no_collecting
 
 _DIFFER = (
     "the second backward begins with other gradients on one rank than on another, at the gradient of the input's "
@@ -73,7 +74,7 @@ class SecondBackward:
     def __call__(self, grads: OutputGrads, retain: bool) -> tuple[Tensor | None, ...]:
         """The derivatives by all that the gradients are functions of. `grads`: the cotangents of the gradients."""
         execution, streams = self._call.execution, current_streams(self._call.execution.devices)
-        with turn(self._forward.hold), self._first.again("second backward") as communicator:
+        with no_collecting(), turn(self._forward.hold), self._first.again("second backward") as communicator:
             execution.go_on_with(communicator)
             remaining = iter(grads.received())
             cotangents = [next(remaining) if is_present else None for is_present in self._present]

@@ -35,7 +35,6 @@ from pipeline.recompute.randomness import GeneratorGuard, Seeder
 from pipeline.recompute.snapshot import ForwardSnapshot, check_shared_state, remote_objects
 from pipeline.stage.layers import StageLayers
 from scheduler import Action, Event, Kind
-from scheduler.collecting import no_collecting
 
 WorkTable: TypeAlias = Mapping[Kind, Callable[[int, int], None]]  # kind -> what it does, called with (stage, chunk)
 
@@ -191,8 +190,7 @@ class Execution:
             perform = partial(self._perform_and_tell, perform)
         if on_final is not None:
             perform = partial(_then_final, perform, _last_backwards(phase.merged), on_final)
-        # The walk over a chunk's graph gives each node an object in Python, which torch keeps until the backward.
-        with no_collecting(), weights_cast_anew(self.setup.grad):
+        with weights_cast_anew(self.setup.grad):
             self.mailbox.begin(number, phase.messages)
             self._driver.run(phase, perform, draws, ambient, in_turns)
             self.communicator.at(None)

@@ -34,6 +34,7 @@ from pipeline.execution.execution import Execution
 from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.buffers import Buffers
 from pipeline.recompute.randomness import generators_at, private_generators
+from scheduler.collecting import no_collecting
 
 if TYPE_CHECKING:
     from pipeline.curvature.operators import Operator
@@ -102,7 +103,7 @@ def _sum_minibatches(op: Operator, task: ProductTask, vector: int) -> tuple[floa
                 "mini-batch": number, "its values": item.digest, "first vector": vector,
                 "loss_fn": name_of(op.loss_fn), "loss_reduction": op.loss_reduction,
             }  # fmt: skip
-            with _prepared(op, op.seed + number):
+            with no_collecting(), _prepared(op, op.seed + number):
                 seed = op.seed + number
                 verdict, own_loss = _minibatch(op, task, item, first, seed, options, communicator)
             total = total if verdict.divisor is None else (total or 0.0) + verdict.divisor.item()

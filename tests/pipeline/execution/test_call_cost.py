@@ -181,7 +181,10 @@ class Long(nn.Module):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("is_on", [True, False])
 def test_no_garbage_is_collected_while_a_call_runs(is_on: bool, fails: bool) -> None:
-    """Each node of a graph that is walked has an object in Python until the backward: no collection looks at them."""
+    """Each node of a graph that is walked has an object in Python until the backward: no collection looks at them.
+
+    Nor at the objects of the call, which are gone when it ends; those of a failure stay, in its traceback.
+    """
     layer, x, times = Long(fails), torch.ones(8, 1), []
     pipe = Pipe(nn.Sequential(layer, nn.Identity()), [1, 1], 8, checkpoint="never")
 
@@ -199,7 +202,7 @@ def test_no_garbage_is_collected_while_a_call_runs(is_on: bool, fails: bool) -> 
     try:
         step()
         assert gc.isenabled() is is_on and layer.was_on() == {False}
-        assert len(times) <= 2 * 3  # before and after; 8 chunks with 500 nodes would be more than 5
+        assert len(times) <= (2 * 3 if fails else 0)
     finally:
         gc.callbacks.remove(note)
         gc.enable()
