@@ -87,7 +87,7 @@ TWO_ROWS = ("T5ForConditionalGeneration", "BartForConditionalGeneration", "Whisp
 SEEING_ROWS = {
     "LlavaForConditionalGeneration": 11, "PaliGemmaForConditionalGeneration": 13, "DetrForObjectDetection": 11,
 }  # fmt: skip
-LAYERS = dict.fromkeys(TWO_ROWS, 7) | SEEING_ROWS  # all others: 5
+LAYERS = dict.fromkeys(TWO_ROWS, 7) | SEEING_ROWS | {"DPTForDepthEstimation": 15}  # all others: 5
 # From transformers 5.24 on it returns a list with an entry for each image, which no chunk can continue.
 OUTPUTS = {"LlavaForConditionalGeneration": lambda returned: {"logits": returned["logits"]}}
 

@@ -75,8 +75,9 @@ class AbsentModule:
         }  # fmt: skip
         tables = {key: value for key, value in values.items() if isinstance(value, Tensor)}  # of rotations, say
         dropped = {
-            key: is_done for key, is_done in volatile.items() if key not in tables and not _are_plain(values.get(key))
-        }  # it may read a number that it has, or an LSTM what its parameters were, and set another
+            key: is_done for key, is_done in volatile.items()
+            if key not in tables and (is_done or not _are_plain(values.get(key)))
+        }  # fmt: skip # it may read a number that it has, or an LSTM what its parameters were, and set another
         copies: dict[int, Any] = {}
         self._on_meta = rebuilt(module, lambda tensor: tensor.detach().to("meta"), dropped, copies).eval()
         for (owner, key), tensor in tables.items():

@@ -188,6 +188,29 @@ def test_what_hooks_of_the_models_own_collect_is_in_its_parts_too(asks, at_once)
         assert all(map(torch.equal, ours, theirs)) if asks else torch.equal(ours, theirs)
 
 
+class AroundTower(nn.Module):
+    """A tower that registers hooks within itself when it is first called, and whose collected states are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower, self.mix, self.head = Collecting(True), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, ids):
+        y, *states = self.tower(ids)
+        return self.head(self.mix(y) + sum(states)), len(states)
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_block_that_hooks_itself_is_the_same_whether_the_model_was_called_or_not(is_called):
+    model, ids = AroundTower().eval(), torch.arange(8).view(2, 4)
+    if is_called:
+        model(ids)
+    layers = to_sequential(model, ids, blocks=["tower", "mix"])
+    for ids in (ids, torch.arange(12).view(3, 4) % 11):
+        (ours, count), (theirs, _) = layers(ids), model(ids)
+        assert count == 3 and torch.equal(ours, theirs)
+
+
 def test_gradients_go_through_what_hooks_collect():
     model, ids = Collecting(True).double(), torch.randint(0, 11, (6, 4))
     pipe = Pipe(copy.deepcopy(model), [2, 3], 3, sample=ids, checkpoint="always")
