@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode
 
 from partition.contents import tensors_in
@@ -216,6 +217,8 @@ class DivisorTrace(TorchFunctionMode):
             self.is_blind = True
             return func(*args, **kwargs)
         function = known(func)
+        if function.is_reducing:
+            kwargs = _with_reduction(kwargs)
         if function.reads and self._joined(args, {}) is _OF_CHECK:
             return func(*args, **kwargs)
         self._names.add(function.name)
@@ -500,11 +503,16 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> T
     return torch.where(counts, weights, 0.0).sum()
 
 
+def _with_reduction(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, with "reduction" in the place of torch's old names for it."""
+    old = kwargs.get("size_average"), kwargs.get("reduce")
+    if old == (None, None):
+        return kwargs
+    return {**kwargs, "size_average": None, "reduce": None, "reduction": legacy_get_string(*old)}
+
+
 def _is_mean(kwargs: dict[str, Any]) -> bool:
     """Whether a call has reduction "mean". torch.nn.functional gives modes all but the tensors by name."""
-    if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:  # torch's old names for it
-        reduce, average = kwargs.get("reduce"), kwargs.get("size_average")
-        return reduce is not False and average is not False
     return kwargs.get("reduction", "mean") in ("mean", "batchmean")
 
 

@@ -86,6 +86,7 @@ EXACT = {
     "checkpointed": lambda o, t: checkpoint(flat, o, t, use_reentrant=False),
     "partial": partial(lambda scale, o, t: scale * flat(o, t), 2.0),
     "own sum and count": lambda o, t: (flat(o, t, reduction="sum"), (t != -100).sum()),
+    "old names": lambda o, t: flat(o, t, size_average=True),
 }
 
 
@@ -116,6 +117,7 @@ def assert_near(found, expected, tolerance=1e-12):
         torch.testing.assert_close(grad, wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:size_average")
 @pytest.mark.parametrize("entry", ["step", "outputs", "eager", "evaluate"])
 @pytest.mark.parametrize("name", EXACT)
 def test_a_mean_over_tokens_within_a_loss_is_exact_in_every_step(name, entry):
