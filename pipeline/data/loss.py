@@ -402,7 +402,7 @@ class Loss:
         varies = self._proof((other._by_chunk[0], *self._by_chunk), rows)
         # Of one chunk, which nothing was compared with, a mean over rows has one that varies with them.
         is_alone = len(self._rows) == 1 and len(set(rows)) > 1 and self.rule == other.rule == "mean"
-        return varies is not None and (not is_alone or any([flag is not False for flag in varies]))
+        return varies is not None and (not is_alone or any(varies))
 
     def unproven(self) -> ValueError:
         """The error for a loss whose weights are not proven."""

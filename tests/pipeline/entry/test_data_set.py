@@ -154,7 +154,7 @@ def test_a_loss_whose_weights_cannot_be_seen_is_refused_though_each_mini_batch_i
 
 @pytest.mark.parametrize("loss_fn", [
     lambda o, t: o.square().sum() / 64, lambda o, t: o.square().max(), lambda o, t: o.flatten().logsumexp(0),
-    lambda o, t: o.square().median(),
+    lambda o, t: o.square().median(), lambda o, t: F.cross_entropy(o, t, reduction="sum"),
 ])  # fmt: skip
 def test_a_loss_without_a_mean_over_rows_is_refused_beside_a_mini_batch_of_other_rows(loss_fn: Any) -> None:
     pipe, (x, y) = Pipe(classifier(), [5]), data().tensors
@@ -200,11 +200,15 @@ def test_ctc_loss_has_a_mean_over_rows() -> None:
     x, words = torch.randn(7, 9, 4).double(), torch.randint(1, 5, (7, 3))
 
     def ctc(output: Tensor, target: Tensor) -> Tensor:
-        lengths = [torch.full((len(output),), length) for length in (9, 3)]
+        lengths = [torch.full((len(output),), length) for length in (output.shape[1], 3)]
         return F.ctc_loss(output.log_softmax(2).transpose(0, 1), target, *lengths)
 
     step = pipe.evaluate(iter([(x[:4], words[:4]), (x[4:], words[4:])]), loss_fn=ctc)
     torch.testing.assert_close(step.loss, ctc(pipe(x), words).detach())
+    short = x[4:, :6]  # as a loader pads each mini-batch by itself
+    wanted = (4 * ctc(pipe(x[:4]), words[:4]) + 3 * ctc(pipe(short), words[4:])).detach() / 7
+    step = pipe.evaluate(iter([(x[:4], words[:4]), (short, words[4:])]), loss_fn=ctc)
+    torch.testing.assert_close(step.loss, wanted)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
