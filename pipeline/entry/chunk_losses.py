@@ -26,7 +26,7 @@ from pipeline.common.torch_modes import without_autocast, without_function_modes
 from pipeline.data.loss import Loss
 from pipeline.data.loss_comparison import are_rounding, are_same_grads
 from pipeline.data.microbatch import Batch, are_joinable, gather
-from pipeline.data.pytrees import Activations, Grads, Tree, detached
+from pipeline.data.pytrees import Grads, Tree
 from pipeline.execution.execution import Execution
 from pipeline.recompute.reachable import ReachableState
 
@@ -95,18 +95,18 @@ class ChunkLosses:
             grads: of its loss, at those of the output's tensors that require one. Empty: it has none.
             scale: of a GradScaler: what these are multiplied by, and may have overflowed with. None: there is none.
         """
-        needs_grad = tuple([tensor.requires_grad for tensor in tree.tensors])
-        output = Activations(Tree(detached(tree.tensors), tree.skeleton), needs_grad)
-        live = [tensor for tensor in tree.tensors if tensor.requires_grad]
+        with without_function_modes():
+            leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
+        live = [leaf for leaf in leaves if leaf.requires_grad]
         filled = [_or_zeros(*pair, scale) for pair in zip(grads or (None,) * len(live), live, strict=True)]
-        chunk_end = _ChunkEnd(chunk, output, filled, self.loss.is_empty(chunk))
+        chunk_end = _ChunkEnd(chunk, Tree(tuple(leaves), tree.skeleton), filled, self.loss.is_empty(chunk))
         if not self._can_compare([*self._held, chunk_end]):
             self._compare_held(scale is not None)
             self._held.clear()
             self._has_gaps = True
         self._held.append(chunk_end)
         self._left -= 1
-        held = [tensor for end in (*self._held, chunk_end) for tensor in end.output.tree.tensors]
+        held = [tensor for end in (*self._held, chunk_end) for tensor in end.output.tensors]
         sizes = [tensor.numel() * tensor.itemsize for tensor in held]
         if not self._left or len(self._held) > 1 and sum(sizes) > _HELD:
             self._compare_held(scale is not None)
@@ -122,7 +122,7 @@ class ChunkLosses:
         """Whether chunks can be joined. Those of two mini-batches may differ in more than their rows."""
         if not self._target.parts:
             return True
-        columns = zip(*[end.output.tree.tensors for end in ends], strict=False)
+        columns = zip(*[end.output.tensors for end in ends], strict=False)
         joinable = all([are_joinable(column, self._target.batch_dim) for column in columns if column[0].dim()])
         return joinable and self._target.is_joinable([end.chunk for end in ends])
 
@@ -155,14 +155,13 @@ class ChunkLosses:
             move: how far the outputs are moved, relative to them, in units of the last place.
         """
         chunks = [end.chunk for end in ends]
-        leaves = [_leaves(end.output, move) for end in ends]
+        trees = [Tree(tuple([_moved(leaf, move) for leaf in end.output.tensors]), end.output.skeleton) for end in ends]
         with ExitStack() as undo:
             undo.callback(self.state_of_loss().put_back)
             with torch.set_grad_enabled(self._execution.setup.grad):
-                trees = [Tree(own, end.output.tree.skeleton) for own, end in zip(leaves, ends, strict=True)]
                 joined, _ = gather(trees, [self._target.rows[chunk] for chunk in chunks], self._target.batch_dim)
                 whole = loss.whole(joined.build(joined.tensors), self.beside(self._target.joined(chunks), joined))
-            live = [leaf for end_leaves in leaves for leaf in end_leaves if leaf.requires_grad]
+            live = [leaf for tree in trees for leaf in tree.tensors if leaf.requires_grad]
             if not live or not whole.requires_grad:
                 return whole, None
             with without_autocast():
@@ -193,10 +192,10 @@ class ChunkLosses:
 
 
 class _ChunkEnd(NamedTuple):
-    """A chunk's output, detached, and the gradients of its loss where that needs one, unscaled."""
+    """A chunk's output, of leaves, and the gradients of its loss where these need one, unscaled."""
 
     chunk: int
-    output: Activations
+    output: Tree
     grads: Sequence[Tensor]
     is_empty: bool  # it counts nothing
 
@@ -205,18 +204,12 @@ _HELD = 2**24  # bytes of outputs that are compared together
 _MOVES = (1.0, -2.0)
 
 
-def _leaves(message: Activations, move: float) -> tuple[Tensor, ...]:
-    """Leaves with the values of an output, moved by so many units in the last place where it needs a gradient."""
-    pairs = zip(message.tree.tensors, message.needs_grad, strict=True)
+def _moved(leaf: Tensor, move: float) -> Tensor:
+    """A leaf, moved by so many units in the last place where it needs a gradient."""
+    if not (move and leaf.requires_grad):
+        return leaf
     with without_function_modes():
-        return tuple([
-            _moved(tensor.detach(), move if needs_grad else 0.0).requires_grad_(needs_grad)
-            for tensor, needs_grad in pairs
-        ])
-
-
-def _moved(tensor: Tensor, move: float) -> Tensor:
-    return tensor * (1.0 + move * torch.finfo(tensor.dtype).eps) if move else tensor
+        return (leaf.detach() * (1.0 + move * torch.finfo(leaf.dtype).eps)).requires_grad_()
 
 
 def _or_zeros(grad: Tensor | None, leaf: Tensor, scale: float | None = None) -> Tensor:
