@@ -42,11 +42,9 @@ class LossEnd(ChunkLosses):
     ) -> None:
         super().__init__(execution, loss, target, compares)
         self._is_apart = keeps_outputs or compares
-        self._is_checked = False
         self._scaler = scaler
         self.reads: set[int] = set()  # the ids of leaves that the loss reads
         self.sums: dict[int, Pair] = {}  # the gradients of those of them that do not come through a stage, by id
-        self._first_grads: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
         self._writes_output = False  # loss_fn writes its output
         has_all = all([execution.communicator.topology.has(stage) for stage in range(len(execution.setup.stages))])
         self._buffers = {} if has_all else _buffers_of(loss.loss_fn)
@@ -79,17 +77,9 @@ class LossEnd(ChunkLosses):
             for leaf in external.values():
                 remedy = "Return it from the last stage as part of the output."
                 refuse_marked(leaf, "loss_fn", through="arguments", remedy=remedy)
-        roots = Roots((loss,), (self._first_grad(loss, weight),), external)
+        first_grad = torch.full_like(loss, weight, requires_grad=False)  # its own: the receiver may keep or write it
+        roots = Roots((loss,), (first_grad,), external)
         return self._differentiated(chunk, roots, differentiable, tree) if is_apart else roots
-
-    def _first_grad(self, loss: Tensor, weight: float) -> Tensor:
-        """The gradient with which the backward begins: that of the loss times its weight."""
-        grads = self._first_grads.setdefault((weight, loss.dtype, loss.device), [])
-        if type(loss) is not Tensor:
-            return torch.ones_like(loss, requires_grad=False) * weight
-        if not grads:  # one for each chunk: its receiver may keep or write it
-            grads.extend(torch.full((self._target.chunks,), weight, dtype=loss.dtype, device=loss.device).unbind())
-        return grads.pop()
 
     def _differentiated(self, chunk: int, roots: Roots, differentiable: Sequence[Tensor], tree: Tree) -> Roots:
         """Go on from the outputs, and add the gradients of leaves that the loss reads to its sums."""
@@ -112,9 +102,8 @@ class LossEnd(ChunkLosses):
             self._state.put_back()
 
     def check(self) -> None:
-        """Check the losses of all chunks, once, in the process that has them."""
-        if not self._is_checked and self._execution.has_last:
-            self._is_checked = True
+        """Check the losses of all chunks, in the process that has them."""
+        if self._execution.has_last:
             self.check_all()
             buffers = _buffers_of(self.loss.loss_fn) if self._buffers else {}
             written = [name for name, before in self._buffers.items() if not _is_as_before(before, buffers.get(name))]
