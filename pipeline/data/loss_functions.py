@@ -16,29 +16,26 @@ from torch.nn import functional
 _REDUCING = frozenset(
     getattr(functional, name)
     for name in dir(functional)
-    if "reduction" in getattr(getattr(functional, name), "__annotations__", ()) and name not in ("ctc_loss",)
+    if "reduction" in getattr(getattr(functional, name), "__annotations__", ())
 )
 _TOKEN_MEANS = ("cross_entropy", "nll_loss", "linear_cross_entropy")
 _PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "outer", "cdist", "linear")  # each with each
 _SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
 _WEIGHING = frozenset((*_SCALING, *_PRODUCTS, "einsum", "dot", "vdot", "inner", "tensordot"))
-_ADDING = ("add", "sub", "subtract", "__radd__")
-_SUMMING = ("sum", "mean", "nansum", "nanmean")
+_ADDING = ("add", "sub", "subtract", "__radd__", "__rsub__", "rsub")
+_SUMMING = ("sum", "mean", "nansum")
 _REDUCERS = (*_SUMMING, "amax", "amin", "max", "min", "prod", "std", "var", "logsumexp", "all", "any", "median")
-_KEEPING = (
-    "view", "reshape", "squeeze", "clone", "contiguous", "mean", "sum", "to", "float", "double", "type", "flatten",
-)  # of one number
 _LINEAR = frozenset((
-    *_SCALING, *_ADDING, *_SUMMING, *_KEEPING, "__rsub__", "rsub", "neg", "negative", "positive", "stack", "cat",
-    "concat", "concatenate", "hstack", "vstack", "__get__", "__getitem__", "__setitem__", "select", "index_select",
-    "narrow", "unbind", "split", "chunk", "cumsum", "unsqueeze", "expand", "expand_as", "broadcast_to", "view_as",
-    "reshape_as", "ravel", "unflatten", "permute", "transpose", "t", "movedim", "detach", "cpu", "half",
-    "bfloat16", "type_as", "requires_grad_", "dot", "vdot", "inner", "matmul", "mv", "mm", "bmm", "einsum", "tensordot",
-    "index_add", "scatter_add",
+    *_SCALING, *_ADDING, *_SUMMING, "neg", "negative", "positive", "stack", "cat", "concat", "concatenate", "hstack",
+    "vstack", "__get__", "__getitem__", "__setitem__", "select", "index_select", "narrow", "unbind", "split", "chunk",
+    "cumsum", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "view", "view_as", "reshape", "reshape_as",
+    "ravel", "flatten", "unflatten", "permute", "transpose", "t", "movedim", "clone", "contiguous", "detach", "to",
+    "cpu", "type", "type_as", "half", "bfloat16", "float", "double", "requires_grad_", "dot", "vdot", "inner",
+    "matmul", "mv", "mm", "bmm", "einsum", "tensordot", "index_add", "scatter_add",
 ))  # fmt: skip
 _OPAQUE = frozenset((
-    "addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy",
-    "batch_norm", "cartesian_prod", "corrcoef", "cov", "kron", "unique", "unique_consecutive",
+    "addcdiv", "scatter_reduce", "index_reduce", "numpy", "batch_norm", "nanmean", "cartesian_prod", "corrcoef", "cov",
+    "kron", "unique", "unique_consecutive",
 ))  # fmt: skip
 _SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
 TO_HOST = frozenset([
@@ -83,7 +80,8 @@ class LossFunction(NamedTuple):
         is_opaque: it may divide by something that is not seen, or give the host what does.
         looks: it may sum or compare numbers of several rows, choose some, or move them: `dims_along` says where.
         reads: it gives the host numbers.
-        role: "scales" (multiplies or divides one by one), "adds" (or subtracts), "keeps" (one number), or "".
+        scales: it multiplies or divides one by one.
+        adds: it adds or subtracts one by one.
         sums_rows: it may sum rows.
         weighs: it scales, or sums what it has scaled.
     """
@@ -97,17 +95,15 @@ class LossFunction(NamedTuple):
     is_opaque: bool
     looks: bool
     reads: bool
-    role: str
+    scales: bool
+    adds: bool
     sums_rows: bool
     weighs: bool
 
     @property
     def is_known(self) -> bool:
         """Whether it is known what it makes of several numbers: their sum, their mean, one of them, their largest."""
-        return self.is_reducing or self.is_linear or self.sums_rows or self.func is functional.ctc_loss
-
-
-_ROLES = {**dict.fromkeys(_SCALING, "scales"), **dict.fromkeys(_ADDING, "adds"), **dict.fromkeys(_KEEPING, "keeps")}
+        return self.is_reducing or self.is_linear or self.sums_rows
 
 
 @lru_cache(maxsize=1024)
@@ -124,12 +120,13 @@ def known(func: Callable[..., Any]) -> LossFunction:
         is_token_mean=is_reducing and name in _TOKEN_MEANS,
         is_reducing=is_reducing,
         is_linear=plain in _LINEAR,
-        is_opaque=isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or name in _OPAQUE,
+        is_opaque=isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or plain in _OPAQUE,
         looks=not is_property and any([plain in names for names in _LOOKING]),
         reads=name in TO_HOST,
-        role=_ROLES.get(plain, ""),
+        scales=plain in _SCALING,
+        adds=plain in _ADDING,
         sums_rows=plain in _SUMMING_ROWS,
-        weighs=plain in _WEIGHING,
+        weighs=plain in _WEIGHING or name in _TOKEN_MEANS,
     )
 
 

@@ -4,11 +4,11 @@
         F.cross_entropy(...)  --> its sum over the tokens that count, and their count: exact, chunk by chunk
         x.mean(), x / n, ...  --> a divisor: in proportion to the chunk's rows, the same for all, or neither
 
-A mean over tokens weighs a chunk by its tokens. Where the loss of loss_fn is one, or a sum of some with constant
-factors, its sum and count are known. Any other loss weighs a chunk by its rows, which is right only if everything it
-divides by is in proportion to them. Code that calls no torch function (scripted, an extension) is not traced: what it
-returns is `foreign`, as are the constants of a loss, but another in each chunk. In torch.func's transforms tensors are
-others than outside, so nothing is traced there.
+A mean over tokens weighs a chunk by its tokens. Where the loss of loss_fn is one, or a combination of some with
+constants, what adds up is that times the count. Any other loss weighs a chunk by its rows, which is right only if all
+that it divides by is in proportion to them. Code that calls no torch function (scripted, an extension) is not traced:
+what it returns is `foreign`, as are the constants of a loss, but another in each chunk. In torch.func's transforms
+tensors are others than outside, so nothing is traced there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite, nan
-from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -90,37 +89,37 @@ class LossOrigin(NamedTuple):
             OUTPUT: it was computed with the output.
             REDUCED: a part of it was summed over rows.
             SEVERAL: such sums are several numbers (one for each column), which are no divisors that are noted.
+            TOKENS: it is a mean over tokens, or a linear combination of such and of constants.
             BENT: such a part went through a function that is not linear: its kink, if it has one (`(mean - 1).abs()`,
                 `target > median`), shows in no comparison as long as all chunks are on one side. Or it is the largest
                 of some rows, or a product of two such parts of the output.
         divisors: its divisors and factors, in order.
-        total: of a mean over tokens, or a combination of such: the same of their sums. None: it is neither.
-        pending: the count of a mean over tokens whose total is still to be computed.
+        total: the sum of a mean over tokens, from which it was computed.
         bend: of one number of the target that has gone through functions that are not linear, and nothing else.
     """
 
     marks: frozenset[str]
     divisors: tuple[Divisor, ...] = ()
     total: Tensor | None = None
-    pending: Tensor | None = None
     bend: Bend | None = None
 
     @property
     def tokens(self) -> Tensor:
-        """The count of a mean over tokens, or of a combination of such: that of the first."""
+        """The count of a mean over tokens, of a combination that of its first."""
         count = next(divisor.amount for divisor in self.divisors if divisor.is_count)
         assert isinstance(count, Tensor)
         return count
 
     def total_of(self, mean: Tensor) -> Tensor | None:
-        """The total that belongs to `mean`, the tensor itself."""
-        if self.pending is None:
+        """The part of `mean`, the tensor itself, that adds up over chunks. None: it is no combination of means of tokens."""
+        if TOKENS not in self.marks or self.total is not None:
             return self.total
         with without_function_modes():
-            return torch.where(self.pending == 0, 0.0, mean) * self.pending  # zero for no tokens
+            mean = mean.float() if mean.dtype in HALF else mean
+            return torch.where(self.tokens == 0, 0.0, mean) * self.tokens.to(mean)  # zero for no tokens
 
 
-CONSTANT, OUTPUT, REDUCED, SEVERAL, BENT = "constant", "output", "reduced", "several", "bent"
+CONSTANT, OUTPUT, REDUCED, SEVERAL, TOKENS, BENT = "constant", "output", "reduced", "several", "tokens", "bent"
 _OF_CONSTANTS, _OF_FOREIGN, _OF_CHECK = [LossOrigin(frozenset([CONSTANT])) for _ in range(3)]
 _FLOORS = ("clamp", "clip", "clamp_min")  # where they have no upper end
 
@@ -131,7 +130,7 @@ class DivisorTrace(TorchFunctionMode):
     Args:
         rows: of the chunk.
         output, target: their tensors.
-        sums: whether to compute means over tokens from their sums, as `LossOrigin.total`.
+        sums: whether to compute means over tokens from their sums, and to weigh by their counts.
         batch_dim: the dim that counts rows, of tensors with another number along it dim 0.
 
     Attributes:
@@ -139,7 +138,7 @@ class DivisorTrace(TorchFunctionMode):
         is_blind: whether a function was called that may divide unseen.
         dtypes: in which rows of the output were summed.
         branches: whether the host has read what was reduced from the output: it may go on otherwise by it.
-        read: the numbers that it has read of what was reduced; nan: a truth value.
+        read: the numbers that it has read of what was reduced; nan: a truth value, or several.
     """
 
     def __init__(
@@ -209,8 +208,8 @@ class DivisorTrace(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is functional.l1_loss and "weight" not in kwargs:
-            kwargs = {**kwargs, "weight": _weight_of_l1_loss()}
+        if func is functional.l1_loss:
+            kwargs = {"weight": _weight_of_l1_loss(), **kwargs}
         if self.is_over:
             return func(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -222,8 +221,11 @@ class DivisorTrace(TorchFunctionMode):
         if function.reads and self._joined(args, {}) is _OF_CHECK:
             return func(*args, **kwargs)
         self._names.add(function.name)
-        if function.is_token_mean and _is_mean(kwargs) and _has_labels(args, kwargs):
-            return self._token_mean(func, args, kwargs)
+        weighs_by_several = function.weighs and any(map(self._is_several_sums, [*args, *kwargs.values()]))
+        if function.is_token_mean and _is_mean(kwargs) and _has_labels(args, kwargs) and not weighs_by_several:
+            origin = self._joined(args, kwargs)
+            if CONSTANT not in origin.marks:
+                return self._token_mean(func, args, kwargs, origin)
         result = func(*args, **kwargs)
         if func is torch._is_all_true:  # by which torch checks arguments: those of distributions
             self._note(result, _OF_CHECK)
@@ -233,13 +235,12 @@ class DivisorTrace(TorchFunctionMode):
             self._names.add(MOVED)
         elif along_rows and not function.sums_rows or function.is_opaque:
             self.is_blind = True
-        elif function.weighs and any(map(self._is_several_sums, args)):
+        elif weighs_by_several:
             self.is_blind = True
         if function.reads:
-            origin = self._joined(args, kwargs)
-            if REDUCED in origin.marks:
-                self.branches |= OUTPUT in origin.marks or not isinstance(result, (int, float))
-                self.read += [nan if isinstance(result, bool) else result] if isinstance(result, (int, float)) else []
+            marks = self._joined(args, kwargs).marks
+            self.branches |= marks >= {OUTPUT, REDUCED}
+            self.read += [result if type(result) in (int, float) else nan] if REDUCED in marks else []
         value = args[0] if function.name == "__setitem__" else result
         if isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor)):
             self._follow(function, args, kwargs, value, along_rows and function.sums_rows)
@@ -249,11 +250,10 @@ class DivisorTrace(TorchFunctionMode):
         self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any, sums_rows: bool
     ) -> None:
         """Note the origin of a function's result."""
-        marks, divisors, total, _, bend = self._joined(args, kwargs, function.weighs)
+        marks, divisors, _, bend = self._joined(args, kwargs, function.weighs)
         amounts = self._amounts(function, args, kwargs, result)
         divisors += tuple([Divisor(amount) for amount in amounts])
         self._factors += sum([isinstance(amount, Tensor) or amount != 0 for amount in amounts])
-        total = None if total is None else self._total(function, args, kwargs)
         if CONSTANT in marks:
             for tensor in tensors_in(result):
                 self._note(tensor, LossOrigin(marks, divisors))
@@ -261,6 +261,9 @@ class DivisorTrace(TorchFunctionMode):
         if OUTPUT in marks and not function.is_known and self._rows > 1:
             self.is_blind |= _is_one_of_several(result, (*args, *kwargs.values()))
         several = not (isinstance(result, Tensor) and result.numel() == 1)
+        adds_number = function.adds and any([isinstance(value, (int, float)) and value for value in args])
+        if several or not function.is_linear or adds_number or function.name == "detach":  # a fused one has its own
+            marks -= {TOKENS}
         if bend is not None or REDUCED in marks and not function.is_linear:
             bend = None if several or OUTPUT in marks else self._bend(function, args, kwargs, result, bend)
             marks = marks if bend is not None else marks | {BENT}
@@ -270,12 +273,12 @@ class DivisorTrace(TorchFunctionMode):
                 marks |= {BENT}
         if marks >= {OUTPUT, REDUCED} and isinstance(result, Tensor) and result.is_floating_point():
             self.dtypes.add(result.dtype)
-        origin = LossOrigin(marks, divisors, total, bend=bend)
+        origin = LossOrigin(marks, divisors, bend=bend)
         for tensor in tensors_in(result):
             self._note(tensor, origin)
 
     def _joined(self, args: Sequence[Any], kwargs: dict[str, Any], weighs: bool = False) -> LossOrigin:
-        """The joined origin of a function's arguments; `total` is one of theirs. `weighs`: it multiplies them."""
+        """The joined origin of a function's arguments. `weighs`: it multiplies them."""
         origins: list[LossOrigin] = []
         for value in [*args, *kwargs.values()]:
             if isinstance(value, (Tensor, tuple, list)):
@@ -284,14 +287,15 @@ class DivisorTrace(TorchFunctionMode):
             return origins[0] if origins else _OF_CONSTANTS
         bends = [origin.bend.divisor for origin in origins if origin.bend is not None]
         divisors = [*[divisor for origin in origins for divisor in origin.divisors], *[bend for bend in bends if bend]]
-        totals = [origin.total for origin in origins if origin.total is not None]
         marks = frozenset().union(*[origin.marks for origin in origins])
         if not all([CONSTANT in origin.marks for origin in origins]):
             marks -= {CONSTANT}
+        if not all([origin.marks & {CONSTANT, TOKENS} for origin in origins]):
+            marks -= {TOKENS}
         is_product = weighs and sum([origin.marks >= {OUTPUT, REDUCED} for origin in origins]) > 1  # of two means
         if is_product or None in bends:
-            marks |= {BENT}
-        return LossOrigin(marks, tuple(dict.fromkeys(divisors)), totals[0] if totals else None)
+            marks = (marks | {BENT}) - {TOKENS}
+        return LossOrigin(marks, tuple(dict.fromkeys(divisors)))
 
     def _bend(
         self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor, earlier: Bend | None
@@ -363,18 +367,13 @@ class DivisorTrace(TorchFunctionMode):
     ) -> list[Tensor | float]:
         """The divisors and factors of a function call, and the other fractions that it is given: they may be some."""
         name = function.name
-        if name == "nanmean":
-            with without_function_modes():
-                return [(~args[0].detach().isnan()).sum()]
         if name in ("l1_loss", "mse_loss") and kwargs.get("weight") is not None and _is_mean(kwargs):
             with without_function_modes():
                 return [kwargs["weight"].detach().sum()]
-        if function.func is functional.ctc_loss and args[0].dim() == 3:
-            return [args[0].shape[1]] if _is_mean(kwargs) else []
         if name == "mean" or (function.is_reducing and _is_mean(kwargs)):
             averaged = args[0] if args else kwargs["input"]
-            return [averaged.numel() / max(result.numel(), 1)]
-        if function.role != "scales":
+            return [averaged.shape[1] if name == "ctc_loss" else averaged.numel() / max(result.numel(), 1)]
+        if not function.scales:
             return list(_floats([*args, *kwargs.values()]))
         values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
         if name in ("__rdiv__", "__rtruediv__"):
@@ -397,54 +396,22 @@ class DivisorTrace(TorchFunctionMode):
             return value.numel() == 1 and not value.requires_grad
         if value.dim() and self._rows == 1:
             return False
-        return len(factors) == 1 or OUTPUT not in origin.marks or not value.requires_grad and any([
-            isinstance(factor, Tensor) and factor.requires_grad for factor in factors
-        ])
+        return len(factors) == 1 or OUTPUT not in origin.marks
 
-    def _total(self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-        """The combination of the sums, where a function of means over tokens is linear and has no other term."""
-        origins = [self.origin(value) for value in args]
-        totals = [None if origin is None else origin.total for origin in origins]
-        terms = [value for value, total in zip(args, totals, strict=True) if total is None]
-        are_numbers, role = all(isinstance(term, (int, float)) for term in terms), function.role
-        with without_function_modes():
-            if role == "scales" and len(args) == 2 and not kwargs and are_numbers:
-                is_product = function.plain in ("mul", "multiply")
-                if len(terms) != 1 or totals[0] is None and not is_product or "__" in function.name:
-                    return None
-            elif role == "adds" and len(args) == 2:
-                if not are_numbers or any(terms):
-                    return None
-            elif function.plain != "neg":
-                return totals[0] if role == "keeps" and len(totals) and totals[0] is not None else None
-            combine = function.func if function.plain == function.name else getattr(torch, function.plain)
-            factors = [value if total is None else total for value, total in zip(args, totals, strict=True)]
-            if len(terms) == 0 < len(args) - 1:  # by the first one's count their sum will be divided
-                one, other = [origin.tokens.to(factors[1]) for origin in origins if origin is not None]
-                factors[1] = factors[1] * torch.where(one == other, 1.0, one / other)
-            combination = combine(*factors, **kwargs)
-        return combination if isinstance(combination, Tensor) else None
-
-    def _token_mean(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        origin = self._joined(args, kwargs)
-        is_weighed = self._is_several_sums(kwargs.get("weight"))
-        self.is_blind = self.is_blind or is_weighed
-        if CONSTANT in origin.marks or is_weighed:
-            mean: Tensor = func(*args, **kwargs)
-            return mean
+    def _token_mean(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], origin: LossOrigin
+    ) -> Tensor:
         with without_function_modes():
             count = _count(_target(args, kwargs), kwargs.get("weight"), kwargs.get("ignore_index"))
-        total = None
-        later = self._sums and within_checkpoint()  # which recomputes the mean, and must see the same calls
-        if later or not self._sums:
-            mean = func(*args, **kwargs)
-        else:
+        marks = origin.marks | ({REDUCED, TOKENS} if self._sums else {REDUCED})
+        mean: Tensor
+        if self._sums and not within_checkpoint():  # which recomputes the mean, and must see the same calls
             mean, total = _mean_and_total(func, args, kwargs, count)
+        else:
+            mean, total = func(*args, **kwargs), None
         self._factors += 1
-        divisors = (*origin.divisors, Divisor(count, True))
-        pending = count if later else None
         self.dtypes.add(mean.dtype)
-        self._note(mean, LossOrigin(origin.marks | {REDUCED}, divisors, total, pending))
+        self._note(mean, LossOrigin(marks, (*origin.divisors, Divisor(count, True)), total))
         return mean
 
 
@@ -466,12 +433,12 @@ def _floats(values: Iterable[Any]) -> dict[float, None]:
     return numbers
 
 
-def _weight_of_l1_loss() -> Tensor | None:
+def _weight_of_l1_loss() -> Any:
     """The weight of the l1_loss under way: torch hands it to no mode, and would leave it out."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not functional.l1_loss.__code__:
+    frame: Any = sys._getframe()
+    while frame.f_code is not functional.l1_loss.__code__:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("weight")
+    return frame.f_locals["weight"]
 
 
 def _is_left_behind() -> bool:
@@ -484,14 +451,13 @@ def _is_left_behind() -> bool:
 def _mean_and_total(
     func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if any(isinstance(value, Tensor) and value.dtype in HALF for value in args):  # a sum of float16 would overflow
-        losses = func(*args, **{**kwargs, "reduction": "none"})
-        with without_function_modes():
-            total = losses.sum(dtype=torch.float32)
-            return (total / count).to(losses.dtype), total
-    total = func(*args, **{**kwargs, "reduction": "sum"})
+    is_half = any(isinstance(value, Tensor) and value.dtype in HALF for value in args)  # whose sum would overflow
+    losses = func(*args, **{**kwargs, "reduction": "none" if is_half else "sum"})
     with without_function_modes():
-        return total / count.to(total), total
+        total = losses.sum(dtype=torch.float32) if is_half else losses
+        is_empty = count == 0  # nan, with a gradient of zero
+        mean = torch.where(is_empty, nan, total / count.masked_fill(is_empty, 1).to(total))
+        return mean.to(losses.dtype), total
 
 
 def _count(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> Tensor:
