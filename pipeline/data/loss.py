@@ -34,7 +34,7 @@ from pipeline.data.loss_comparison import is_same_loss
 from pipeline.data.loss_functions import MOVED, TO_HOST
 from pipeline.data.loss_means import BENT, Divisor, DivisorTrace, LossForm, detached_number
 from pipeline.data.loss_proof import LossCount, Proof, is_alike, proof, with_earlier
-from pipeline.data.metrics import Metrics, added, without_metrics
+from pipeline.data.metrics import Metrics, added
 from pipeline.data.pytrees import same_values
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
@@ -110,7 +110,6 @@ class Loss:
         self._chunks: dict[int, ChunkLoss] = {}
         self._kind = ""  # of the losses of the chunks
         self._is_single = len(rows) == 1 and not is_part
-        self._has_fractions = False  # loss_fn returned counts that may not be whole
         self._of_count: Callable[[Tensor], Tensor] | None = None  # what loss_fn makes of a count: n.clamp(min=1)
         self._name = name_of(loss_fn)
         self.metrics = Metrics(self._name)
@@ -150,13 +149,18 @@ class Loss:
             The tensor to differentiate, and the factor that makes it the chunk's part of the whole.
         """
         rows = self._rows[chunk]
+        outputs = tensors_in(output)
+        trace = DivisorTrace(rows, outputs, tensors_in(target), self._reduction == "mean", batch_dim)
+        # A whole mini-batch needs none. But on the CPU torch's own mean over tokens of float16 overflows.
+        is_traced = not self._is_single or any([tensor.dtype is torch.float16 for tensor in outputs])
         try:
-            value, trace = self._computed(output, target, rows, self._is_single, batch_dim)
+            with trace if is_traced else nullcontext():
+                value = _call(self.loss_fn, output, target)
         except Exception as error:
             error.add_note(f"{self._name}, of {rows} of the {self.all_rows} rows")
             raise
         value = self.metrics.record(chunk, value, trace)
-        read = self._pair if isinstance(value, tuple) else self._single
+        read = self._pair if isinstance(value, tuple) and value else self._single
         kind, amount, count, divisors = read(value, trace)
         if self._kind not in ("", kind):
             kinds = " for one chunk and ".join(sorted([self._kind, kind]))
@@ -174,14 +178,13 @@ class Loss:
 
     def _pair(self, value: tuple[Any, ...], trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
         """The kind of a chunk's loss, its amount, how much that counts, and its divisors, see `ChunkLoss`."""
-        if len(value) == 2:
-            origin, count = trace.origin(value[0]), trace.count(value[1])
-            is_hidden = trace.branches or not count.is_seen or origin is not None and BENT in origin.marks
-            unseen = [Divisor(inf)] if origin is None or trace.is_blind or not count.is_kept else []
-            divisors = None if is_hidden else (*(origin.divisors if origin is not None else ()), *unseen)
-            self._of_count = count.function or self._of_count
-            return _PAIR, *self._checked_pair((value[0], count.number)), divisors
-        return _PAIR, *self._checked_pair(value), ()
+        origin, count = trace.origin(value[0]), trace.count(value[-1])
+        pair = self._checked_pair((*value[:-1], count.number))
+        self._of_count = count.function or self._of_count
+        if trace.branches or not count.is_seen or origin is not None and BENT in origin.marks:
+            return _PAIR, *pair, None
+        is_seen = origin is not None and count.is_kept and not trace.is_blind
+        return _PAIR, *pair, (*(origin.divisors if origin is not None else ()), *([] if is_seen else [Divisor(inf)]))
 
     def _single(self, value: Any, trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
         """The same where loss_fn returned one number: a mean over tokens, or something else."""
@@ -195,17 +198,6 @@ class Loss:
             return _SINGLE, loss, None, divisors
         return _TOKENS, total.reshape(()), origin.tokens.to(total.device, torch.float64), divisors
 
-    def _computed(
-        self, output: Any, target: Any, rows: int, is_whole: bool, batch_dim: int = 0
-    ) -> tuple[Any, DivisorTrace]:
-        """The result of loss_fn, and the trace of its means. A whole mini-batch needs none: it stays empty."""
-        outputs = tensors_in(output)
-        trace = DivisorTrace(rows, outputs, tensors_in(target), self._reduction == "mean", batch_dim)
-        # On the CPU torch's own mean over tokens of float16 overflows.
-        is_traced = not is_whole or any([tensor.dtype is torch.float16 for tensor in outputs])
-        with trace if is_traced else nullcontext():
-            return _call(self.loss_fn, output, target), trace
-
     @property
     def _by_chunk(self) -> list[ChunkLoss]:
         """The losses of the chunks so far, in their order."""
@@ -213,7 +205,7 @@ class Loss:
 
     @property
     def _counted(self) -> Tensor:
-        return added([chunk.counted for chunk in self._by_chunk if chunk.counted is not None])
+        return added([chunk.counted.double() for chunk in self._by_chunk if chunk.counted is not None])
 
     @property
     def _count(self) -> Tensor:
@@ -287,12 +279,9 @@ class Loss:
 
     def whole(self, output: Any, target: Any) -> Tensor:
         """The value of loss_fn on the whole, joined output."""
-        value, _ = self._computed(output, target, self.all_rows, True)
-        value = without_metrics(value)
-        if isinstance(value, tuple):
-            total, count = self._checked_pair(value)
-            return (total.double() / count).to(total.dtype)
-        return self._checked(value, "a loss")
+        own = Loss(self.loss_fn, self._requested, [self.all_rows])
+        amount, _ = own.chunk(0, output, target)
+        return (amount.double() / own._count).to(amount.dtype) if own.rule == "count" else amount
 
     def difference(self, whole: Tensor) -> str | None:
         """The difference between the combined losses of the chunks and `whole`, in words. None: it is rounding."""
@@ -311,8 +300,9 @@ class Loss:
 
     def check_counts(self) -> None:
         """Raise ValueError if a count that loss_fn returned is no whole number. All chunks have been seen."""
-        counts = [chunk.counted for chunk in self._by_chunk if chunk.counted is not None]
-        for count in torch.stack(counts).tolist() if self._has_fractions else ():
+        counts = [chunk.counted for chunk in self._by_chunk if chunk.counted is not None and self._kind == _PAIR]
+        has_fractions = any([count.is_floating_point() for count in counts])  # else the host need not wait
+        for count in torch.stack(counts).tolist() if has_fractions else ():
             if count % 1 != 0:
                 raise ValueError(
                     f"{self._name} returned {count:.6g} as a count, which is no whole number: a pair is read as (sum, "
@@ -333,7 +323,7 @@ class Loss:
     @property
     def is_weighed(self) -> bool:
         """Whether the weights of the chunks are known as well as they can be where these cannot be compared."""
-        return self._is_told if self._kind == _PAIR else self._has_proof
+        return self._is_told or self._has_proof
 
     @property
     def _is_told(self) -> bool:
@@ -462,13 +452,10 @@ class Loss:
             )
         if not isinstance(count, (Tensor, int, float)):
             raise TypeError(f"{self._name} returned {count!r} as a count. Return a number or a 0-d tensor.")
-        if isinstance(count, Tensor):
-            self._has_fractions |= count.is_floating_point()
-            count = count.to(total.device, torch.float64)
-        else:
-            self._has_fractions |= isinstance(count, float)
-            # Filled in on the device: with a copy the host would wait.
-            count = torch.full((), float(count), dtype=torch.float64, device=total.device)
+        if isinstance(count, (int, float)):  # filled in on the device: with a copy the host would wait
+            dtype = torch.float64 if isinstance(count, float) else torch.int64
+            count = torch.full((), count, dtype=dtype, device=total.device)
+        count = count.to(total.device)
         if count.numel() != 1:
             raise ValueError(f"{self._name} returned a count of shape {list(count.shape)}. Return one number.")
         return total, count.reshape(())

@@ -30,7 +30,8 @@ class Metrics:
 
     def record(self, chunk: int, value: Any, trace: DivisorTrace) -> Any:
         """Keep the metrics in a result of loss_fn, which was traced; return the rest."""
-        metrics: dict[Any, Any] = value[-1] if _has_metrics(value) else {}
+        has_metrics = isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[-1], dict)
+        metrics: dict[Any, Any] = value[-1] if has_metrics else {}
         first = next(iter(self._by_chunk.values()), metrics)
         if metrics.keys() != first.keys():
             raise ValueError(
@@ -38,7 +39,9 @@ class Metrics:
                 "Return the same for every chunk; a metric without entries in a chunk is (0, 0)."
             )
         self._by_chunk[chunk] = {name: self._pair(name, metric, trace) for name, metric in metrics.items()}
-        return without_metrics(value)
+        if not has_metrics:
+            return value
+        return value[0] if len(value) == 2 else value[:-1]
 
     @property
     def values(self) -> dict[str, Tensor]:
@@ -85,17 +88,6 @@ class Metrics:
             else repr(part)
         )  # fmt: skip
         raise TypeError(f"{self._name} returned {shown} in the metric {name!r}. Return two numbers: (sum, count).")
-
-
-def without_metrics(value: Any) -> Any:
-    """A result of loss_fn without its metrics: a loss, or (sum, count)."""
-    if not _has_metrics(value):
-        return value
-    return value[0] if len(value) == 2 else value[:-1]
-
-
-def _has_metrics(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[-1], dict)
 
 
 def added(parts: Iterable[Tensor]) -> Tensor:
