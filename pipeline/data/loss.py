@@ -191,12 +191,13 @@ class Loss:
         loss, origin = self._checked(value, "a loss"), trace.origin(value)
         if origin is None:
             return _SINGLE, loss, None, None
-        total = None if self._is_single else origin.total_of(loss)
-        is_hidden = BENT in origin.marks or trace.branches or total is None and (trace.is_blind or trace.read)
+        tokens = None if self._is_single else origin.total_and_count(loss)
+        is_hidden = BENT in origin.marks or trace.branches or tokens is None and (trace.is_blind or trace.read)
         divisors = None if is_hidden else origin.divisors
-        if total is None:
+        if tokens is None:
             return _SINGLE, loss, None, divisors
-        return _TOKENS, total.reshape(()), origin.tokens.to(total.device, torch.float64), divisors
+        total, count = tokens
+        return _TOKENS, total.reshape(()), count.to(total.device, torch.float64), divisors
 
     @property
     def _by_chunk(self) -> list[ChunkLoss]:

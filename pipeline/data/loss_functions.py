@@ -20,13 +20,13 @@ _REDUCING = frozenset(
 )
 _TOKEN_MEANS = ("cross_entropy", "nll_loss", "linear_cross_entropy")
 _PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "outer", "cdist", "linear")  # each with each
-_SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
-_WEIGHING = frozenset((*_SCALING, *_PRODUCTS, "einsum", "dot", "vdot", "inner", "tensordot"))
-_ADDING = ("add", "sub", "subtract", "__radd__", "__rsub__", "rsub")
+SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
+WEIGHING = frozenset((*SCALING, *_PRODUCTS, *_TOKEN_MEANS, "einsum", "dot", "vdot", "inner", "tensordot"))
+ADDING = ("add", "sub", "subtract", "__radd__", "__rsub__", "rsub")
 _SUMMING = ("sum", "mean", "nansum")
 _REDUCERS = (*_SUMMING, "amax", "amin", "max", "min", "prod", "std", "var", "logsumexp", "all", "any", "median")
-_LINEAR = frozenset((
-    *_SCALING, *_ADDING, *_SUMMING, "neg", "negative", "positive", "stack", "cat", "concat", "concatenate", "hstack",
+LINEAR = frozenset((
+    *SCALING, *ADDING, *_SUMMING, "neg", "negative", "positive", "stack", "cat", "concat", "concatenate", "hstack",
     "vstack", "__get__", "__getitem__", "__setitem__", "select", "index_select", "narrow", "unbind", "split", "chunk",
     "cumsum", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "view", "view_as", "reshape", "reshape_as",
     "ravel", "flatten", "unflatten", "permute", "transpose", "t", "movedim", "clone", "contiguous", "detach", "to",
@@ -37,7 +37,8 @@ _OPAQUE = frozenset((
     "addcdiv", "scatter_reduce", "index_reduce", "numpy", "batch_norm", "nanmean", "cartesian_prod", "corrcoef", "cov",
     "kron", "unique", "unique_consecutive",
 ))  # fmt: skip
-_SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
+SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_add", "scatter_add", "einsum"))
+KNOWN = LINEAR | SUMMING_ROWS  # in what they make of several numbers: their sum, their mean, one of them, their largest
 TO_HOST = frozenset([
     "__bool__", "__float__", "__int__", "__index__", "__array__", "__dlpack__", "item", "tolist", "numpy",
 ])  # fmt: skip
@@ -63,7 +64,7 @@ VIEWING = ("view", "reshape", "view_as", "reshape_as")
 _MOVING = frozenset((*_TAKING, *_SWAPPING, *VIEWING, "__getitem__"))
 _NORMALIZING = ("layer_norm", "rms_norm")  # over the last dimensions, as many as they are told the sizes of
 _ATTENDING = ("scaled_dot_product_attention",)
-_LOOKING = (_ALONG, _SUMMING_ROWS, _MOVING, _NORMALIZING, _ATTENDING)
+_LOOKING = (_ALONG, SUMMING_ROWS, _MOVING, _NORMALIZING, _ATTENDING)
 MOVED = "rows were moved"  # in a LossForm
 
 
@@ -74,36 +75,17 @@ class LossFunction(NamedTuple):
         func: the function.
         name: its name.
         plain: the same without the underscore of what writes in place.
-        is_token_mean: it is a mean over tokens, where its reduction is "mean".
         is_reducing: it has a reduction.
-        is_linear: in each of its arguments.
         is_opaque: it may divide by something that is not seen, or give the host what does.
         looks: it may sum or compare numbers of several rows, choose some, or move them: `dims_along` says where.
-        reads: it gives the host numbers.
-        scales: it multiplies or divides one by one.
-        adds: it adds or subtracts one by one.
-        sums_rows: it may sum rows.
-        weighs: it scales, or sums what it has scaled.
     """
 
     func: Callable[..., Any]
     name: str
     plain: str
-    is_token_mean: bool
     is_reducing: bool
-    is_linear: bool
     is_opaque: bool
     looks: bool
-    reads: bool
-    scales: bool
-    adds: bool
-    sums_rows: bool
-    weighs: bool
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is known what it makes of several numbers: their sum, their mean, one of them, their largest."""
-        return self.is_reducing or self.is_linear or self.sums_rows
 
 
 @lru_cache(maxsize=1024)
@@ -111,70 +93,92 @@ def known(func: Callable[..., Any]) -> LossFunction:
     """The record of a function, made once for each."""
     name = func.__name__
     plain = name if name.endswith("__") else name.removesuffix("_")
-    is_reducing = func in _REDUCING
     is_property = name == "__get__" and getattr(func, "__self__").__name__ not in ("T", "mT", "H", "mH")
     return LossFunction(
         func,
         name,
         plain,
-        is_token_mean=is_reducing and name in _TOKEN_MEANS,
-        is_reducing=is_reducing,
-        is_linear=plain in _LINEAR,
+        is_reducing=func in _REDUCING,
         is_opaque=isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or plain in _OPAQUE,
         looks=not is_property and any([plain in names for names in _LOOKING]),
-        reads=name in TO_HOST,
-        scales=plain in _SCALING,
-        adds=plain in _ADDING,
-        sums_rows=plain in _SUMMING_ROWS,
-        weighs=plain in _WEIGHING or name in _TOKEN_MEANS,
     )
 
 
-def takes_all(function: LossFunction, args: Sequence[Any]) -> bool:
-    """Whether a function moves rows, or takes them one by one, but leaves none out by a slice."""
-    index = args[1] if function.name == "__getitem__" and isinstance(args[1], tuple) else args[1:]
-    return function.plain in _MOVING and not any([isinstance(part, slice) and part != slice(None) for part in index])
+class LossCall(NamedTuple):
+    """A call of a function of torch within a loss."""
 
+    function: LossFunction
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
 
-def dims_along(
-    function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """The arguments along which a function sums, looks or chooses, or whose dimensions it moves, and these."""
-    name, given = function.plain, [*args, *kwargs.values()]
-    values = args[0] if args else kwargs.get("input")
-    if name == "__getitem__":
-        parts = args[1] if isinstance(args[1], tuple) else args[1:]
-        yield values, [dim for dim, part in enumerate(parts) if part is None]  # it puts rows behind a new dimension
-        index = [part for part in parts if part is not None]
-        dots = [dim for dim, part in enumerate(index) if part is Ellipsis]
-        yield values, [
-            dim - len(index) if dots and dim > dots[0] else dim
-            for dim, part in enumerate(index)
-            if isinstance(part, int) or isinstance(part, slice) and part != slice(None)
-        ]
-    elif name in _NORMALIZING:
-        sizes = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-        yield values, range(-len(sizes), 0)
-    elif name in _ATTENDING and len(given) > 1:  # to the keys
-        yield given[1], [-2]
-    elif name in _SWAPPING:
-        moved = [*(args[1] if isinstance(args[1], (tuple, list)) else args[1:]), *kwargs.values()]
-        yield values, [dim for place, dim in enumerate(moved) if name != "permute" or dim != place]
-    elif name in _ALONG or name in _TAKING:
-        place, default = _ALONG.get(name) or _TAKING[name]
-        dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
-        if not isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
-            yield values, dims if isinstance(dims, (tuple, list)) else [dims]
-    elif name in _PRODUCTS and len(given) > 1:
-        left, right = given[1::-1] if name == "__rmatmul__" else given[:2]
-        yield left, [-1]
-        yield right, [0 if name == "linear" else -min(2, right.dim())]
-    elif name in ("index_add", "scatter_add") and len(given) > 3:
-        yield given[3], [given[1]]
-    elif name == "einsum" and len(args) > 1 and isinstance(args[0], str):
-        terms, arrow, kept = args[0].replace(" ", "").partition("->")
-        kept = kept if arrow else "".join([letter for letter in terms if terms.count(letter) == 1])
-        operands = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-        for term, operand in zip(terms.split(","), operands, strict=False):
-            letters = term.partition("...")[0]  # what the dots stand for is kept
-            yield operand, [dim for dim, letter in enumerate(letters) if letter not in kept]
+    def result(self) -> Any:
+        """The result of the call."""
+        return self.function.func(*self.args, **self.kwargs)
+
+    @property
+    def values(self) -> list[Any]:
+        """The arguments, with and without names."""
+        return [*self.args, *self.kwargs.values()]
+
+    @property
+    def first(self) -> Any:
+        """The first argument."""
+        return self.args[0] if self.args else self.kwargs.get("input")
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it has reduction "mean". torch.nn.functional gives modes all but the tensors by name."""
+        return self.function.is_reducing and self.kwargs.get("reduction", "mean") in ("mean", "batchmean")
+
+    @property
+    def is_token_mean(self) -> bool:
+        """Whether it is a mean over tokens. That by class probabilities is one over rows."""
+        return self.is_mean and self.function.name in _TOKEN_MEANS and not self.args[-1].is_floating_point()
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether it moves rows, or takes them one by one, but leaves none out by a slice."""
+        name, args = self.function.plain, self.args
+        index = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else args[1:]
+        return name in _MOVING and not any([isinstance(part, slice) and part != slice(None) for part in index])
+
+    def dims_along(self) -> Iterator[tuple[Any, Iterable[Any]]]:
+        """The arguments along which it sums, looks or chooses, or whose dimensions it moves, and these."""
+        (function, args, kwargs), given = self, self.values
+        name, values = function.plain, self.first
+        if name == "__getitem__":
+            parts = args[1] if isinstance(args[1], tuple) else args[1:]
+            yield values, [dim for dim, part in enumerate(parts) if part is None]  # it puts rows behind a new dimension
+            index = [part for part in parts if part is not None]
+            dots = [dim for dim, part in enumerate(index) if part is Ellipsis]
+            yield values, [
+                dim - len(index) if dots and dim > dots[0] else dim
+                for dim, part in enumerate(index)
+                if isinstance(part, int) or isinstance(part, slice) and part != slice(None)
+            ]
+        elif name in _NORMALIZING:
+            sizes = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+            yield values, range(-len(sizes), 0)
+        elif name in _ATTENDING and len(given) > 1:  # to the keys
+            yield given[1], [-2]
+        elif name in _SWAPPING:
+            moved = [*(args[1] if isinstance(args[1], (tuple, list)) else args[1:]), *kwargs.values()]
+            yield values, [dim for place, dim in enumerate(moved) if name != "permute" or dim != place]
+        elif name in _ALONG or name in _TAKING:
+            place, default = _ALONG.get(name) or _TAKING[name]
+            dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
+            if not isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
+                yield values, dims if isinstance(dims, (tuple, list)) else [dims]
+        elif name in _PRODUCTS and len(given) > 1:
+            left, right = given[1::-1] if name == "__rmatmul__" else given[:2]
+            yield left, [-1]
+            yield right, [0 if name == "linear" else -min(2, right.dim())]
+        elif name in ("index_add", "scatter_add") and len(given) > 3:
+            yield given[3], [given[1]]
+        elif name == "einsum" and len(args) > 1 and isinstance(args[0], str):
+            terms, arrow, kept = args[0].replace(" ", "").partition("->")
+            kept = kept if arrow else "".join([letter for letter in terms if terms.count(letter) == 1])
+            operands = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            for term, operand in zip(terms.split(","), operands, strict=False):
+                letters = term.partition("...")[0]  # what the dots stand for is kept
+                yield operand, [dim for dim, letter in enumerate(letters) if letter not in kept]

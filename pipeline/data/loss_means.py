@@ -28,7 +28,19 @@ from torch.overrides import TorchFunctionMode
 from partition.contents import tensors_in
 from partition.precision import HALF
 from pipeline.common.torch_modes import within_checkpoint, without_function_modes
-from pipeline.data.loss_functions import MOVED, VIEWING, LossFunction, dims_along, known, takes_all
+from pipeline.data.loss_functions import (
+    ADDING,
+    KNOWN,
+    LINEAR,
+    MOVED,
+    SCALING,
+    SUMMING_ROWS,
+    TO_HOST,
+    VIEWING,
+    WEIGHING,
+    LossCall,
+    known,
+)
 
 
 class Divisor:
@@ -49,35 +61,20 @@ class Divisor:
 LossForm: TypeAlias = frozenset[str | int]  # names of the torch functions that it calls, numbers of its factors; MOVED
 
 
-class Bend(NamedTuple):
-    """A number that loss_fn has put through functions that are not linear, as in `mask.sum().clamp(min=1)`.
-
-    Attributes:
-        number: as it was before.
-        function: these, one after the other.
-        divisor: 1 where they have left the number as it was, else infinite, which proves nothing. None: they are not
-            all floors of at most one, which leave every count of something as it is.
-    """
-
-    number: Tensor
-    function: Callable[[Tensor], Tensor]
-    divisor: Divisor | None
-
-
 class Count(NamedTuple):
-    """A count that loss_fn returned for a chunk.
+    """A number that loss_fn has counted in a chunk: of the target, put through functions that are not linear, or not.
 
     Attributes:
-        number: what adds up over the chunks.
-        function: what makes of the sum of these the count of the whole. None: it is that.
-        is_seen: whether it is known to add up.
-        is_kept: whether the function leaves every count of something as it is.
+        number: what adds up over the chunks, as in `mask.sum().clamp(min=1)` the sum.
+        function: what makes of the sum of these the number of the whole. None: it is that.
+        is_kept: whether the function leaves every count of something as it is: floors of at most one do.
+        is_seen: whether the number is known to add up.
     """
 
     number: Any
-    function: Callable[[Tensor], Tensor] | None
-    is_seen: bool
+    function: Callable[[Tensor], Tensor] | None = None
     is_kept: bool = True
+    is_seen: bool = True
 
 
 class LossOrigin(NamedTuple):
@@ -89,34 +86,32 @@ class LossOrigin(NamedTuple):
             OUTPUT: it was computed with the output.
             REDUCED: a part of it was summed over rows.
             SEVERAL: such sums are several numbers (one for each column), which are no divisors that are noted.
-            TOKENS: it is a mean over tokens, or a linear combination of such and of constants.
+            TOKENS: it is a mean over tokens, or a linear combination of such and of constant tensors.
             BENT: such a part went through a function that is not linear: its kink, if it has one (`(mean - 1).abs()`,
                 `target > median`), shows in no comparison as long as all chunks are on one side. Or it is the largest
                 of some rows, or a product of two such parts of the output.
         divisors: its divisors and factors, in order.
         total: the sum of a mean over tokens, from which it was computed.
-        bend: of one number of the target that has gone through functions that are not linear, and nothing else.
+        as_count: of one number of the target that has gone through functions that are not linear, and nothing else.
     """
 
     marks: frozenset[str]
     divisors: tuple[Divisor, ...] = ()
     total: Tensor | None = None
-    bend: Bend | None = None
+    as_count: Count | None = None
 
-    @property
-    def tokens(self) -> Tensor:
-        """The count of a mean over tokens, of a combination that of its first."""
-        count = next(divisor.amount for divisor in self.divisors if divisor.is_count)
-        assert isinstance(count, Tensor)
-        return count
-
-    def total_of(self, mean: Tensor) -> Tensor | None:
-        """The part of `mean`, the tensor itself, that adds up over chunks. None: it is no combination of means of tokens."""
-        if TOKENS not in self.marks or self.total is not None:
-            return self.total
+    def total_and_count(self, mean: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The total of `mean`, the tensor itself, and its count. None: it is no combination of means over tokens."""
+        if TOKENS not in self.marks:
+            return None
         with without_function_modes():
+            # Of several counts the first: the others are in proportion to it.
+            count = next(divisor.amount for divisor in self.divisors if divisor.is_count)
+            assert isinstance(count, Tensor)
+            if self.total is not None:
+                return self.total, count
             mean = mean.float() if mean.dtype in HALF else mean
-            return torch.where(self.tokens == 0, 0.0, mean) * self.tokens.to(mean)  # zero for no tokens
+            return torch.where(count == 0, 0.0, mean) * count.to(mean), count  # zero for no tokens
 
 
 CONSTANT, OUTPUT, REDUCED, SEVERAL, TOKENS, BENT = "constant", "output", "reduced", "several", "tokens", "bent"
@@ -210,143 +205,115 @@ class DivisorTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.l1_loss:
             kwargs = {"weight": _weight_of_l1_loss(), **kwargs}
-        if self.is_over:
-            return func(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if self.is_over or torch._C._functorch.peek_interpreter_stack() is not None:
             self.is_blind = True
             return func(*args, **kwargs)
         function = known(func)
-        if function.is_reducing:
-            kwargs = _with_reduction(kwargs)
-        if function.reads and self._joined(args, {}) is _OF_CHECK:
-            return func(*args, **kwargs)
+        call = LossCall(function, args, _with_reduction(kwargs) if function.is_reducing else kwargs)
+        tensors = tensors_in([value for value in call.values if isinstance(value, (Tensor, tuple, list))])
+        origins = list(map(self._read, tensors))
+        origin = _joined(origins, function.plain in WEIGHING)
+        if origin is _OF_CHECK and function.name in TO_HOST:
+            return call.result()
         self._names.add(function.name)
-        weighs_by_several = function.weighs and any(map(self._is_several_sums, [*args, *kwargs.values()]))
-        if function.is_token_mean and _is_mean(kwargs) and _has_labels(args, kwargs) and not weighs_by_several:
-            origin = self._joined(args, kwargs)
-            if CONSTANT not in origin.marks:
-                return self._token_mean(func, args, kwargs, origin)
-        result = func(*args, **kwargs)
+        weighs_by_several = function.plain in WEIGHING and any([
+            SEVERAL in each.marks and OUTPUT not in each.marks for each in origins
+        ])  # by the rows that count in each column
+        if call.is_token_mean and CONSTANT not in origin.marks and not weighs_by_several:
+            return self._token_mean(call, origin)
+        result = call.result()
         if func is torch._is_all_true:  # by which torch checks arguments: those of distributions
             self._note(result, _OF_CHECK)
             return result
-        along_rows = function.looks and self._looks_along_rows(function, args, kwargs, result)
-        if along_rows and takes_all(function, args):
+        along_rows = function.looks and self._looks_along_rows(call, result)
+        if along_rows and call.takes_all:
             self._names.add(MOVED)
-        elif along_rows and not function.sums_rows or function.is_opaque:
+        elif along_rows and function.plain not in SUMMING_ROWS or function.is_opaque or weighs_by_several:
             self.is_blind = True
-        elif weighs_by_several:
-            self.is_blind = True
-        if function.reads:
-            marks = self._joined(args, kwargs).marks
-            self.branches |= marks >= {OUTPUT, REDUCED}
-            self.read += [result if type(result) in (int, float) else nan] if REDUCED in marks else []
+        if function.name in TO_HOST and REDUCED in origin.marks:
+            self.branches |= OUTPUT in origin.marks
+            self.read.append(result if type(result) in (int, float) else nan)
         value = args[0] if function.name == "__setitem__" else result
-        if isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor)):
-            self._follow(function, args, kwargs, value, along_rows and function.sums_rows)
+        made = tensors_in(value) if isinstance(value, (Tensor, tuple, list)) else []
+        if OUTPUT in origin.marks and not (function.is_reducing or function.plain in KNOWN) and self._rows > 1:
+            is_one_of_several = any([one.numel() == 1 for one in made]) and any([one.numel() > 1 for one in tensors])
+            self.is_blind |= is_one_of_several
+        if made:
+            origin = self._followed(call, value, origin, along_rows)
+        for tensor in made:
+            self._note(tensor, origin)
         return result
 
-    def _follow(
-        self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any, sums_rows: bool
-    ) -> None:
-        """Note the origin of a function's result."""
-        marks, divisors, _, bend = self._joined(args, kwargs, function.weighs)
-        amounts = self._amounts(function, args, kwargs, result)
+    def _followed(self, call: LossCall, result: Any, origin: LossOrigin, along_rows: bool) -> LossOrigin:
+        """The origin of a function's result, from the joined one of its arguments."""
+        (marks, divisors, _, count), function = origin, call.function
+        amounts = self._amounts(call, result)
         divisors += tuple([Divisor(amount) for amount in amounts])
         self._factors += sum([isinstance(amount, Tensor) or amount != 0 for amount in amounts])
         if CONSTANT in marks:
-            for tensor in tensors_in(result):
-                self._note(tensor, LossOrigin(marks, divisors))
-            return
-        if OUTPUT in marks and not function.is_known and self._rows > 1:
-            self.is_blind |= _is_one_of_several(result, (*args, *kwargs.values()))
+            return LossOrigin(marks, divisors)
+        is_linear, sums_rows = function.plain in LINEAR, function.plain in SUMMING_ROWS
         several = not (isinstance(result, Tensor) and result.numel() == 1)
-        adds_number = function.adds and any([isinstance(value, (int, float)) and value for value in args])
-        if several or not function.is_linear or adds_number or function.name == "detach":  # a fused one has its own
+        adds_number = function.plain in ADDING and any([isinstance(one, (int, float)) and one for one in call.args])
+        if several or not is_linear or adds_number or function.name == "detach":  # a fused one has its own gradient
             marks -= {TOKENS}
-        if bend is not None or REDUCED in marks and not function.is_linear:
-            bend = None if several or OUTPUT in marks else self._bend(function, args, kwargs, result, bend)
-            marks = marks if bend is not None else marks | {BENT}
-        if sums_rows or isinstance(result, Tensor) and not result.dim():  # one number is of all rows
+        if count is not None or REDUCED in marks and not is_linear:
+            is_number = not several and not marks & {OUTPUT} and (count is not None or BENT not in marks)
+            count = self._count(call, count) if is_number else None
+            if count is None or not count.is_kept:
+                marks |= {BENT}
+            else:
+                with without_function_modes():  # 1 where it is as it was, else infinite, which proves nothing
+                    is_same = result.detach() == count.number
+                    divisors += (Divisor(torch.where(is_same, 1.0, torch.inf).reshape(())),)
+        if along_rows and sums_rows or isinstance(result, Tensor) and not result.dim():  # one number is of all rows
             marks |= {REDUCED, SEVERAL} if several else {REDUCED}
-            if OUTPUT in marks and function.sums_rows and not function.is_linear:  # their largest, their norm
+            if OUTPUT in marks and sums_rows and not is_linear:  # their largest, their norm
                 marks |= {BENT}
         if marks >= {OUTPUT, REDUCED} and isinstance(result, Tensor) and result.is_floating_point():
             self.dtypes.add(result.dtype)
-        origin = LossOrigin(marks, divisors, bend=bend)
-        for tensor in tensors_in(result):
-            self._note(tensor, origin)
+        return LossOrigin(marks, divisors, as_count=count)
 
-    def _joined(self, args: Sequence[Any], kwargs: dict[str, Any], weighs: bool = False) -> LossOrigin:
-        """The joined origin of a function's arguments. `weighs`: it multiplies them."""
-        origins: list[LossOrigin] = []
-        for value in [*args, *kwargs.values()]:
-            if isinstance(value, (Tensor, tuple, list)):
-                origins += map(self._read, tensors_in(value))
-        if len(origins) < 2:
-            return origins[0] if origins else _OF_CONSTANTS
-        bends = [origin.bend.divisor for origin in origins if origin.bend is not None]
-        divisors = [*[divisor for origin in origins for divisor in origin.divisors], *[bend for bend in bends if bend]]
-        marks = frozenset().union(*[origin.marks for origin in origins])
-        if not all([CONSTANT in origin.marks for origin in origins]):
-            marks -= {CONSTANT}
-        if not all([origin.marks & {CONSTANT, TOKENS} for origin in origins]):
-            marks -= {TOKENS}
-        is_product = weighs and sum([origin.marks >= {OUTPUT, REDUCED} for origin in origins]) > 1  # of two means
-        if is_product or None in bends:
-            marks = (marks | {BENT}) - {TOKENS}
-        return LossOrigin(marks, tuple(dict.fromkeys(divisors)))
-
-    def _bend(
-        self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor, earlier: Bend | None
-    ) -> Bend | None:
-        """The bend of one number of the target after one more function. None: it is not of that number alone."""
+    def _count(self, call: LossCall, earlier: Count | None) -> Count | None:
+        """The count of one number of the target after one more function. None: it is not of that number alone."""
+        function, args, kwargs = call
         places = [place for place, value in enumerate(args) if self.origin(value) is not None]
         if len(places) != 1 or function.name != function.plain or function.name.startswith("__i") or tensors_in(kwargs):
             return None
-        place, number = places[0], args[places[0]]
-        if number.numel() != 1:
+        (place,) = places
+        if args[place].numel() != 1:
             return None
+        with without_function_modes():
+            earlier = earlier or Count(args[place].detach().clone())
+        number, before, is_kept, _ = earlier
 
-        def bent(number: Tensor) -> Tensor:
-            number = number if earlier is None else earlier.function(number)
+        def counted(number: Tensor) -> Tensor:
+            number = number if before is None else before(number)
             with without_function_modes():
                 result: Tensor = function.func(*args[:place], number, *args[place + 1 :], **kwargs)
             return result
 
-        with without_function_modes():
-            number = number.detach().clone() if earlier is None else earlier.number
-            bounds = [*args[1:], *kwargs.values()]
-            is_floor = function.name in _FLOORS and len(bounds) == 1 and "max" not in kwargs
-            is_floor = is_floor and isinstance(bounds[0], (int, float)) and bounds[0] <= 1
-            keeps = is_floor and (earlier is None or earlier.divisor is not None)
-            divisor = Divisor(torch.where(result.detach() == number, 1.0, torch.inf).reshape(())) if keeps else None
-        return Bend(number, bent, divisor)
+        bounds = [*args[1:], *kwargs.values()]
+        is_floor = function.name in _FLOORS and len(bounds) == 1 and "max" not in kwargs
+        is_floor = is_floor and isinstance(bounds[0], (int, float)) and bounds[0] <= 1
+        return Count(number, counted, is_floor and is_kept)
 
     def count(self, value: Any) -> Count:
         """The count of the chunk, a tensor or a number; one that the host has made of what it has read is not seen."""
         origin = self.origin(value)
         if origin is None:
             number = value.item() if isinstance(value, Tensor) and self.read and value.numel() == 1 else value
-            return Count(value, None, not self.read or number in (0, *self.read))
-        if origin.bend is not None and BENT not in origin.marks:
-            return Count(origin.bend.number, origin.bend.function, True, origin.bend.divisor is not None)
-        return Count(value, None, BENT not in origin.marks)
+            return Count(value, is_seen=not self.read or number in (0, *self.read))
+        return origin.as_count or Count(value, is_seen=BENT not in origin.marks)
 
-    def _is_several_sums(self, value: Any) -> bool:
-        """Whether a value is several sums over the target's rows: the rows that count of each column."""
-        origin = self.origin(value)
-        return origin is not None and SEVERAL in origin.marks and OUTPUT not in origin.marks
-
-    def _looks_along_rows(
-        self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any
-    ) -> bool:
+    def _looks_along_rows(self, call: LossCall, result: Any) -> bool:
         """Whether a function sums or compares numbers of several rows, chooses some by their place, or moves them."""
-        if function.plain in VIEWING:
-            return self.origin(args[0]) is not None and self._has_rows(args[0]) and not self._has_rows(result)
+        if call.function.plain in VIEWING:
+            value = call.first
+            return self.origin(value) is not None and self._has_rows(value) and not self._has_rows(result)
         return any([
             dim in (place, place - value.dim())
-            for value, dims in dims_along(function, args, kwargs)
+            for value, dims in call.dims_along()
             if self.origin(value) is not None
             for place in [self._place(value)]
             for dim in dims
@@ -362,31 +329,28 @@ class DivisorTrace(TorchFunctionMode):
         is_other = value.dim() > self._batch_dim and value.shape[self._batch_dim] == self._rows
         return self._batch_dim if is_other else 0
 
-    def _amounts(
-        self, function: LossFunction, args: Sequence[Any], kwargs: dict[str, Any], result: Any
-    ) -> list[Tensor | float]:
+    def _amounts(self, call: LossCall, result: Any) -> list[Tensor | float]:
         """The divisors and factors of a function call, and the other fractions that it is given: they may be some."""
+        function, args, kwargs = call
         name = function.name
-        if name in ("l1_loss", "mse_loss") and kwargs.get("weight") is not None and _is_mean(kwargs):
+        if name in ("l1_loss", "mse_loss") and call.is_mean and kwargs["weight"] is not None:
             with without_function_modes():
                 return [kwargs["weight"].detach().sum()]
-        if name == "mean" or (function.is_reducing and _is_mean(kwargs)):
-            averaged = args[0] if args else kwargs["input"]
-            return [averaged.shape[1] if name == "ctc_loss" else averaged.numel() / max(result.numel(), 1)]
-        if not function.scales:
-            return list(_floats([*args, *kwargs.values()]))
+        if name == "mean" or call.is_mean:
+            return [call.first.shape[1] if name == "ctc_loss" else call.first.numel() / max(result.numel(), 1)]
+        if function.plain not in SCALING:
+            return list(_floats(call.values))
         values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
         if name in ("__rdiv__", "__rtruediv__"):
             values.reverse()
-        if function.plain not in ("mul", "multiply"):  # a division: only the denominator
-            values = values[1:]
+        divides = function.plain not in ("mul", "multiply")
         return [
             detached_number(value).reshape(()) if isinstance(value, Tensor) else float(value)
-            for value in values
-            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and self._is_of_chunk(value, values))
+            for value in (values[1:] if divides else values)
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and self._is_of_chunk(value, divides))
         ]
 
-    def _is_of_chunk(self, value: Tensor, factors: Sequence[Any]) -> bool:
+    def _is_of_chunk(self, value: Tensor, divides: bool) -> bool:
         """Whether a tensor is one number of the whole chunk, rather than a factor that is the loss itself.
 
         One without an origin may have been made from the host's numbers, if it is no parameter.
@@ -394,32 +358,35 @@ class DivisorTrace(TorchFunctionMode):
         origin = self.origin(value)
         if origin is None or value.numel() != 1:
             return value.numel() == 1 and not value.requires_grad
-        if value.dim() and self._rows == 1:
-            return False
-        return len(factors) == 1 or OUTPUT not in origin.marks
+        return (divides or OUTPUT not in origin.marks) and not (value.dim() and self._rows == 1)
 
-    def _token_mean(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], origin: LossOrigin
-    ) -> Tensor:
+    def _token_mean(self, call: LossCall, origin: LossOrigin) -> Tensor:
         with without_function_modes():
-            count = _count(_target(args, kwargs), kwargs.get("weight"), kwargs.get("ignore_index"))
+            count = _tokens(call.args[-1], call.kwargs["weight"], call.kwargs["ignore_index"])
         marks = origin.marks | ({REDUCED, TOKENS} if self._sums else {REDUCED})
         mean: Tensor
         if self._sums and not within_checkpoint():  # which recomputes the mean, and must see the same calls
-            mean, total = _mean_and_total(func, args, kwargs, count)
+            mean, total = _mean_and_total(call, count)
         else:
-            mean, total = func(*args, **kwargs), None
+            mean, total = call.result(), None
         self._factors += 1
         self.dtypes.add(mean.dtype)
         self._note(mean, LossOrigin(marks, (*origin.divisors, Divisor(count, True)), total))
         return mean
 
 
-def _is_one_of_several(result: Any, values: Any) -> bool:
-    """Whether one number was made of several."""
-    return any([tensor.numel() == 1 for tensor in tensors_in(result)]) and any([
-        tensor.numel() > 1 for tensor in tensors_in(values)
-    ])
+def _joined(origins: Sequence[LossOrigin], weighs: bool) -> LossOrigin:
+    """The joined origin of a function's arguments. `weighs`: it multiplies them."""
+    if len(origins) < 2:
+        return origins[0] if origins else _OF_CONSTANTS
+    traced = [origin for origin in origins if CONSTANT not in origin.marks] or origins
+    marks = frozenset().union(*[origin.marks for origin in traced])
+    if not all([TOKENS in origin.marks for origin in traced]):
+        marks -= {TOKENS}
+    if weighs and sum([origin.marks >= {OUTPUT, REDUCED} for origin in traced]) > 1:  # a product of two means
+        marks = (marks | {BENT}) - {TOKENS}
+    divisors = dict.fromkeys([divisor for origin in origins for divisor in origin.divisors])
+    return LossOrigin(marks, tuple(divisors), as_count=traced[0].as_count if len(traced) == 1 else None)
 
 
 def _floats(values: Iterable[Any]) -> dict[float, None]:
@@ -448,11 +415,9 @@ def _is_left_behind() -> bool:
     return isinstance(mode, DivisorTrace) and mode.is_over
 
 
-def _mean_and_total(
-    func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], count: Tensor
-) -> tuple[Tensor, Tensor]:
-    is_half = any(isinstance(value, Tensor) and value.dtype in HALF for value in args)  # whose sum would overflow
-    losses = func(*args, **{**kwargs, "reduction": "none" if is_half else "sum"})
+def _mean_and_total(call: LossCall, count: Tensor) -> tuple[Tensor, Tensor]:
+    is_half = any([value.dtype in HALF for value in call.args])  # whose sum would overflow
+    losses = call.function.func(*call.args, **{**call.kwargs, "reduction": "none" if is_half else "sum"})
     with without_function_modes():
         total = losses.sum(dtype=torch.float32) if is_half else losses
         is_empty = count == 0  # nan, with a gradient of zero
@@ -460,7 +425,8 @@ def _mean_and_total(
         return mean.to(losses.dtype), total
 
 
-def _count(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> Tensor:
+def _tokens(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> Tensor:
+    """The count of the tokens: their number, or the sum of their weights."""
     counts = target != (-100 if ignore_index is None else ignore_index)
     if weight is None:
         return counts.sum()
@@ -475,21 +441,6 @@ def _with_reduction(kwargs: dict[str, Any]) -> dict[str, Any]:
     if old == (None, None):
         return kwargs
     return {**kwargs, "size_average": None, "reduce": None, "reduction": legacy_get_string(*old)}
-
-
-def _is_mean(kwargs: dict[str, Any]) -> bool:
-    """Whether a call has reduction "mean". torch.nn.functional gives modes all but the tensors by name."""
-    return kwargs.get("reduction", "mean") in ("mean", "batchmean")
-
-
-def _target(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return kwargs["target"] if "target" in kwargs else args[-1]
-
-
-def _has_labels(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the target is class indices; class probabilities have a mean over rows."""
-    target = _target(args, kwargs)
-    return isinstance(target, Tensor) and not target.is_floating_point()
 
 
 def detached_number(number: Tensor) -> Tensor:
