@@ -1,73 +1,67 @@
 """The contents of buffers before each chunk, for recomputations, and for the state after a failure.
 
-    call begins   clone every buffer of the stage                                     initial
+    call begins   clone every buffer of the stage                                     originals
     F of chunk 0  compare by value: these modules change their buffers                mutated
     F of chunk i  clone the buffers of those modules first                            present()
     R of chunk i  runs on copies of these: the buffers are changed once, by F
-    failure       changed buffers return to initial
+    failure       changed buffers return to their originals
 
 The first chunk compares by value, because BatchNorm writes its running statistics without raising their version
 counters; later chunks compare versions and identities. (On a GPU, where the host would have to wait for values, calls
 1, 2, 4, 8, ... validate; non-validating calls reuse earlier verdicts.) A module that begins to write later is found by
-its counters and can return to `initial`. Any other change is found by value after the forwards, and is an error.
+its counters and can return to its originals. Any other change is found by value after the forwards, and is an error.
+A module that fills a buffer which was None, or registers one, or puts another tensor there, changes its buffers too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
-from typing import NamedTuple
+from itertools import chain
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.common.errors import CheckpointError
-from pipeline.common.module_tables import tables_of
+from pipeline.common.module_tables import ModuleTable, tables_of
 from pipeline.data.pytrees import detached, memory_address, same_values, versions
 from pipeline.recompute.copies import copies
 
+BufferTable: TypeAlias = dict[str, Tensor | None]
+BufferValues: TypeAlias = Mapping[int, BufferTable]  # by the number of a module; of those that change their buffers
+_AT_BEGIN: BufferValues = MappingProxyType({})
 
-class _BufferSlot(NamedTuple):
-    owner: int  # a group of modules that share buffers, or one module
-    table: dict[str, Tensor | None]  # module._buffers
-    name: str
+
+class _Original(NamedTuple):
+    """A buffer as the call began: its address, its version, a copy."""
+
     tensor: Tensor
-    memory: int  # its address as the call began
+    memory: int
     version: int
-    initial: Tensor
+    copy: Tensor
 
 
-class _Group(NamedTuple):
-    """Some buffers, with their tensors and versions as the call began."""
-
-    slots: list[_BufferSlot]
-    tensors: list[Tensor]
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, slots: list[_BufferSlot]) -> _Group:
-        return cls(slots, [slot.tensor for slot in slots], tuple([slot.version for slot in slots]))
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether the same tensors are in their places, at the same versions."""
-        tensors = [slot.table.get(slot.name) for slot in self.slots]
-        return all(map(is_, tensors, self.tensors)) and versions(self.tensors) == self.versions
-
-
-class BufferValues(NamedTuple):
-    """The values of buffers as a forward found them.
+class _BufferHolder(NamedTuple):
+    """A module with buffers.
 
     Attributes:
-        slots: the buffers that forwards before had written.
-        values: their values.
-        filled: what else was in the tables of modules in which a forward fills or registers buffers.
+        number: the module.
+        owner: a group of modules that share buffers, or this one.
+        table: module._buffers.
+        found: what was in there as the call began.
     """
 
-    slots: list[_BufferSlot]
-    values: list[Tensor]
-    filled: list[dict[str, Tensor | None]]
+    number: int
+    owner: int
+    table: ModuleTable
+    found: dict[str, _Original | None]
+
+    @property
+    def originals(self) -> list[tuple[str, _Original]]:
+        """The buffers that it had."""
+        return [(name, original) for name, original in self.found.items() if original is not None]
 
 
 class Buffers:
@@ -80,97 +74,122 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None) -> None:
         self._expected = expected
-        self._tables = [(table, table.copy()) for table in tables_of(modules, "_buffers")]  # as the call began
-        entries = [
-            (number, table, name, tensor)
-            for number, (table, buffers) in enumerate(self._tables) if buffers
-            for name, tensor in buffers.items() if tensor is not None
-        ]
-        tensors = [tensor for *_, tensor in entries]
+        tables = dict(enumerate(tables_of(modules, "_buffers")))
+        held = {number: table.copy() for number, table in tables.items() if table}
+        entries = [(number, tensor) for number, table in held.items() for _, tensor in _tensors_in(table)]
+        numbers, tensors = [number for number, _ in entries], [tensor for _, tensor in entries]
         memory = list(map(memory_address, tensors))
-        owners = _owners([number for number, *_ in entries], memory)
-        self._slots = [
-            _BufferSlot(owner, table, name, tensor, address, version, copy)
-            for owner, (_, table, name, tensor), address, version, copy in zip(
-                owners, entries, memory, versions(tensors), copies(tensors, memory), strict=True
-            )
-        ]
-        self._spare: list[tuple[_BufferSlot, Tensor]] | None = None
-        self._written: list[_BufferSlot] = []
-        self._read = _Group.of(self._slots)  # those that no forward has written so far
-        self._mutated: set[int] = set()  # owners of these
-        # Those in which a forward may fill some, and into which it registers some.
-        self._growing = [(table, buffers) for table, buffers in self._tables if buffers and _lacks_some(buffers)]
-        self._count = sum(map(len, [buffers for _, buffers in self._tables]))
+        originals = map(_Original, tensors, memory, versions(tensors), copies(tensors, memory))
+        owners = dict(zip(numbers, _owners(numbers, memory), strict=True))
+        self._holders = [
+            _BufferHolder(
+                number, owners.get(number, number), tables[number],
+                {name: None if tensor is None else next(originals) for name, tensor in table.items()},
+            ) for number, table in held.items()
+        ]  # fmt: skip
+        self._empty = {number: table for number, table in tables.items() if not table}
+        self._spare: BufferValues | None = None
+        self._mutated: set[int] = set()  # owners of those that change
+        self._changing: list[_BufferHolder] = []
+        self._unchanged = self._holders.copy()
         self._seen_first = False
 
     def __bool__(self) -> bool:
-        return bool(self._slots or self._growing)
+        return bool(self._holders)
 
     @property
     def ids(self) -> frozenset[int]:
         """The ids of the buffers, as they are when the call begins."""
-        return frozenset([id(slot.tensor) for slot in self._slots])
+        return frozenset([id(original.tensor) for holder in self._holders for _, original in holder.originals])
 
     def hand_over(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Detach outputs; copy those that share memory with a buffer, which the next chunk may write."""
-        storages = {memory_address(tensor) for slot in self._slots if (tensor := slot.table.get(slot.name)) is not None}
+        storages = {memory_address(tensor) for holder in self._holders for _, tensor in _tensors_in(holder.table)}
         return tuple([out.clone() if memory_address(out) in storages else out for out in detached(list(tensors))])
 
-    def present(self) -> BufferValues:
-        """Clones of the buffers that change, for a recomputation of what runs next."""
-        values = copies(list(map(_present, self._written))) if self._written else []
-        return BufferValues(self._written, values, [_copied(_filled(*pair)) for pair in self._growing])
+    # ---------------------------------------------------------------------------------------------- who changes them
 
     def after_forward(self) -> None:
         """Observe which modules change their buffers."""
-        if not self._read.is_untouched:
-            self._note([slot.owner for slot in self._read.slots if _touched(slot)])
-        if not self._seen_first:
-            self._note([slot.owner for slot in self._read.slots if self._is_written(slot)])
-            if sum(map(len, [table for table, _ in self._tables])) > self._count:
-                fixed = [pair for pair in self._tables if not _lacks_some(pair[1])]
-                self._growing += [pair for pair in fixed if _filled(*pair)]
+        self._observe(by_value=not self._seen_first)
         self._seen_first = True
+
+    def _observe(self, by_value: bool) -> None:
+        numbers = [number for number, table in self._empty.items() if table]  # of modules that have registered some
+        self._holders += [_BufferHolder(number, number, self._empty.pop(number), {}) for number in numbers]
+        if not _are_untouched(self._unchanged):
+            numbers += [holder.owner for holder in self._unchanged if not _are_untouched([holder])]
+        self._note(numbers)
+        if by_value:
+            self._note([holder.owner for holder, _ in self._written_unseen()])
+
+    def _written_unseen(self) -> Iterator[tuple[_BufferHolder, str]]:
+        """The buffers with other values. On a GPU by an earlier verdict: the host would have to wait."""
+        for holder in self._unchanged:
+            for name, original in holder.originals:
+                present = holder.table.get(name)
+                if self._expected is not None and not original.tensor.is_cpu:
+                    is_written = holder.owner in self._expected
+                else:
+                    is_written = present is not None and not same_values(present, original.copy)
+                if is_written:
+                    yield holder, name
 
     def _note(self, owners: Collection[int]) -> None:
         """Note who writes buffers."""
         if owners:
             self._mutated.update(owners)
-            self._read = _Group.of([slot for slot in self._slots if slot.owner not in self._mutated])
-            self._written = [slot for slot in self._slots if slot.owner in self._mutated]
+            self._changing = [holder for holder in self._holders if holder.owner in self._mutated]
+            self._unchanged = [holder for holder in self._holders if holder.owner not in self._mutated]
 
     @property
     def writers(self) -> frozenset[int]:
         """The numbers of the groups that wrote their buffers in this call."""
         return frozenset(self._mutated)
 
-    def _is_written(self, slot: _BufferSlot) -> bool:
-        """Compare by value; on a GPU reuse an earlier verdict, since the host would have to wait."""
-        if self._expected is not None and slot.tensor.device.type != "cpu":
-            return slot.owner in self._expected
-        return not same_values(_present(slot), slot.initial)
-
     def note_writes(self, modules: Iterable[nn.Module], stage: str) -> None:
         """Note modules whose buffers are written after all forwards. Raise if a forward has written them."""
-        owners = {slot.owner for module in modules for slot in self._slots if slot.table is module._buffers}
-        if owners & self._mutated:
-            names = ", ".join(f"'{slot.name}'" for slot in self._slots if slot.owner in owners & self._mutated)
+        tables = [id(module._buffers) for module in modules]
+        holders = [holder for holder in self._holders if id(holder.table) in tables]
+        written = [f"'{name}'" for holder in holders if holder.owner in self._mutated for name in holder.found]
+        if written:
             raise CheckpointError(
-                f"a batch norm of {stage} wrote its running statistics ({names}) within a forward, where "
+                f"a batch norm of {stage} wrote its running statistics ({', '.join(written)}) within a forward, where "
                 "deferred_batch_norm=True puts them off: it is compiled, or its forward is its own. Use "
                 "deferred_batch_norm=False."
             )
-        self._note(owners)
+        self._note([holder.owner for holder in holders])
 
     def check_unseen(self, stage: str) -> None:
         """Raise if a buffer changed after chunk 0 without its version counter."""
-        for slot in self._read.slots:
-            if self._is_written(slot):
-                raise CheckpointError(
-                    f"buffer '{slot.name}' of {stage} changed after chunk 0, without its version counter. Change it "
-                    "with torch's in-place operations, in every chunk or in none, or use chunks=1."
-                )
+        for _, name in self._written_unseen():
+            raise CheckpointError(
+                f"buffer '{name}' of {stage} changed after chunk 0, without its version counter. Change it "
+                "with torch's in-place operations, in every chunk or in none, or use chunks=1."
+            )
+
+    def moved(self) -> bool:
+        """Whether a buffer that this call only reads has another value than before.
+
+        A kept graph may have saved it, and autograd would not notice: BatchNorm writes without version counters. On a
+        GPU there is no check: the host would have to wait.
+        """
+        originals = [original for holder in self._unchanged for _, original in holder.originals]
+        return any(each.tensor.is_cpu and not same_values(each.tensor, each.copy) for each in originals)
+
+    def shareable(self) -> Iterator[tuple[int, str]]:
+        """The keys of what other stages may have too, with names: memory of buffers, buffers, tables of modules."""
+        return chain.from_iterable(map(_keys, self._holders))
+
+    def written(self) -> Iterator[int]:
+        """Those of them whose buffers changed."""
+        return (key for holder in self._changing for key, _ in _keys(holder))
+
+    # ------------------------------------------------------------------------------------------ what they were before
+
+    def present(self) -> BufferValues:
+        """Copies of the buffers that change, for a recomputation of what runs next."""
+        return _copied({holder.number: holder.table for holder in self._changing}) if self._changing else _AT_BEGIN
 
     @contextmanager
     def as_before(self, before: BufferValues, again: bool = True) -> Iterator[None]:
@@ -180,112 +199,107 @@ class Buffers:
             before: how it found them.
             again: whether this may be asked for again. If not, that is used up.
         """
-        written, values, filled_before = before
-        written_ids = set(map(id, written))
-        others = [slot for slot in self._written if id(slot) not in written_ids]
-        if self._spare is None:  # a write past the counters must not reach `initial`
-            self._spare = list(zip(self._read.slots, _copies(self._read.slots)))
-        replacements = [*(copies(values) if again else values), *_copies(others)]
-        filled = [_filled(*pair) for pair in self._growing]
-        self._fill(filled_before)
-        tensors = [slot.table.get(slot.name) for slot in self._slots]
-        buffers = [tensor for tensor in tensors if tensor is not None]
+        if self._spare is None:  # a write past the counters must not reach the originals
+            self._spare = _at_begin(self._unchanged)
+        late = _at_begin([holder for holder in self._changing if holder.number not in before])
+        values = {**self._spare, **late, **(_copied(before) if again else before)}
+        tables = [holder.table.copy() for holder in self._holders]
+        named = [pair for table in tables for pair in _tensors_in(table)]
+        buffers = [tensor for _, tensor in named]
         counts = versions(buffers)
-        for slot, copy in [*self._spare, *zip([*written, *others], replacements, strict=True)]:
-            if slot.tensor.__dict__:
-                copy.__dict__.update(slot.tensor.__dict__)  # what the user has set on it
-            slot.table[slot.name] = copy if not slot.tensor.requires_grad else _leaf_of_caller(slot)
+        for holder in self._holders:
+            _exchange(holder.table, _as_set(holder, values[holder.number]))
         try:
             yield
         finally:
-            for slot, tensor in zip(self._slots, tensors):
-                slot.table[slot.name] = tensor
-            for pair, entries in zip(self._growing, filled):
-                _fill(*pair, entries)
+            for holder, table in zip(self._holders, tables):
+                _exchange(holder.table, table)
         if versions(buffers) != counts:
-            counters = dict(zip(map(id, buffers), zip(counts, versions(buffers))))
-            slot = next(slot for slot, tensor in zip(self._slots, tensors) if len({*counters.get(id(tensor), ())}) > 1)
+            name = next(name for (name, tensor), count in zip(named, counts) if versions([tensor]) != (count,))
             raise CheckpointError(
-                f"a recomputation wrote buffer '{slot.name}' by another way than its module's attribute (a list, a "
-                "closure). Write it as self." + slot.name + "."
+                f"a recomputation wrote buffer '{name}' by another way than its module's attribute (a list, a "
+                f"closure). Write it as self.{name}."
             )
 
-    def moved(self) -> bool:
-        """Whether a buffer that this call only reads has another value than before.
+    def put_back(self, before: BufferValues = _AT_BEGIN) -> None:
+        """Give the buffers that change what a forward found, in the tensors of then."""
+        values = {**_at_begin(self._changing), **_copied(before)}
+        for holder in self._changing:
+            entries = values[holder.number]
+            for name, (tensor, *_) in holder.originals:
+                value = entries.get(name)
+                is_replaced = holder.number in before and holder.table.get(name) is not tensor
+                if value is not None and not is_replaced:  # else a graph may have saved it
+                    _give(tensor, value)
+                    entries[name] = tensor
+            _exchange(holder.table, entries)
 
-        A kept graph may have saved it, and autograd would not notice: BatchNorm writes without version counters. On a
-        GPU there is no check: the host would have to wait.
-        """
-        read = [slot for slot in self._read.slots if slot.tensor.device.type == "cpu"]
-        return any(not same_values(slot.tensor, slot.initial) for slot in read)
-
-    def shareable(self) -> Iterator[tuple[int, str]]:
-        """The keys of what other stages may have too, with names: memory of buffers, buffers, tables of modules."""
-        for slot in self._slots:
-            for key in _keys(slot):
-                yield key, f"buffer '{slot.name}'"
-
-    def written(self) -> Iterator[int]:
-        """Those of them whose buffers changed."""
-        for slot in self._slots:
-            if slot.owner in self._mutated and slot.tensor.numel():
-                yield from _keys(slot)
-
-    def _fill(self, values: Sequence[Mapping[str, Tensor | None]]) -> None:
-        """Give the buffers that were None or not there as the call began what they held."""
-        for number, pair in enumerate(self._growing):
-            _fill(*pair, _copied(values[number]) if number < len(values) else {})  # the first chunk may register some
-
-    def put_back(self, before: BufferValues) -> None:
-        """Give the buffers that change the values that a forward found."""
-        self._fill(before.filled)
-        for slot, copy in zip(before.slots, copies(before.values), strict=True):
-            if slot.table.get(slot.name) is not slot.tensor:  # replaced; a graph may have saved the old one
-                slot.table[slot.name] = copy
-            else:
-                _give(slot.tensor, copy)
-
-    def begin_again(self) -> None:
-        """Restore the buffers to the beginning of the call: the same tensors; those that change, with their values."""
-        for table, tensors in self._tables:
-            table.clear()
-            table.update(tensors)
-        for slot in self._written:
-            _give(slot.tensor, slot.initial)
-
-    def roll_back(self) -> None:
-        """Restore every buffer to the beginning of the call: the same tensor with the same values."""
-        self.begin_again()
-        for slot in self._read.slots:
-            if not same_values(slot.tensor, slot.initial):
-                _give(slot.tensor, slot.initial)
+    def roll_back(self, before: BufferValues = _AT_BEGIN) -> None:
+        """The same after a forward that has failed, whatever that has written."""
+        self._observe(by_value=True)
+        self.put_back(before)
 
 
-def _keys(slot: _BufferSlot) -> tuple[int, ...]:
-    return slot.memory, id(slot.tensor), id(slot.table)
+def _are_untouched(holders: Sequence[_BufferHolder]) -> bool:
+    """Whether the same tensors are in their places, at the same versions, and no others. Once for each chunk."""
+    slots = [(holder.table.get(name), original) for holder in holders for name, original in holder.found.items()]
+    originals = [original for _, original in slots if original is not None]
+    return (
+        all([tensor is (original and original.tensor) for tensor, original in slots])
+        and len(slots) == sum(map(len, [holder.table for holder in holders]))
+        and versions([tensor for tensor, *_ in originals]) == tuple([version for _, _, version, _ in originals])
+    )
 
 
-def _lacks_some(buffers: Mapping[str, Tensor | None]) -> bool:
-    """Whether a name in a table has no tensor. (`None in values` would ask each tensor whether it equals None.)"""
-    return any([buffer is None for buffer in buffers.values()])
+def _keys(holder: _BufferHolder) -> Iterator[tuple[int, str]]:
+    for name, (tensor, memory, *_) in holder.originals:
+        if tensor.numel():
+            yield from [(key, f"buffer '{name}'") for key in (memory, id(tensor), id(holder.table))]
 
 
-def _filled(table: Mapping[str, Tensor | None], at_begin: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The entries of a table that held no tensor as the call began, since a forward fills or registers them."""
-    return {name: tensor for name, tensor in table.items() if at_begin.get(name) is None}
+def _tensors_in(table: ModuleTable) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in table.items() if tensor is not None]
 
 
-def _fill(
-    table: dict[str, Tensor | None], at_begin: Mapping[str, Tensor | None], entries: Mapping[str, Tensor | None]
-) -> None:
-    """Let these be such entries, and no others."""
-    for name in _filled(table, at_begin).keys() - entries:
-        del table[name]
+def _exchange(table: ModuleTable, entries: BufferTable) -> None:
+    """Let these be all buffers of a module."""
+    table.clear()
     table.update(entries)
 
 
-def _copied(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
+def _copied(tables: BufferValues) -> BufferValues:
+    """Copies of all buffers, which share memory as these do."""
+    copied = iter(copies([tensor for table in tables.values() for _, tensor in _tensors_in(table)]))
+    return {
+        number: {name: None if tensor is None else next(copied) for name, tensor in table.items()}
+        for number, table in tables.items()
+    }
+
+
+def _at_begin(holders: Sequence[_BufferHolder]) -> BufferValues:
+    """Copies of what modules had as the call began."""
+    return _copied({
+        holder.number: {name: original and original.copy for name, original in holder.found.items()}
+        for holder in holders
+    })
+
+
+def _as_set(holder: _BufferHolder, values: BufferTable) -> BufferTable:
+    """Values of buffers with what the user has set on these. One that requires a gradient is differentiated itself."""
+    for name, original in holder.found.items():
+        if original is None:
+            continue
+        tensor = original.tensor
+        if tensor.requires_grad:
+            if versions([tensor])[0] != original.version:
+                raise CheckpointError(
+                    f"buffer '{name}', which requires a gradient, was changed in place between the forward and the "
+                    "recomputation. Change it after backward()."
+                )
+            values[name] = tensor
+        elif tensor.__dict__ and (value := values.get(name)) is not None:
+            value.__dict__.update(tensor.__dict__)
+    return values
 
 
 def _give(tensor: Tensor, values: Tensor) -> None:
@@ -299,16 +313,6 @@ def _give(tensor: Tensor, values: Tensor) -> None:
         tensor.data.copy_(values)
 
 
-def _leaf_of_caller(slot: _BufferSlot) -> Tensor:
-    """Return a buffer that requires a gradient: it is differentiated, so no copy may replace it."""
-    if versions([slot.tensor])[0] != slot.version:
-        raise CheckpointError(
-            f"buffer '{slot.name}', which requires a gradient, was changed in place between the forward and the "
-            "recomputation. Change it after backward()."
-        )
-    return slot.tensor
-
-
 def _owners(modules: Sequence[int], memory: Sequence[int]) -> list[int]:
     """The number of each buffer's module; of modules whose buffers share memory, that of the first."""
     owners = list(modules)
@@ -318,18 +322,3 @@ def _owners(modules: Sequence[int], memory: Sequence[int]) -> list[int]:
         if earlier != later:
             owners = [earlier if owner == later else owner for owner in owners]
     return owners
-
-
-def _copies(slots: Sequence[_BufferSlot]) -> list[Tensor]:
-    """Copies of what buffers were as the call began."""
-    return copies([slot.initial for slot in slots], [slot.memory for slot in slots])
-
-
-def _present(slot: _BufferSlot) -> Tensor:
-    tensor = slot.table.get(slot.name)
-    return slot.initial if tensor is None else tensor
-
-
-def _touched(slot: _BufferSlot) -> bool:
-    tensor = slot.table.get(slot.name)
-    return tensor is not slot.tensor or versions([tensor])[0] != slot.version

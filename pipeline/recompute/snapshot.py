@@ -59,6 +59,11 @@ class _ChunkStart(NamedTuple):
     buffers: BufferValues
     generators: dict[int, tuple[Generator, Any]]  # private ones, by id, and their states
 
+    def roll_attributes_back(self) -> None:
+        """Restore the attributes, where something has changed them."""
+        if not self.attributes.is_current:
+            self.attributes.roll_back()
+
 
 class ForwardSnapshot:
     """The state that recomputations of one stage must find in one call.
@@ -146,34 +151,19 @@ class ForwardSnapshot:
 
     def begin_again(self) -> None:
         """Give buffers and attributes what they held as the call began, where a forward has changed it."""
-        self.buffers.begin_again()
-        self._roll_attributes_back()
+        self.buffers.put_back()
+        self._first.roll_attributes_back()
 
-    def roll_back(self) -> None:
-        """Restore the state from the beginning of the call: an attribute may say how long a table in a buffer is."""
-        self.roll_buffers_back()
-        self._roll_attributes_back()
-        self._hooks.put_back(self._first.hooks)
+    def roll_back(self, chunk: int | None = None) -> None:
+        """Restore the state from before F of `chunk`, which has failed; as a rule that from the beginning of the call.
 
-    def _roll_attributes_back(self) -> None:
-        if not self._first.attributes.is_current:
-            self._first.attributes.roll_back()
-
-    def roll_buffers_back(self) -> None:
-        """Restore buffers and generators alone."""
-        self.buffers.roll_back()
-        put_generators_back(self._first.generators.values())
-
-    def put_back(self, chunk: int, first: bool) -> None:
-        """Restore the state from before F of `chunk`, which has failed."""
-        if first:
-            self.roll_back()
-        else:
-            before = self._before[chunk]
-            self.buffers.put_back(before.buffers)
-            before.attributes.roll_back()
-            self._hooks.put_back(before.hooks)
-            put_generators_back(before.generators.values())
+        Attributes too: one may say how long a table in a buffer is.
+        """
+        before = self._first if chunk is None else self._before.get(chunk, self._first)
+        self.buffers.roll_back(before.buffers)
+        put_generators_back(before.generators.values())
+        before.roll_attributes_back()
+        self._hooks.put_back(before.hooks)
 
     # ------------------------------------------------------------------------------------------ at the recomputation
 

@@ -154,7 +154,7 @@ class StageRun:
             if self._saves_until_the_end:
                 raise
             self._saves_until_the_end = True
-            self.snapshot.put_back(chunk, self._cut.is_first)
+            self.snapshot.roll_back(chunk)
             return self.forward(chunk, inbox, recompute, keep)
         self.seeder.settle()
         self._cut.end(read, versions_before, layer_inputs)

@@ -115,7 +115,7 @@ class ForwardMode:
             self._is_on = False
             if chunk == 0:  # nor will it be so in other products
                 self._agrees[index] = False
-            stage.forwards.snapshot.put_back(chunk, chunk == 0)
+            stage.forwards.snapshot.roll_back(chunk)
         return adjoint(stage, chunk, inbox, drops)
 
     def _run(self, stage: StageRule, chunk: int, inbox: Inbox) -> tuple[ProductGraph | None, list[Tensor]]:

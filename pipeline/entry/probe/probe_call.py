@@ -150,7 +150,7 @@ class ProbeCall:
     ) -> list[Activations] | None:
         """Run a stage as before, but after others. `rewinds`: without what these have left in buffers: statistics."""
         if rewinds:
-            run.snapshot.roll_buffers_back()
+            run.snapshot.buffers.roll_back()
         place = self._execution.setup.layout.places[run.layers.index]
         with generators_at(states), entered(place.device):
             return self._outputs_of(run, inbox)

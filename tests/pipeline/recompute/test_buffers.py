@@ -1,5 +1,6 @@
 """A forward changes buffers once; a recomputation runs on copies of what they were; a failure puts them back."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -590,6 +591,38 @@ def test_a_late_writer_that_no_counter_shows_is_put_back_after_recomputations_to
     with pytest.raises((KeyError, CheckpointError)):
         pipe.step(batch(3), loss_fn=total, loss_reduction="sum")
     assert layers[1].b == 1.0
+
+
+class WritesWhereItDifferentiates(nn.Module):
+    """Some rows make it count, and call autograd, which a chunk that is recomputed has to be run again for."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() < 0:
+            return self.layer(x)
+        self.count += 1
+        energy = self.layer(x).tanh().sum()
+        (force,) = torch.autograd.grad(energy, self.layer.weight, create_graph=True)
+        return self.layer(x) + force.sum() + self.count
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_buffer_that_a_late_chunk_writes_first_counts_once_where_that_is_run_again(policy: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Identity(), WritesWhereItDifferentiates()).double()
+    plain = copy.deepcopy(layers)
+    x = torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0]).view(5, 1).expand(5, 4).double().clone()
+    Pipe(layers, [1, 1], 5, checkpoint=policy, mixes_rows=True).step(x, loss_fn=total, loss_reduction="sum")
+    total(torch.cat([plain(rows) for rows in x.split(1)])).backward()
+    assert layers[1].count == plain[1].count == 3
+    for mine, other in zip(layers.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=0)
 
 
 class AttributeOfBuffer(nn.Module):
