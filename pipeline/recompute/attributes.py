@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from functools import lru_cache
 from itertools import chain
@@ -98,7 +98,7 @@ class Attributes:
             self._look(values[1:], 0, package_of(type(module)), keep)
         self.containers += [ContainerContents.of(_MAPPING, table, keep) for table in tables]
         self._visited.clear()
-        self._are_same = _comparison(self.containers)
+        self._are_same = _comparison(self._bare, self.containers)
 
     def __bool__(self) -> bool:
         return bool(self.containers)
@@ -141,7 +141,7 @@ class Attributes:
     @property
     def is_current(self) -> bool:
         """Whether their contents are unchanged."""
-        return list(map(len, self._bare)) == self._counts and self._are_same() and not self.written
+        return self._are_same() and not self.written
 
     @property
     def written(self) -> set[int]:
@@ -153,32 +153,31 @@ class Attributes:
         tensor, version, copy = self._tensors.get(id(value), _NO_TENSOR)
         return value if copy is None or tensor._version == version else copy.clone()
 
-    def put_back(self, copies: set[int], recomputes: bool = False) -> None:
+    def put_back(self, copies: Collection[int] | None = None) -> None:
         """Restore the contents.
 
         Args:
-            copies: the ids of tensors that are replaced by copies with the earlier values.
-            recomputes: as a recomputation is to find them: what is freed has a stand-in, and containers with many
-                entries stay as they are. Else what stands there now stays in the place of what is freed, and such
-                containers are shortened, which drops the entries added since.
+            copies: as a recomputation is to find them: the ids of tensors that are replaced by copies with the earlier
+                values. What is freed has a stand-in, and containers with many entries stay as they are. None: for good.
+                What stands now stays in the place of what is freed, and such containers lose the entries added since.
         """
         PutBacks.note()
-        stand_ins = {
-            key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
-        }
+        replaced = [self._tensors[key] for key in copies or () if key in self._tensors]
+        stand_ins = {id(tensor): copy.clone() for tensor, _, copy in replaced if copy is not None}
         for table, count in zip(self._bare, self._counts, strict=True):
             shorten(table, count)
         for kind, holder, content in self.containers:
-            if recomputes and kind is _COUNTED:
-                continue
             values = values_alive(content)
-            if not recomputes and any([value is FREED for value in values]):
+            if copies is None and any([value is FREED for value in values]):
                 values = _with_present(kind, holder, values)
-            kind.write(holder, [stand_ins.get(id(value), value) for value in values])
+            if copies is None or kind is not _COUNTED:
+                kind.write(holder, [stand_ins.get(id(value), value) for value in values])
 
     def roll_back(self) -> None:
-        """Restore all contents, the values of tensors too."""
-        self.put_back(set())
+        """Restore all contents, where something has changed; the values of tensors too."""
+        if self.is_current:
+            return
+        self.put_back()
         for tensor, version, copy in self._tensors.values():
             if copy is not None and tensor._version != version:
                 with torch.no_grad():
@@ -245,33 +244,34 @@ class ContainerContents(NamedTuple):
         half = len(self.content) // 2
         return self.content[:half], self.content[half:]
 
+    @property
+    def parts(self) -> list[tuple[Any, Callable[[Any], Collection[Any]], list[Any]]]:
+        """The parts that are compared: the container, a function of C that reads it, and what that is to find."""
+        if self.kind is _MODULE:
+            return [(self.holder, _getter(tuple(self.holder))[1], self.halves[1])]
+        if self.kind is _MAPPING:
+            names, values = self.halves
+            return [(self.holder, dict.keys, names), (self.holder, dict.values, values)]
+        return [(self.holder, self.kind.read, self.content)]
 
-def _comparison(containers: Sequence[ContainerContents]) -> Callable[[], bool]:
-    """A function that says whether all these have the entries that they had: one comparison of all, one by one."""
-    modules = [container for container in containers if container.kind is _MODULE]
-    mappings = [container for container in containers if container.kind is _MAPPING]
-    others = [part for part in containers if part.kind not in (_MODULE, _MAPPING) and part.kind.same is is_]
+
+def _comparison(bare: Sequence[dict[str, Any]], containers: Sequence[ContainerContents]) -> Callable[[], bool]:
+    """A function that says whether all these have the entries that they had, and `bare` as many: all at once, in C."""
+    sized = [*bare, *[container.holder for container in containers if container.kind is _MODULE]]
     by_value = [container for container in containers if container.kind.same is eq]
-    tables: list[dict[str, Any]] = [container.holder for container in modules]
-    gets = [_getter(tuple(table))[1] for table in tables]
-    dicts: list[dict[Any, Any]] = [container.holder for container in mappings]
-    holders, reads = [container.holder for container in others], [container.kind.read for container in others]
-    counts = list(map(len, tables)), list(map(len, dicts)), [len(container.content) for container in others]
-    expected = list(chain.from_iterable([
-        *[container.halves[1] for container in modules], *[container.halves[0] for container in mappings],
-        *[container.halves[1] for container in mappings], *[container.content for container in others],
-    ]))  # fmt: skip
+    parts = [part for container in containers if container.kind.same is is_ for part in container.parts]
+    holders, reads = [holder for holder, _, _ in parts], [read for _, read, _ in parts]
+    expected = list(chain.from_iterable([entries for _, _, entries in parts]))
+    lengths = list(map(len, sized)), [len(entries) for _, _, entries in parts]
 
     def are_same() -> bool:
         try:
-            attributes = list(map(call, gets, tables))
-        except KeyError:
+            present = list(map(call, reads, holders))
+        except KeyError:  # an attribute is gone
             return False
-        contents = list(map(call, reads, holders))
-        if (list(map(len, tables)), list(map(len, dicts)), list(map(len, contents))) != counts:
+        if (list(map(len, sized)), list(map(len, present))) != lengths:
             return False
-        entries = chain.from_iterable(chain(attributes, dicts, map(dict.values, dicts), contents))
-        return all(map(is_, entries, expected)) and all([
+        return all(map(is_, chain.from_iterable(present), expected)) and all([
             container.content == container.kind.read(container.holder) for container in by_value
         ])
 

@@ -59,11 +59,6 @@ class _ChunkStart(NamedTuple):
     buffers: BufferValues
     generators: dict[int, tuple[Generator, Any]]  # private ones, by id, and their states
 
-    def roll_attributes_back(self) -> None:
-        """Restore the attributes, where something has changed them."""
-        if not self.attributes.is_current:
-            self.attributes.roll_back()
-
 
 class ForwardSnapshot:
     """The state that recomputations of one stage must find in one call.
@@ -152,7 +147,7 @@ class ForwardSnapshot:
     def begin_again(self) -> None:
         """Give buffers and attributes what they held as the call began, where a forward has changed it."""
         self.buffers.put_back()
-        self._first.roll_attributes_back()
+        self._first.attributes.roll_back()
 
     def roll_back(self, chunk: int | None = None) -> None:
         """Restore the state from before F of `chunk`, which has failed; as a rule that from the beginning of the call.
@@ -162,7 +157,7 @@ class ForwardSnapshot:
         before = self._first if chunk is None else self._before.get(chunk, self._first)
         self.buffers.roll_back(before.buffers)
         put_generators_back(before.generators.values())
-        before.roll_attributes_back()
+        before.attributes.roll_back()
         self._hooks.put_back(before.hooks)
 
     # ------------------------------------------------------------------------------------------ at the recomputation

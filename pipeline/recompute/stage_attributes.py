@@ -117,7 +117,7 @@ class StageAttributes:
         present = self._present()
         held = present.held_weakly if before is not present else []  # meanwhile, perhaps, by nothing else
         if before is not present or self._written:
-            before.put_back(self._written, recomputes=True)
+            before.put_back(self._written)
         try:
             yield
         finally:
@@ -127,7 +127,7 @@ class StageAttributes:
                     snapshot = self._new_alive()
                     _, number, _ = self._left.get(chunk, (None, len(self._changes), []))
                     self._left[chunk] = snapshot, number, [Changes.between(before, snapshot)]
-                present.put_back(set())
+                present.put_back()
             del held
         if written:
             raise CheckpointError(

@@ -151,18 +151,13 @@ def _prepared(op: Operator, seed: int) -> Iterator[None]:
         for module in modules if op.training is not None else ():
             module.training = bool(op.training)
         # Within: what `train` does to them is undone by `train`.
-        stack.callback(_put_back, Attributes(modules))
+        stack.callback(Attributes(modules).roll_back)
         stack.callback(Buffers(loss_modules).roll_back)
         stack.enter_context(twice_differentiable(modules))
         stack.enter_context(generators_at([(generator, generator.get_state()) for generator in generators]))
         for number, generator in enumerate(generators):
             generator.manual_seed(seed + number)
         yield
-
-
-def _put_back(attributes: Attributes) -> None:
-    if not attributes.is_current:
-        attributes.roll_back()
 
 
 @calls_users_code
