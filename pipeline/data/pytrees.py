@@ -121,12 +121,12 @@ def stays_whole(tensor: Tensor) -> bool:
     return tensor.is_nested or tensor.is_quantized or tensor.is_meta or type(tensor) in _STAYING
 
 
-def flatten(value: Any, name: str) -> Tree:
+def flatten(value: Any, name: str | None) -> Tree:
     """Take a value apart.
 
     Args:
         value: a pytree.
-        name: how an error names the value: "the output of stage 1".
+        name: how an error names the value: "the output of stage 1". None: its leaves may be anything.
 
     Raises:
         TypeError: a leaf is neither a tensor nor None, bool, int, float or str, or a nested, quantized, ... tensor.
@@ -138,12 +138,12 @@ def flatten(value: Any, name: str) -> Tree:
     tensors: list[Tensor] = []
     skeleton: list[Any] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and not stays_whole(leaf):
+        if isinstance(leaf, Tensor) and (name is None or not stays_whole(leaf)):
             if id(leaf) not in slots:
                 slots[id(leaf)] = TensorPosition(len(tensors))
                 tensors.append(leaf)
             skeleton.append(slots[id(leaf)])
-        elif type(leaf) in PLAIN:
+        elif name is None or type(leaf) in PLAIN:
             skeleton.append(leaf)
         else:
             raise TypeError(_foreign_leaf(leaf, name))

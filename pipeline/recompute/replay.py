@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _make_saved_tensor
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from partition.contents import tensors_in
 from partition.graph import nodes_of
@@ -28,7 +27,7 @@ from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import OF_SCRIPTS, holds
 from pipeline.common.interrupts import DeferredSignals, calls_users_code
 from pipeline.common.torch_modes import Ambient, outside_vmap
-from pipeline.data.pytrees import detached, versions
+from pipeline.data.pytrees import Tree, detached, flatten, versions
 from pipeline.recompute.fingerprints import addresses
 from pipeline.recompute.policy import NO_HOOKS, checkpointing
 from pipeline.recompute.randomness import default_generators, generators_at, states_of
@@ -61,10 +60,9 @@ def replayed(
     Raises:
         CheckpointError: the module writes its input in place.
     """
-    leaves, spec = _flat(args, kwargs)
-    distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    tensors = list(distinct.values())
-    inputs, before = _SavedArguments(leaves, spec, distinct), versions(tensors)
+    arguments = flatten((args, kwargs), None)
+    tensors = arguments.tensors
+    inputs, before = _SavedArguments(arguments), versions(tensors)
     parameters = _parameters_of(modules)
     require_grad, parameter_versions = [parameter.requires_grad for parameter in parameters], versions(parameters)
     known_addresses = addresses([*parameters, *tensors])
@@ -173,28 +171,15 @@ def _called(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return forward(*args, **kwargs)
 
 
-class _TensorIndex(NamedTuple):
-    """The index of a tensor among the distinct ones."""
-
-    position: int
-
-
 class _SavedArguments:
     """The arguments of a forward. Autograd keeps the tensors, so that hooks of saved tensors see them.
 
     A tensor that occurs twice stays one, for layers that test `query is key`.
-
-    Args:
-        leaves: of the arguments,
-        spec: and their structure. None: they are the arguments.
-        distinct: the tensors among the leaves, by id.
     """
 
-    def __init__(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, distinct: dict[int, Tensor]) -> None:
-        positions = {key: _TensorIndex(position) for position, key in enumerate(distinct)}
-        self._leaves = [positions[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._spec = spec
-        self._saved = [_make_saved_tensor(tensor, is_output=False) for tensor in distinct.values()]
+    def __init__(self, arguments: Tree) -> None:
+        self._rest = arguments._replace(tensors=())
+        self._saved = [_make_saved_tensor(tensor, is_output=False) for tensor in arguments.tensors]
 
     def unpacked(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, cut from the graph that they came from."""
@@ -208,18 +193,8 @@ class _SavedArguments:
                 "backward(), or give the block a clone."
             ) from error
         tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved_tensors]
-        leaves = [tensors[leaf.position] if isinstance(leaf, _TensorIndex) else leaf for leaf in self._leaves]
-        if self._spec is None:
-            return tuple(leaves), {}
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        args, kwargs = self._rest.build(tensors)
         return args, kwargs
-
-
-def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], pytree.TreeSpec | None]:
-    """The leaves of the arguments, and their structure: None if the arguments are the leaves, as a rule tensors."""
-    if kwargs or not all([isinstance(argument, Tensor) for argument in args]):
-        return pytree.tree_flatten((args, kwargs))
-    return args, None
 
 
 def _parameters_of(modules: Sequence[nn.Module]) -> list[Tensor]:
