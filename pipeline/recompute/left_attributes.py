@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import starmap
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 from partition.containers import base_of
@@ -55,7 +54,9 @@ class Changes(NamedTuple):
 def as_left(
     snapshot: Attributes, changes: Sequence[Changes], is_shared: Callable[[int], bool], stage: str
 ) -> Iterator[None]:
-    """Within: what was changed stands as in a snapshot.
+    """Within: what was changed stands as in a snapshot. At the end as before, unless it was changed within.
+
+    What was added within to a list, a set or a deque is added to what that had before.
 
     Args:
         snapshot: keeps all values alive.
@@ -66,12 +67,31 @@ def as_left(
     Raises:
         RuntimeError: something within took entries out of a container to which others have added.
     """
-    taken: list[ContainerContents] = []
-    with ExitStack() as stack:
-        for swap in _swaps(snapshot, changes, is_shared, taken):
-            stack.enter_context(swap)
+    changed = {place: container for change in changes for place, container in change.places.items()}
+    written = {key for change in changes for key in change.tensors}
+    holders = _by_id(snapshot)
+    left = _contents(holders)
+    changed.update({place: holders[place[0]] for place, value in left.items() if id(value) in written})
+    within = {
+        place: snapshot.copy_of(left.get(place, _GONE)) for place in changed
+        if not is_shared(place[0]) and (place in left or place[1] is not _WHOLE)
+    }  # fmt: skip
+    present = {place: _read(changed[place], place) for place in within}
+    is_taken = False
+    try:
+        for place, value in within.items():
+            _put(changed[place], place, value)
         yield
-    if taken:
+    finally:
+        for place, value in present.items():
+            container, now = changed[place], _read(changed[place], place)
+            if _is_same(now, within[place]):
+                _put(container, place, value)
+            elif isinstance(now, _AllEntries) and isinstance(container.holder, (list, set, deque)):
+                drops_oldest = getattr(container.holder, "maxlen", None) is not None  # by itself
+                is_taken = is_taken or not drops_oldest and bool(_beyond(within[place], now))
+                _put(container, place, [*value, *_beyond(now, within[place])])
+    if is_taken:
         raise RuntimeError(
             f"a backward of {stage} took something out of a list, a set or a deque of a module to which "
             "forwards add. Other chunks have gone forward meanwhile, or the chunk was recomputed, so what it holds "
@@ -79,73 +99,6 @@ def as_left(
             "over), or an autograd.Function in its ctx. A tool's hooks (kronfluence's) need the plain module, "
             "pipe.to_sequential()."
         )
-
-
-def _swaps(
-    snapshot: Attributes,
-    changes: Sequence[Changes],
-    is_shared: Callable[[int], bool],
-    taken: list[ContainerContents],
-) -> list[AbstractContextManager[None]]:
-    changed = {place: container for change in changes for place, container in change.places.items()}
-    written = {key for change in changes for key in change.tensors}
-    holders = _by_id(snapshot)
-    left = _contents(holders)
-    changed.update({place: holders[place[0]] for place, value in left.items() if id(value) in written})
-    swaps: list[AbstractContextManager[None]] = []
-    entries: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}  # by the id of a dict: it, and what it had
-    for place, container in changed.items():
-        key, name = place
-        value = left.get(place, _GONE)
-        if is_shared(key):
-            continue
-        if name is not _WHOLE:
-            entries.setdefault(key, (container.holder, {}))[1][name] = snapshot.copy_of(value)
-        elif value is not _GONE:
-            swaps.append(_container_as(container, value, taken))
-    return [*swaps, *starmap(_entries_as, entries.values())]
-
-
-@contextmanager
-def _entries_as(table: dict[Any, Any], within: dict[Any, Any]) -> Iterator[None]:
-    """Within: entries of a dict have these values. At the end those from before, in their order, unless set within."""
-    base = base_of(type(table))
-
-    def put(name: Any, value: Any) -> None:
-        if value is _GONE:
-            base.pop(table, name, None)
-        else:
-            base.__setitem__(table, name, value)
-
-    present = {name: base.get(table, name, _GONE) for name in within}
-    for name, value in within.items():
-        put(name, value)
-    try:
-        yield
-    finally:
-        for name, value in present.items():
-            if base.get(table, name, _GONE) is within[name]:
-                put(name, value)
-
-
-@contextmanager
-def _container_as(container: ContainerContents, within: _AllEntries, taken: list[ContainerContents]) -> Iterator[None]:
-    """Within: a list, set, deque, array or object with slots has these entries. At the end those from before, and what
-    was added within; if something was taken out of a sequence, it is added to `taken`."""
-    kind, holder, _ = container
-    present = [*kind.read(holder)]
-    kind.write(holder, within)
-    try:
-        yield
-    finally:
-        now = _AllEntries(kind.read(holder))
-        if _is_same(now, within):
-            kind.write(holder, present)
-        elif isinstance(holder, (list, set, deque)):
-            is_bounded = isinstance(holder, deque) and holder.maxlen is not None  # it drops its oldest by itself
-            if not is_bounded and _beyond(within, now):
-                taken.append(container)
-            kind.write(holder, [*present, *_beyond(now, within)])
 
 
 class _AllEntries(list[Any]):
@@ -167,6 +120,25 @@ def _contents(containers: dict[int, ContainerContents]) -> dict[EntryPlace, Any]
         else:
             contents[key, _WHOLE] = _AllEntries(values_alive(container.content))
     return contents
+
+
+def _read(container: ContainerContents, place: EntryPlace) -> Any:
+    kind, holder, _ = container
+    return _AllEntries(kind.read(holder)) if place[1] is _WHOLE else _base(holder).get(holder, place[1], _GONE)
+
+
+def _put(container: ContainerContents, place: EntryPlace, value: Any) -> None:
+    kind, holder, _ = container
+    if place[1] is _WHOLE:
+        kind.write(holder, value)
+    elif value is _GONE:
+        _base(holder).pop(holder, place[1], None)
+    else:
+        _base(holder).__setitem__(holder, place[1], value)
+
+
+def _base(holder: Any) -> Any:
+    return base_of(type(holder))  # type: ignore[arg-type]  # a type is Hashable
 
 
 def _is_same(one: Any, other: Any) -> bool:
