@@ -37,6 +37,7 @@ from partition.containers import CONTAINERS, FIXED, length, reader_of, shorten, 
 from partition.models.as_found import PutBacks
 from partition.names import OF_EVERY_MODULE
 from pipeline.common.errors import CheckpointError
+from pipeline.recompute.copies import refill
 from pipeline.recompute.randomness import is_torchs_own
 
 # Not kept here: the tables of parameters and buffers, and what stands in an RNN where aliases stand in (parameters.py).
@@ -180,10 +181,7 @@ class Attributes:
         self.put_back()
         for tensor, version, copy in self._tensors.values():
             if copy is not None and tensor._version != version:
-                with torch.no_grad():
-                    if tensor.shape != copy.shape:  # torch resizes no tensor with gradients, not even to the same shape
-                        tensor.resize_(copy.shape)
-                    tensor.copy_(copy)
+                refill(tensor, copy)
 
 
 @lru_cache(maxsize=4096)

@@ -21,13 +21,12 @@ from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import ModuleTable, tables_of
 from pipeline.data.pytrees import detached, memory_address, same_values, versions
-from pipeline.recompute.copies import copies
+from pipeline.recompute.copies import copies, refill
 
 BufferTable: TypeAlias = dict[str, Tensor | None]
 BufferValues: TypeAlias = Mapping[int, BufferTable]  # by the number of a module; of those that change their buffers
@@ -230,7 +229,7 @@ class Buffers:
                 value = entries.get(name)
                 is_replaced = holder.number in before and holder.table.get(name) is not tensor
                 if value is not None and not is_replaced:  # else a graph may have saved it
-                    _give(tensor, value)
+                    refill(tensor, value)
                     entries[name] = tensor
             _exchange(holder.table, entries)
 
@@ -300,17 +299,6 @@ def _as_set(holder: _BufferHolder, values: BufferTable) -> BufferTable:
         elif tensor.__dict__ and (value := values.get(name)) is not None:
             value.__dict__.update(tensor.__dict__)
     return values
-
-
-def _give(tensor: Tensor, values: Tensor) -> None:
-    """Restore a buffer's values and shape: observers of quantization resize theirs.
-
-    Not counted as a write: a graph that has saved the buffer finds its earlier values.
-    """
-    with torch.no_grad():
-        if tensor.shape != values.shape:
-            tensor.resize_(values.shape)
-        tensor.data.copy_(values)
 
 
 def _owners(modules: Sequence[int], memory: Sequence[int]) -> list[int]:

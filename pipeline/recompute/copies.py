@@ -1,4 +1,4 @@
-"""Copies of many small tensors at little cost.
+"""Copies of many small tensors at little cost, and their values put back.
 
 A network with a hundred batch norms has three hundred buffers, and each chunk may need their values from before it.
 torch copies those of one dtype and device at once: on an accelerator with a few kernels.
@@ -39,3 +39,14 @@ def copies(tensors: Sequence[Tensor], storages: Sequence[int] | None = None) -> 
         leaves = [tensor.detach() if tensor.requires_grad else tensor for tensor in group]
         copied.update(zip(map(id, group), torch._foreach_clone(leaves)))
     return [copied[id(tensor)] for tensor in tensors]
+
+
+def refill(tensor: Tensor, values: Tensor) -> None:
+    """Restore a tensor's values and shape: observers of quantization resize theirs.
+
+    Not counted as a write: a graph that has saved the tensor finds its earlier values.
+    """
+    with torch.no_grad():
+        if tensor.shape != values.shape:  # torch resizes no tensor with gradients, not even to the same shape
+            tensor.resize_(values.shape)
+        tensor.data.copy_(values)

@@ -23,6 +23,7 @@ from partition.models.as_found import PutBacks
 from pipeline.data.loss_key import captured, filled_cells
 from pipeline.data.pytrees import same_values
 from pipeline.recompute.attributes import ARRAY, OBJECTS, OTHER_PACKAGES, is_installed, kind_of, package_of
+from pipeline.recompute.copies import refill
 from pipeline.recompute.randomness import GENERATORS, generators_among
 
 _DEPTH = 9
@@ -71,9 +72,8 @@ class ReachableState:
     def put_back(self) -> None:
         """Restore everything."""
         PutBacks.note()
-        with torch.no_grad():
-            for undo in self._undo:
-                undo()
+        for undo in self._undo:
+            undo()
 
     def _note(self, value: Any) -> Iterable[Any]:
         """Keep the contents of `value`, and return them."""
@@ -142,7 +142,7 @@ def _is_small(tensor: Tensor) -> bool:
 
 def _refill_tensor(tensor: Tensor, version: int, values: Tensor) -> None:
     if tensor._version != version or tensor.device.type == "cpu" and not same_values(tensor, values):
-        (tensor if tensor.shape == values.shape else tensor.resize_(values.shape)).copy_(values)
+        refill(tensor, values)
 
 
 def _reset(kind: type, plain: dict[str, Any]) -> None:
