@@ -16,7 +16,7 @@ but layers runs between F and R.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -182,25 +182,16 @@ class ForwardSnapshot:
             goes_backward: whether `StageAttributes.as_left` will ask for the attributes that are left within.
         """
         before = self._before.get(chunk, self._first) if again else self._before.pop(chunk, self._first)
-        hooks = self._hooks.as_before(before.hooks)
-        if hooks or self._differing or self.attributes or self.buffers or before.generators:
-            return self._as_found(chunk, before, again, goes_backward, hooks or _NOTHING)
-        return Recomputing()
-
-    @contextmanager
-    def _as_found(
-        self, chunk: int, before: _ChunkStart, again: bool, goes_backward: bool, hooks: AbstractContextManager[None]
-    ) -> Iterator[None]:
-        attributes = (
-            self.attributes.as_before(chunk, before.attributes, goes_backward) if self.attributes else _NOTHING
-        )
-        buffers = self.buffers.as_before(before.buffers, again) if self.buffers else _NOTHING
-        generators = generators_at([*before.generators.values()]) if before.generators else _NOTHING
-        with Recomputing(), ExitStack() as differing:
-            for make in self._differing:
-                differing.enter_context(make())
-            with hooks, attributes, buffers, generators:
-                yield
+        contexts = [Recomputing(), *[make() for make in self._differing]]
+        if (hooks := self._hooks.as_before(before.hooks)) is not None:
+            contexts.append(hooks)
+        if self.attributes:
+            contexts.append(self.attributes.as_before(chunk, before.attributes, goes_backward))
+        if self.buffers:
+            contexts.append(self.buffers.as_before(before.buffers, again))
+        if before.generators:
+            contexts.append(generators_at([*before.generators.values()]))
+        return contexts[0] if len(contexts) == 1 else within(*contexts)
 
     def check_same(self, chunk: int, outputs: Sequence[Tensor]) -> None:
         """Raise if a recomputation gave other values than its forward."""
@@ -224,7 +215,13 @@ class ForwardSnapshot:
             state.clear()
 
 
-_NOTHING = nullcontext()
+@contextmanager
+def within(*contexts: AbstractContextManager[None]) -> Iterator[None]:
+    """Within: all of these, one in the other."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def remote_objects(stages: Sequence[Sequence[nn.Module]], local_stages: Container[int]) -> Iterator[SharedObjects]:

@@ -65,7 +65,6 @@ class InputCut:
         guard: what the stage's own backward opens.
         writes: whether the stage writes its input. True until the first chunk, in this call or an earlier one, shows
             that it does not.
-        is_first: no chunk has run yet.
     """
 
     def __init__(
@@ -73,13 +72,13 @@ class InputCut:
     ) -> None:
         self.guard = StrayGradientGuard(stage)
         self.writes = True
-        self.is_first = True
         self._stage = stage
         self._leaf_description = f"the input of {stage}"
         self._key = key
         self._traits = traits
         self._validates = validates
         self._is_of_caller = is_of_caller
+        self._is_first = True  # no chunk has run yet
         self._first_is_copied = True
         self._leaves: dict[torch.device, Tensor] = {}
 
@@ -88,7 +87,7 @@ class InputCut:
 
     def begin(self, read: Bundle) -> None:
         """Begin a forward: the first chunk is copied unless it is known that the stage only reads."""
-        if self.is_first:
+        if self._is_first:
             self.writes = self._validates or self._read_key(read) not in self._traits.only_reads
             self._first_is_copied = self.writes
 
@@ -134,7 +133,7 @@ class InputCut:
         Raises:
             CheckpointError: the stage wrote its input, and had not done so before.
         """
-        if self.is_first and self.writes:
+        if self._is_first and self.writes:
             self._observe(read, layer_inputs)
         elif versions(read.tensors) != versions_before:
             self._traits.only_reads.discard(self._read_key(read))  # the next call copies
@@ -144,7 +143,7 @@ class InputCut:
                 "earlier calls. Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
                 + changed
             )
-        self.is_first = False
+        self._is_first = False
 
     def _observe(self, read: Bundle, layer_inputs: Sequence[Tensor]) -> None:
         index, traits = self._key[0], self._traits

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from typing import NamedTuple, TypeAlias
 
@@ -33,7 +33,7 @@ from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_address, memory_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
 from pipeline.recompute.randomness import Seeder, unobserved
-from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
+from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits, within
 from pipeline.stage.batchnorm import DeferredBatchNorms
 from pipeline.stage.external import ExternalLeaves
 from pipeline.stage.inputs import InputCut, StageInputs
@@ -186,7 +186,7 @@ class StageRun:
         saving: AbstractContextManager[None] = _NOTHING
         if recompute:  # tensors for a layer's own autograd are freed at the end
             saving = checkpointing(True) if self._saves_until_the_end else SavingNothing()
-        return saving if self._deferred is None else _both(saving, self._deferred.within(chunk))
+        return saving if self._deferred is None else within(saving, self._deferred.within(chunk))
 
     def _messages(
         self,
@@ -312,7 +312,7 @@ class StageRun:
     def standing(self) -> AbstractContextManager[None]:
         """Within: aliases stand in the modules, and a layer's own torch.utils.checkpoint may recompute."""
         standing = self.aliases.stand_in()
-        return standing if self._deferred is None else _both(standing, self.differentiating())
+        return standing if self._deferred is None else within(standing, self.differentiating())
 
     def differentiating(self) -> AbstractContextManager[None]:
         """Within: a layer's own torch.utils.checkpoint may recompute, except for a deferred batch norm."""
@@ -357,7 +357,7 @@ class StageRun:
         self, chunk: int, again: bool = True, goes_backward: bool = False
     ) -> AbstractContextManager[None]:
         as_before = self.snapshot.as_at_forward(chunk, again, goes_backward)
-        return as_before if self._deferred is None else _both(as_before, self._deferred.within(None))
+        return as_before if self._deferred is None else within(as_before, self._deferred.within(None))
 
     def _check_path(self, chunk: int, roots: Sequence[Tensor], then: Sequence[tuple[str, str]]) -> None:
         pairs = zip(then, path_of(roots))
@@ -453,9 +453,3 @@ def _read(inbox: Sequence[Activations]) -> tuple[Bundle, Sequence[bool]]:
         return Bundle((message.tree,), message.tree.tensors), message.needs_grad
     read = Bundle.of(tuple([message.tree for message in inbox]))
     return read, [need for message in inbox for need in message.needs_grad]
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield
