@@ -202,17 +202,12 @@ class Buffers:
             self._spare = _at_begin(self._unchanged)
         late = _at_begin([holder for holder in self._changing if holder.number not in before])
         values = {**self._spare, **late, **(_copied(before) if again else before)}
-        tables = [holder.table.copy() for holder in self._holders]
-        named = [pair for table in tables for pair in _tensors_in(table)]
+        named = [pair for holder in self._holders for pair in _tensors_in(holder.table)]
         buffers = [tensor for _, tensor in named]
         counts = versions(buffers)
-        for holder in self._holders:
-            _exchange(holder.table, _as_set(holder, values[holder.number]))
-        try:
+        others = [_as_set(holder, values[holder.number]) for holder in self._holders]
+        with _exchanged([holder.table for holder in self._holders], others):
             yield
-        finally:
-            for holder, table in zip(self._holders, tables):
-                _exchange(holder.table, table)
         if versions(buffers) != counts:
             name = next(name for (name, tensor), count in zip(named, counts) if versions([tensor]) != (count,))
             raise CheckpointError(
@@ -258,6 +253,27 @@ def _keys(holder: _BufferHolder) -> Iterator[tuple[int, str]]:
 
 def _tensors_in(table: ModuleTable) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in table.items() if tensor is not None]
+
+
+@contextmanager
+def on_copies(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within: the modules see copies of their buffers. What they do to these is dropped."""
+    tables = dict(enumerate(tables_of(modules, "_buffers")))
+    with _exchanged([*tables.values()], [*_copied(tables).values()]):
+        yield
+
+
+@contextmanager
+def _exchanged(tables: Sequence[ModuleTable], others: Sequence[BufferTable]) -> Iterator[None]:
+    """Within: modules have other buffers."""
+    present = [table.copy() for table in tables]
+    try:
+        for table, entries in zip(tables, others, strict=True):
+            _exchange(table, entries)
+        yield
+    finally:
+        for table, entries in zip(tables, present, strict=True):
+            _exchange(table, entries)
 
 
 def _exchange(table: ModuleTable, entries: BufferTable) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeGuard
@@ -38,13 +38,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from partition.compilation import uncompiled
 from partition.contents import unwritten, wraps
 from partition.modes import mode_of, modes_of
-from pipeline.common.module_tables import buffers_of, modules_of, training_flags
+from pipeline.common.module_tables import modules_of, training_flags
 from pipeline.common.torch_modes import without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, check_structure, row_dim, row_sizes
 from pipeline.data.pytrees import Tree
 from pipeline.entry.probe.probe_call import LayerRun, ProbeCall
 from pipeline.entry.probe.rows import RowComparison, all_same, any_differs, is_mixed, is_moved, same_rows
 from pipeline.execution.setup import Setup
+from pipeline.recompute.buffers import on_copies
 from pipeline.recompute.policy import repeating
 from pipeline.recompute.reachable import ReachableState
 from pipeline.recompute.snapshot import StageTraits
@@ -97,7 +98,7 @@ class Probe:
         ]
         with (
             torch.no_grad(), repeating(), uncompiled(), without_counting_modes(), unwritten(parameters) as contents,
-            _on_copies_of_buffers(self._modules),
+            on_copies(self._modules),  # written back to, buffers would seem written to a graph that has saved them
         ):  # fmt: skip
             reachable = ReachableState(self._modules)
             self._generators = reachable.generators
@@ -311,18 +312,6 @@ def _differ(reference: ProbeCall, probed: ProbeCall, differs: RowComparison) -> 
     if reference.output is None or probed.output is None:
         return False
     return any_differs(reference.output.tensors, probed.output.tensors, differs)
-
-
-@contextmanager
-def _on_copies_of_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within: buffers are copies. Written back to, they would seem written to a graph that has saved them."""
-    copies: dict[int, Tensor] = {}
-    with ExitStack() as undo:
-        for table in map(buffers_of, modules):
-            undo.callback(table.update, table.copy())
-            buffers = {name: buffer for name, buffer in table.items() if buffer is not None}
-            table.update({name: copies.setdefault(id(own), own.detach().clone()) for name, own in buffers.items()})
-        yield
 
 
 def _rows_of(tensor: Tensor, rows: Sequence[int], dim: int) -> Tensor:
