@@ -77,6 +77,7 @@ class ForwardSnapshot:
     Attributes:
         buffers: those of the modules.
         attributes: those of the modules.
+        fingerprints: of what the forwards made.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ForwardSnapshot:
         owners = {} if owners is None else owners
         self.attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies, owners, index)
         self._hooks = ModuleHooks(modules)
-        self._fingerprints = Fingerprints(samples, sums=compares)
+        self.fingerprints = Fingerprints(samples, sums=compares)
         self._first = self._found(self.attributes.first, private_generators(modules).items())
         self._before: dict[int, _ChunkStart] = {}  # by chunk
         self._modules = modules
@@ -123,7 +124,7 @@ class ForwardSnapshot:
         """Observe what F changed, and keep fingerprints of its outputs."""
         self.buffers.after_forward()
         if keep:
-            self._fingerprints[chunk] = self._fingerprints.of(outputs)
+            self.fingerprints[chunk] = self.fingerprints.of(outputs)
 
     def note(self) -> None:
         """Record the observed traits, after all forwards have succeeded."""
@@ -195,7 +196,7 @@ class ForwardSnapshot:
 
     def check_same(self, chunk: int, outputs: Sequence[Tensor]) -> None:
         """Raise if a recomputation gave other values than its forward."""
-        if not self._fingerprints.agree(chunk, outputs):
+        if not self.fingerprints.agree(chunk, outputs):
             raise CheckpointError(
                 f"the recomputation of {self._stage}, chunk {chunk}, gave other values than its forward. A layer "
                 "depends on state outside its module that has changed since (in its class, a global, a closure), or "
@@ -207,11 +208,11 @@ class ForwardSnapshot:
         """Drop the state for this chunk, which is not recomputed any more."""
         self.attributes.forget(chunk)
         self._before.pop(chunk, None)
-        self._fingerprints.pop(chunk, None)
+        self.fingerprints.pop(chunk, None)
 
     def release(self) -> None:
         """Drop all state: no recomputation follows."""
-        for state in (self.attributes, self._before, self._fingerprints):
+        for state in (self.attributes, self._before, self.fingerprints):
             state.clear()
 
 
