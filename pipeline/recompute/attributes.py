@@ -125,7 +125,7 @@ class Attributes:
                 self.containers.append(ContainerContents.of(kind, value, keep))
             if kind.has_dict:
                 self._look([vars(value)], depth, package, keep)
-            if kind.opens and depth < _DEPTH:
+            if depth < _DEPTH:
                 self._look(kind.read(value), depth + 1, package, keep)
 
     def _note(self, tensor: Tensor) -> None:
@@ -151,8 +151,8 @@ class Attributes:
 
     def copy_of(self, value: Any) -> Any:
         """A copy with the earlier value of a tensor that was written in place since; or else the value itself."""
-        tensor, version, copy = self._tensors.get(id(value), _NO_TENSOR)
-        return value if copy is None or tensor._version == version else copy.clone()
+        noted = self._tensors.get(id(value))
+        return value if noted is None or noted.copy is None or value._version == noted.version else noted.copy.clone()
 
     def put_back(self, copies: Collection[int] | None = None) -> None:
         """Restore the contents.
@@ -197,9 +197,6 @@ class _TensorContents(NamedTuple):
     copy: Tensor | None
 
 
-_NO_TENSOR = _TensorContents(torch.empty(0, device="cpu"), 0, None)
-
-
 class ContainerKind(NamedTuple):
     """A kind of container, with functions that read and write it.
 
@@ -207,7 +204,6 @@ class ContainerKind(NamedTuple):
         read: its entries.
         write: gives it entries that were read earlier.
         long: the kind of such a container with many entries.
-        opens: whether its entries are searched too.
         same: whether an entry is one that was read earlier.
         has_dict: whether it has attributes beside its entries.
     """
@@ -215,7 +211,6 @@ class ContainerKind(NamedTuple):
     read: Callable[[Any], Sequence[Any]]
     write: Callable[[Any, list[Any]], None]
     long: ContainerKind | None = None
-    opens: bool = True
     same: Callable[[Any, Any], bool] = is_
     has_dict: bool = False
 
@@ -354,14 +349,14 @@ class FreedTensor(Tensor):
 FREED = torch.Tensor._make_subclass(FreedTensor, torch.empty(0, device="cpu"))
 _NONE = object()
 _COUNTED = ContainerKind(
-    lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), opens=False, same=eq
+    lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), same=eq
 )
 _MAPPING = ContainerKind(reader_of(dict), write, _COUNTED)
 _MODULE = ContainerKind(list, _write_module)
-_OBJECT = ContainerKind(lambda holder: [], _write_nothing, opens=False, has_dict=True)
+_OBJECT = ContainerKind(lambda holder: [], _write_nothing, has_dict=True)
 _SLOTTED = ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
 OBJECTS = (_OBJECT, _SLOTTED, _SLOTTED._replace(has_dict=True))
-ARRAY = ContainerKind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
+ARRAY = ContainerKind(lambda holder: [holder.tobytes()], _write_array, same=eq)
 _TENSOR = ContainerKind(list, _write_nothing)
 
 

@@ -91,14 +91,10 @@ class ReachableState:
         if isinstance(value, types.BuiltinFunctionType):  # such as log.append
             return (value.__self__,)
         if isinstance(value, nn.Module):
-            class_attributes: list[Any] = [
-                attribute for attribute in vars(type(value)).values() if isinstance(attribute, CONTAINERS)
-            ]
-            forward = getattr(type(value), "forward", None)
-            if type(value).__module__.partition(".")[0] not in OTHER_PACKAGES:
-                class_attributes.append(forward)
             self._note_classes(type(value))
-            return (vars(value), *class_attributes)
+            of_class = [entry for entry in vars(type(value)).values() if isinstance(entry, CONTAINERS)]
+            is_foreign = self._is_foreign(package_of(type(value)))
+            return (vars(value), *of_class, None if is_foreign else getattr(type(value), "forward", None))
         kind = kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
         if kind is None or kind is ARRAY and (value.size > _LARGEST or value.dtype.hasobject):
             return ()
@@ -110,8 +106,7 @@ class ReachableState:
             kind = kind.long
         entries = list(kind.read(value))
         self._undo.append(partial(kind.write, value, entries))
-        is_searched = kind.opens and len(entries) <= _LONG
-        return (*(entries if is_searched else ()), *([vars(value)] if kind.has_dict else ()))
+        return (*(entries if len(entries) <= _LONG else ()), *([vars(value)] if kind.has_dict else ()))
 
     def _note_classes(self, kind: type) -> None:
         """Keep the numbers and words of a class, and of those that it is derived from."""
