@@ -94,7 +94,7 @@ class Buffers:
         self._seen_first = False
 
     def __bool__(self) -> bool:
-        return bool(self._holders)
+        return bool(self._holders) or any(self._empty.values())
 
     @property
     def ids(self) -> frozenset[int]:

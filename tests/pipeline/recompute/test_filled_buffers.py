@@ -48,12 +48,19 @@ def first_order(module, model, x, y):
     nn.functional.mse_loss(module(x), y).backward()
 
 
+def in_a_step(module, model, x, y):
+    if isinstance(module, Pipe):
+        module.step(x, y, loss_fn=nn.functional.mse_loss)
+    else:
+        first_order(module, model, x, y)
+
+
 def second_order(module, model, x, y):
     grads = torch.autograd.grad(nn.functional.mse_loss(module(x), y), list(model.parameters()), create_graph=True)
     sum(grad.square().sum() for grad in grads).backward()
 
 
-@pytest.mark.parametrize("train", [first_order, second_order])
+@pytest.mark.parametrize("train", [first_order, in_a_step, second_order])
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("layer", [Fills, Registers])
