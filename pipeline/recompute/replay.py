@@ -78,7 +78,7 @@ def replayed(
 
     def compute_again(saved: SavedTensors) -> None:
         args, kwargs = inputs.unpacked(name)
-        _check_parameters(modules[0], name, parameter_versions, versions(parameters))
+        _check_parameters(modules[0], name, parameters, parameter_versions)
         snapshot.resume(ambient.now())
         whole = compares and saved.is_over or not addresses(parameters) <= known_addresses
         with (
@@ -119,11 +119,14 @@ def replayed(
     return result
 
 
-def _check_parameters(module: nn.Module, name: str, then: Sequence[int], now: Sequence[int]) -> None:
-    if then != now:
-        changed = [version != earlier for version, earlier in zip(now, then, strict=True)].index(True)
+def _check_parameters(module: nn.Module, name: str, parameters: Sequence[Tensor], then: Sequence[int]) -> None:
+    now = versions(parameters)
+    if now != then:
+        rows = zip(parameters, then, now, strict=True)
+        changed = next(parameter for parameter, earlier, version in rows if version != earlier)
+        path = next((path for path, parameter in module.named_parameters() if parameter is changed), "")
         raise CheckpointError(
-            f"parameter '{_names_of(module)[changed]}' of {name} was changed in place between the forward and the "
+            f"parameter '{path}' of {name} was changed in place between the forward and the "
             "recomputation. Change it (optimizer.step()) after backward(). If the block writes it itself "
             "(nn.Embedding(max_norm=...)), do not checkpoint this block."
         )
@@ -201,15 +204,6 @@ def _parameters_of(modules: Sequence[nn.Module]) -> list[Tensor]:
         _NO_VALUES if is_lazy(parameter) else parameter
         for table in tables
         for parameter in table if parameter is not None
-    ]
-
-
-def _names_of(module: nn.Module) -> list[str]:
-    """The names of these parameters."""
-    return [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, submodule in module.named_modules()
-        for name, parameter in submodule._parameters.items() if parameter is not None
     ]
 
 
