@@ -220,10 +220,8 @@ def _patch_of(module: nn.Module) -> _Patch | None:
 
 
 def _matches(match: Match, name: str, module: nn.Module) -> bool:
-    if isinstance(match, (type, str, tuple)):
+    if isinstance(match, (type, str, tuple, nn.Module)) or not callable(match):
         return any([_is_kind(kind, module) for kind in (match if isinstance(match, tuple) else (match,))])
-    if not callable(match) or isinstance(match, nn.Module):
-        raise TypeError(_no_match(match))
     answer = match(name, module)
     if not isinstance(answer, bool):
         raise ValueError(f"match returned {answer!r} for module '{name}'. Return True or False.")
@@ -235,11 +233,9 @@ def _is_kind(kind: object, module: nn.Module) -> bool:
         return kind in [base.__name__ for base in type(module).__mro__]
     if isinstance(kind, type) and issubclass(kind, nn.Module):
         return isinstance(module, kind)
-    raise TypeError(_no_match(kind))
-
-
-def _no_match(match: object) -> str:
-    return f"match is {match!r}. Use a module class, its name, a tuple of these, or a callable (name, module) -> bool."
+    raise TypeError(
+        f"match is {kind!r}. Use a module class, its name, a tuple of these, or a callable (name, module) -> bool."
+    )
 
 
 def _nothing_matches(match: Match, modules: Sequence[tuple[str, nn.Module]]) -> str:

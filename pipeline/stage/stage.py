@@ -146,7 +146,7 @@ class StageRun:
         self.layers.outputs.begin()
         grad = self._settings.grad
         observes = grad or self._settings.overlap
-        if observes or keep:
+        if observes:
             self.snapshot.before_forward(chunk, keep)
         try:
             inputs, layer_inputs, outputs = self._run(chunk, read, needs_grad, self._around_forward(chunk, recompute))
