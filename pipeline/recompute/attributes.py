@@ -135,11 +135,6 @@ class Attributes:
         self._tensors[id(tensor)] = _TensorContents(tensor, tensor._version, tensor.detach().clone() if keep else None)
 
     @property
-    def held_weakly(self) -> list[Tensor | None]:
-        """The tensors that are not kept alive."""
-        return [value() for *_, content in self.containers for value in content if type(value) is TensorWeakRef]
-
-    @property
     def is_current(self) -> bool:
         """Whether their contents are unchanged."""
         return self._are_same() and not self.written
@@ -171,7 +166,7 @@ class Attributes:
             values = values_alive(content)
             if copies is None and any([value is FREED for value in values]):
                 values = _with_present(kind, holder, values)
-            if copies is None or kind is not _COUNTED:
+            if copies is None or kind is not COUNTED:
                 kind.write(holder, [stand_ins.get(id(value), value) for value in values])
 
     def roll_back(self) -> None:
@@ -225,11 +220,6 @@ class ContainerContents(NamedTuple):
     @classmethod
     def of(cls, kind: ContainerKind, holder: Any, keep: ValueKeeper) -> ContainerContents:
         return cls(kind, holder, keep(kind.read(holder)))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all entries are noted, not their number alone."""
-        return self.kind is not _COUNTED
 
     @property
     def halves(self) -> tuple[list[Any], list[Any]]:
@@ -348,10 +338,10 @@ class FreedTensor(Tensor):
 
 FREED = torch.Tensor._make_subclass(FreedTensor, torch.empty(0, device="cpu"))
 _NONE = object()
-_COUNTED = ContainerKind(
+COUNTED = ContainerKind(
     lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), same=eq
 )
-_MAPPING = ContainerKind(reader_of(dict), write, _COUNTED)
+_MAPPING = ContainerKind(reader_of(dict), write, COUNTED)
 _MODULE = ContainerKind(list, _write_module)
 _OBJECT = ContainerKind(lambda holder: [], _write_nothing, has_dict=True)
 _SLOTTED = ContainerKind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
@@ -369,7 +359,7 @@ def kind_of(kind: type) -> ContainerKind | None:
         if kind is dict:
             return _MAPPING
         return ContainerKind(
-            reader_of(kind), write, _COUNTED, has_dict=kind not in CONTAINERS and bool(kind.__dictoffset__)
+            reader_of(kind), write, COUNTED, has_dict=kind not in CONTAINERS and bool(kind.__dictoffset__)
         )
     if issubclass(kind, FIXED):
         return ContainerKind(reader_of(kind), _write_nothing)

@@ -149,11 +149,8 @@ def same_entries(then: Sequence[Entries], now: Sequence[Entries]) -> bool:
     if len(then) != len(now):
         return False
     for one, other in zip(then, now, strict=True):
-        if isinstance(one, tuple) and isinstance(other, tuple):
-            if one == other:
-                continue
-            if one[0] is not other[0] or len(one[1]) != len(other[1]):
-                return False
+        if isinstance(one, tuple) and isinstance(other, tuple) and one == other:
+            continue
         if not same_values(_values(one), _values(other)):
             return False
     return True

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 from partition.containers import base_of
-from pipeline.recompute.attributes import Attributes, ContainerContents, values_alive
+from pipeline.recompute.attributes import COUNTED, Attributes, ContainerContents, values_alive
 
 EntryPlace: TypeAlias = tuple[int, Any]  # the id of a dict and a name in it; the id of another container and _WHOLE
 _GONE, _WHOLE = object(), object()
@@ -107,7 +107,7 @@ class _AllEntries(list[Any]):
 
 def _by_id(attributes: Attributes) -> dict[int, ContainerContents]:
     """The containers whose entries are noted, by id."""
-    return {id(container.holder): container for container in attributes.containers if container.is_whole}
+    return {id(container.holder): container for container in attributes.containers if container.kind is not COUNTED}
 
 
 def _contents(containers: dict[int, ContainerContents]) -> dict[EntryPlace, Any]:

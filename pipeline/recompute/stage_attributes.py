@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipeline.common.errors import CheckpointError
-from pipeline.recompute.attributes import Attributes
+from pipeline.recompute.attributes import Attributes, values_alive
 from pipeline.recompute.left_attributes import Changes, as_left
 
 _NOTHING = nullcontext()
@@ -115,7 +115,8 @@ class StageAttributes:
         `goes_backward`: what is left within will be asked for in the backward.
         """
         present = self._present()
-        held = present.held_weakly if before is not present else []  # meanwhile, perhaps, by nothing else
+        # Meanwhile, perhaps, by nothing else.
+        held = [values_alive(content) for *_, content in present.containers] if before is not present else []
         if before is not present or self._written:
             before.put_back(self._written)
         try:
