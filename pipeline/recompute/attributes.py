@@ -84,8 +84,8 @@ class Attributes:
         keep: ValueKeeper = _with_weak_references if weak else list
         modules = list(modules)
         are_bare = list(map(is_torchs_own, modules))
-        self._bare = [module.__dict__ for module, is_bare in zip(modules, are_bare, strict=True) if is_bare]
-        self._counts = list(map(len, self._bare))
+        bare = [module.__dict__ for module, is_bare in zip(modules, are_bare, strict=True) if is_bare]
+        self._bare = list(zip(bare, map(len, bare)))
         for module, is_bare in zip(modules, are_bare, strict=True):
             if is_bare or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
                 continue
@@ -99,7 +99,7 @@ class Attributes:
             self._look(values[1:], 0, package_of(type(module)), keep)
         self.containers += [ContainerContents.of(_MAPPING, table, keep) for table in tables]
         self._visited.clear()
-        self._are_same = _comparison(self._bare, self.containers)
+        self._are_same = _comparison(bare, self.containers)
 
     def __bool__(self) -> bool:
         return bool(self.containers)
@@ -160,7 +160,7 @@ class Attributes:
         PutBacks.note()
         replaced = [self._tensors[key] for key in copies or () if key in self._tensors]
         stand_ins = {id(tensor): copy.clone() for tensor, _, copy in replaced if copy is not None}
-        for table, count in zip(self._bare, self._counts, strict=True):
+        for table, count in self._bare:
             shorten(table, count)
         for kind, holder, content in self.containers:
             values = values_alive(content)
