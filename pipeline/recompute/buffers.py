@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import is_
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -63,6 +64,36 @@ class _BufferHolder(NamedTuple):
         return [(name, original) for name, original in self.found.items() if original is not None]
 
 
+class _Watch(NamedTuple):
+    """The buffers of some modules in their places, and their versions, as the call began: looked at for each chunk."""
+
+    places: list[tuple[ModuleTable, str]]
+    tensors: list[Tensor | None]
+    present: list[Tensor]
+    versions: tuple[int, ...]
+    tables: list[ModuleTable]
+
+    @classmethod
+    def of(cls, holders: Iterable[_BufferHolder]) -> _Watch:
+        """That of some modules."""
+        found = [(holder.table, name, original) for holder in holders for name, original in holder.found.items()]
+        originals = [original for _, _, original in found if original is not None]
+        return cls(
+            [(table, name) for table, name, _ in found], [original and original.tensor for _, _, original in found],
+            [original.tensor for original in originals], tuple([original.version for original in originals]),
+            [holder.table for holder in holders],
+        )  # fmt: skip
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the same tensors are in their places, at the same versions, and no others."""
+        return (
+            all(map(is_, [table.get(name) for table, name in self.places], self.tensors))
+            and sum(map(len, self.tables)) == len(self.places)
+            and versions(self.present) == self.versions
+        )
+
+
 class Buffers:
     """The buffers of one stage during one call.
 
@@ -91,6 +122,7 @@ class Buffers:
         self._mutated: set[int] = set()  # owners of those that change
         self._changing: list[_BufferHolder] = []
         self._unchanged = self._holders.copy()
+        self._watch = _Watch.of(self._unchanged)
         self._seen_first = False
 
     def __bool__(self) -> bool:
@@ -116,8 +148,8 @@ class Buffers:
     def _observe(self, by_value: bool) -> None:
         numbers = [number for number, table in self._empty.items() if table]  # of modules that have registered some
         self._holders += [_BufferHolder(number, number, self._empty.pop(number), {}) for number in numbers]
-        if not _are_untouched(self._unchanged):
-            numbers += [holder.owner for holder in self._unchanged if not _are_untouched([holder])]
+        if not self._watch.is_untouched:
+            numbers += [holder.owner for holder in self._unchanged if not _Watch.of([holder]).is_untouched]
         self._note(numbers)
         if by_value:
             self._note([holder.owner for holder, _ in self._written_unseen()])
@@ -140,6 +172,7 @@ class Buffers:
             self._mutated.update(owners)
             self._changing = [holder for holder in self._holders if holder.owner in self._mutated]
             self._unchanged = [holder for holder in self._holders if holder.owner not in self._mutated]
+            self._watch = _Watch.of(self._unchanged)
 
     @property
     def writers(self) -> frozenset[int]:
@@ -232,17 +265,6 @@ class Buffers:
         """The same after a forward that has failed, whatever that has written."""
         self._observe(by_value=True)
         self.put_back(before)
-
-
-def _are_untouched(holders: Sequence[_BufferHolder]) -> bool:
-    """Whether the same tensors are in their places, at the same versions, and no others. Once for each chunk."""
-    slots = [(holder.table.get(name), original) for holder in holders for name, original in holder.found.items()]
-    originals = [original for _, original in slots if original is not None]
-    return (
-        all([tensor is (original and original.tensor) for tensor, original in slots])
-        and len(slots) == sum(map(len, [holder.table for holder in holders]))
-        and versions([tensor for tensor, *_ in originals]) == tuple([version for _, _, version, _ in originals])
-    )
 
 
 def _keys(holder: _BufferHolder) -> Iterator[tuple[int, str]]:
