@@ -192,6 +192,8 @@ class Costs:
         if by not in ("stage", "lane"):
             raise ScheduleError(f'by is {by!r}. Use "stage", or "lane" for costs of all stages of a lane together.')
         measurement = measure(timelines)
+        if isinstance(halves, Costs):
+            halves.refuse_unless_for(measurement.placement)
         if "link" not in overrides:
             overrides["link"] = links_of(measurement, by == "lane")
         shares = [_halves(halves, stage) for stage in range(measurement.placement.stages)]
@@ -281,9 +283,6 @@ def _halves(halves: float | Costs, stage: int) -> tuple[float, float]:
     """The shares of I and W of a stage in its B."""
     if isinstance(halves, Costs):
         unrecomputed = replace(halves, recompute=0)
-        listed = [cost for cost in (halves.input, halves.weight, halves.backward) if isinstance(cost, Sequence)]
-        if any(stage >= len(cost) for cost in listed):
-            raise ScheduleError(f"halves are costs of {stage} stages, but more ran. Give those of all.")
         first, second, whole = (unrecomputed.of(Action(stage, kind, 0)) for kind in (Kind.I, Kind.W, Kind.B))
         return (first / whole, second / whole) if whole else (1, 0)  # what counts no products has none that wait
     if isinstance(halves, bool) or not isinstance(halves, (int, float)) or not 0 <= halves <= 1:

@@ -188,9 +188,10 @@ def test_halves_are_to_a_backward_as_in_the_costs_that_are_given(run):
         if costs.of(Action(stage, Kind.B, 0)):
             for kind in (Kind.I, Kind.W):
                 assert again.of(Action(stage, kind, 0)) == costs.of(Action(stage, kind, 0), lane)
-    if schedule.stages > 1 and not schedule.split:
-        with pytest.raises(ScheduleError, match="halves are costs of 1 stages, but more ran"):
-            Costs.measured(simulate(schedule, costs), halves=Costs(input=[1]))
+    for more in (-1, 1):
+        words = f"input lists {schedule.stages + more} costs but there are {schedule.stages} stages"
+        with pytest.raises(ScheduleError, match=words):
+            Costs.measured(simulate(schedule, costs), halves=Costs(input=[1] * (schedule.stages + more)))
 
 
 def forwards(timeline):
