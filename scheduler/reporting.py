@@ -164,7 +164,8 @@ def report(
 
     Raises:
         ScheduleError: the timelines are not of one whole step each, or of different orders, or the costs, the balance
-            or the numbers of devices are for another number of stages or lanes; watts with slots, which are no seconds.
+            or the numbers of devices are for another number of stages or lanes; planned costs of another unit, or
+            watts with slots, which are no seconds.
 
     >>> from scheduler import by_name, simulate
     >>> costs = Costs(forward=(1, 1, 2), backward=(2, 2, 4))
@@ -191,6 +192,11 @@ def report(
     if planned_costs is not None:
         refuse_unless_a("planned", planned_costs, Costs)
         planned_costs.refuse_unless_for(measurement.placement)
+        if planned_costs.unit != measurement.unit:
+            raise ScheduleError(
+                f"planned costs are in {planned_costs.unit}, but the timelines in {measurement.unit}. Give costs in "
+                f'{measurement.unit}: Costs(unit="{measurement.unit}"), or of a plan on "meta" one with flops=.'
+            )
     costs = Costs.measured(steps, halves=0.5 if planned_costs is None else planned_costs)
     job = Job(schedule, costs, steps[0].recomputed, steps[0].turns)
     plan = job if planned_costs is None else replace(job, costs=planned_costs, recomputed=None)

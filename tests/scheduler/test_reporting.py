@@ -167,6 +167,14 @@ def test_medians_are_taken_over_steps_and_planned_costs_stand_beside():
     assert report(steps, Plan()) == told
 
 
+def test_planned_costs_of_another_unit_are_refused():
+    slots = simulate(by_name("1f1b", 2, 2))
+    for timeline, costs in ((slots, Costs(unit="s")), (replace(slots, unit="s"), Costs())):
+        words = rf"in {costs.unit}, but the timelines in {timeline.unit}. .*Costs\(unit=\"{timeline.unit}\"\)"
+        with pytest.raises(ScheduleError, match=words):
+            report(timeline, costs)
+
+
 def test_bytes_of_the_devices_stand_beside_their_lanes():
     told = report(simulate(by_name("1f1b", 2, 2)), peak_bytes=[2**20, None])
     assert [row.peak_bytes for row in told.stages] == [2**20, None]
