@@ -17,8 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from partition.contents import tensors_in
+from partition.errors import PartitionError
 from partition.profiles.alike import LikenessCache
 from partition.profiles.sandbox import Sandbox
 from partition.profiles.skips import renew, skips_of, skips_under
@@ -113,6 +115,11 @@ def _visit(visit: Visit[T], layer: nn.Module, x: Any, visited: VisitedLayer) -> 
 def _noted(name: str, layer: Any, sandbox: Sandbox) -> Iterator[None]:
     try:
         yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise PartitionError(
+            f"layer {name!r} ({type(layer).__name__}) looks at numbers ({error}), of which there are none on meta. "
+            "Profile it where it can run: device='cpu', or an accelerator."
+        ) from None
     except Exception as error:
         error.add_note(f"while profiling layer {name!r} ({type(layer).__name__}) on {sandbox}")
         raise

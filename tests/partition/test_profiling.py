@@ -155,6 +155,24 @@ def test_a_sample_without_numbers_is_refused_where_layers_compute(profile: Profi
         profile(nn.Sequential(nn.Linear(2, 2)), torch.rand(4, 2, device="meta"))
 
 
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if x.sum() > 0 else x
+
+
+class Choosing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x[:, 0] > 0]
+
+
+@pytest.mark.parametrize("kind", [Branching, Choosing])
+def test_a_layer_that_looks_at_numbers_is_refused_where_there_are_none(kind: type[nn.Module]) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), kind())
+    words = rf"layer '1' \({kind.__name__}\) looks at numbers .*, of which there are none on meta. Profile it .*'cpu'"
+    with pytest.raises(PartitionError, match=words):
+        balance_by_size(2, module, torch.rand(4, 2), device="meta")
+
+
 @profilers
 def test_lazy_layers_stay_lazy(profile: Profile) -> None:
     module = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
