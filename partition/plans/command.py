@@ -37,7 +37,7 @@ def _sizes(value: str) -> float | list[float]:
     """A number of bytes such as 24GiB, or a list of them."""
     sizes: list[float] = []
     for text in value.split(","):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
         if match is None or match[2].upper() not in _UNITS:
             raise click.BadParameter(f"{value!r} is no size such as 24GiB, nor a list such as 24GiB,16GiB.")
         sizes.append(float(match[1]) * _UNITS[match[2].upper()])
@@ -138,7 +138,9 @@ def _answered(
         options["loss_fn"], options["target"] = loss
     layers = model if isinstance(model, nn.Sequential) else to_sequential(model, sample)
     answer = ask(layers, sample, **{name: value for name, value in options.items() if value is not None})
-    if file is not None:
-        file.write(answer.to_json())
-    print(answer.to_json() if as_json else answer)
+    try:
+        if file is not None:
+            file.write(answer.to_json())
+    finally:  # what took long to measure is said in any case
+        print(answer.to_json() if as_json else answer)
     return 0

@@ -80,6 +80,7 @@ def test_plan_takes_links_and_the_order_of_devices(script: str, capsys: Any) -> 
      "no plan fits. The nearest"),
     (["plan", "{}:build", "--devices", "2", "--chunks", "2,x"],
      "Invalid value for '--chunks': 'x' is not a number, nor a list"),
+    (["plan", "{}:build", "--devices", "2", "--memory", "1.2.3GB"], "'1.2.3GB' is no size such as 24GiB, nor a list"),
     (["plan", "{}:build", "--devices", "2", "--schedules", "best"], "there is no schedule 'best'"),
     (["profile", "{}:wrong"], "gives a int, and not (model, sample)"),
     (["profile", "{}:missing"], "has no 'missing'. It has build, trained"),
@@ -89,3 +90,9 @@ def test_plan_takes_links_and_the_order_of_devices(script: str, capsys: Any) -> 
 def test_what_cannot_be_is_refused_in_words(words: list[str], told: str, script: str, capsys: Any) -> None:
     assert main([word.format(script) for word in words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_what_was_measured_is_printed_although_its_file_cannot_be_written(script: str, capsys: Any) -> None:
+    assert main(["profile", f"{script}:build", "--device", "meta", "--save", f"{script}/profile.json"]) == 2
+    told = capsys.readouterr()
+    assert told.out.startswith("a chunk of") and "Could not open file" in told.err
