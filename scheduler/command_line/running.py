@@ -9,6 +9,7 @@ What these packages raise themselves says what to do, and is told in its words a
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from types import TracebackType
 
 import click
@@ -29,6 +30,8 @@ def run(command: click.Command, name: str, argv: Sequence[str] | None) -> int:
     Returns:
         The exit status.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a letter that a terminal lacks costs no result
     try:
         with command.make_context(name, list(sys.argv[1:] if argv is None else argv)) as context:
             status = command.invoke(context)

@@ -454,9 +454,9 @@ def test_an_interrupt_is_no_traceback(run, monkeypatch):
     assert run("draw 1f1b") == (130, "", "interrupted\n")
 
 
-def process(command):
+def process(command, encoding="utf-8"):
     return subprocess.run(f"{sys.executable} -m scheduler {command}", shell=True, capture_output=True, text=True,
-                          env={"PYTHONIOENCODING": "utf-8", "COLUMNS": "20"})
+                          env={"PYTHONIOENCODING": encoding, "COLUMNS": "20"})
 
 
 def test_into_a_pipe_a_table_is_plain_and_whole():
@@ -476,3 +476,8 @@ def test_a_process_ends_with_the_status_of_its_command():
 def test_a_reader_who_has_enough_is_no_error():
     ended = process("draw gpipe --lanes 64 --chunks 99 | head -c 9")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "lane  0 |", "")
+
+
+def test_letters_that_a_terminal_lacks_cost_no_result():
+    ended = process("compare 1f1b --lanes 2 --chunks 3", "latin-1")
+    assert (ended.returncode, ended.stderr) == (0, "") and "\n1f1b           1    12   25.0%" in ended.stdout
