@@ -115,7 +115,7 @@ def layers_of(profile: Profile) -> Layers:
     layers = profile.layers
     states = [
         Bytes(
-            sum(amount.own for amount in layer.states) + layer.buffers + layer.constants,
+            sum(amount.own for amount in layer.states) + layer.lasting,
             tuple([
                 (3 * number + kind, size)
                 for kind, amount in enumerate(layer.states)

@@ -1,14 +1,15 @@
 """The memory of devices under a schedule: replayed action by action, in bytes.
 
-    state      parameters, gradients, optimizer state, buffers: all the time
+    state      parameters, gradients, optimizer state, buffers with two copies: all the time
     saved      what autograd holds: of a kept chunk from F to B or I, of a recomputed one during its B or I; of a
                backward in halves from I to W: the inputs of products, and the gradients of their outputs
     inputs     of a recomputed chunk its input, from F to B
     waiting    values and gradients that have arrived and are not read yet; the output of the last stage, until its B
 
-What operators allocate and free within themselves is not in it, nor is what the allocator loses between blocks. `saved`
-is exact but for these. What two neighbours on one device both save counts twice; and a recomputation has copies of the
-buffers that it writes (BatchNorm's running statistics).
+What operators allocate and free within themselves is not in it, nor are gradients on their way (of a layer's output
+and input, of one weight until it is added to the sum), nor what the allocator loses between blocks. `saved` is exact
+but for these. What two neighbours on one device both save counts twice. Where buffers are written (BatchNorm's running
+statistics), each chunk that will be recomputed has a copy; and calls 1, 2, 4, 8, ... hold all buffers six times.
 """
 
 from collections.abc import Collection, Iterator, Sequence

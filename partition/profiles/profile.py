@@ -107,13 +107,18 @@ class LayerProfile:
         """The bytes that it holds all the time and that other layers may have as well, by kind."""
         return self.parameters, self.gradients, self.optimizer
 
+    @property
+    def lasting(self) -> int:
+        """Bytes that it alone holds all the time: constants; buffers, a copy that a call keeps, one to recompute on."""
+        return self.constants + 3 * self.buffers
+
 
 class StageProfile(NamedTuple):
     """The work and the bytes of some neighbouring layers together, for one chunk.
 
     Attributes:
         forward, input, weight, backward: seconds or FLOPs of F, I, W and B.
-        state: bytes of parameters, gradients, optimizer state, buffers and constants.
+        state: bytes of parameters, gradients, optimizer state, buffers with copies, and constants.
         saved: bytes that autograd holds from F to B.
         read: bytes of what comes from other stages: what is kept instead, where the stage is recomputed.
         split: the most of these while I runs: it frees some, and leaves others to W.
@@ -180,7 +185,7 @@ class Profile(NotebookResult):
         )
         return StageProfile(
             forward, first, second, backward,
-            sum(_states(inside)) + sum(layer.buffers + layer.constants for layer in inside),
+            sum(_states(inside)) + sum(layer.lasting for layer in inside),
             sum_of_bytes(layer.saved.without(entry) for layer in inside),
             (self.layers[start - 1].output if start else 0) + sum(popped),
             *_split(inside, entry),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peak import peak_bytes
 from test_profiles import Table, models
 from torch import Tensor, nn
 
@@ -247,6 +248,36 @@ def test_what_a_device_holds_of_its_stages_is_the_most_of_its_moments(seed: int,
         most = max(sum(held.kept * stages[s].saved + held.inputs * stages[s].read + held.late * stages[s].late
                        for s, held in zip(hosted, moment)) for moment in moments)  # fmt: skip
         assert alone[lane].total == most + sum(stages[stage].state for stage in hosted)
+
+
+class Buffered(nn.Module):
+    """A layer whose buffer is all that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor
+        self.register_buffer("table", torch.rand(2**18))
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x + self.table[:8]
+
+
+@pytest.mark.inline
+@pytest.mark.parametrize("checkpoint, copies", [("never", 1), ("always", 2)])
+def test_buffers_count_with_the_copies_of_them_that_a_pipe_holds(checkpoint: str, copies: int) -> None:
+    model, x = nn.Sequential(*[Buffered() for _ in range(4)]), torch.rand(8, 8)
+    size, schedule = 2**20, by_name("1f1b", 2, 4)
+    machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
+    trial = simulated(
+        TrialSetup(profile(model, x, chunks=4, timeout=0), machine, "", "1f1b", schedule), "except_last", [2, 2]
+    )
+    pipe = Pipe(model, [2, 2], 4, checkpoint=checkpoint, devices=["cpu", "cpu"])
+    for _ in range(2):  # calls 1 and 2 look at more, on more copies
+        pipe.step(x, x, loss_fn=nn.functional.mse_loss)
+    more = peak_bytes(lambda: pipe.step(x, x, loss_fn=nn.functional.mse_loss))
+    assert more // size == 4 * copies
+    assert [peak.state // size for peak in trial.peaks] == [2 * 3] * 2
 
 
 @pytest.mark.parametrize("chunks", [2, 5])
