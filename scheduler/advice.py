@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from scheduler.costs import Costs
+from scheduler.interruptions import interrupted
 from scheduler.measurement import OF_ACTIONS
 from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, for_placement
@@ -73,6 +74,19 @@ class Job:
         group_times = [sum(timeline.busy[lane] for lane in group) for group in self.turns]
         return float(max([timeline.makespan, *group_times]))
 
+    def under(self, schedule: Schedule) -> "Job":
+        """The same costs under another schedule, of as many chunks or of several parts of each.
+
+        What is recomputed is what the new orders interrupt, where it was so of the old (checkpoint="except_last"); else
+        it is the same chunks.
+        """
+        pairs, parts = self.recomputed, range(schedule.chunks // self.schedule.chunks)
+        if pairs and pairs == interrupted(self.schedule.orders):
+            pairs = interrupted(schedule.orders)
+        elif pairs:
+            pairs = frozenset((stage, len(parts) * chunk + part) for stage, chunk in pairs for part in parts)
+        return replace(self, schedule=schedule, recomputed=pairs)
+
 
 def advice(job: Job, balance: Sequence[int] | None, slowest: int) -> tuple[Change, ...]:
     """Changes that shorten the step by half a percent or more, the best first.
@@ -113,10 +127,9 @@ def _changes(job: Job, balance: Sequence[int] | None, slowest: int) -> Iterator[
     name, options = known_name(schedule)
     if name:
         halved: dict[str, Any] = {field: [time / 2 for time in cost] for field, cost in _of_actions(costs)}
-        pairs = frozenset((stage, 2 * chunk + half) for stage, chunk in job.recomputed or () for half in (0, 1))
         doubled = by_name(name, schedule.lanes, 2 * schedule.chunks, **options)
         words = f"{doubled.chunks} chunks, where half a chunk takes half the time"
-        yield words, replace(job, schedule=doubled, costs=replace(costs, **halved), recomputed=pairs)
+        yield words, replace(job.under(doubled), costs=replace(costs, **halved))
     if job.recomputed:
         yield "keep all activations: checkpoint='never'", replace(job, recomputed=frozenset())
     yield "links that take no time", replace(job, costs=replace(costs, link=0))
@@ -124,7 +137,7 @@ def _changes(job: Job, balance: Sequence[int] | None, slowest: int) -> Iterator[
     for schedule_name, options, named in for_placement(schedule.placement, schedule.chunks):
         if not options and named.orders not in tried:  # as a Pipe takes it by this name
             tried.add(named.orders)
-            yield f"schedule={schedule_name!r}{_more_held(named, schedule)}", replace(job, schedule=named)
+            yield f"schedule={schedule_name!r}{_more_held(named, schedule)}", job.under(named)
 
 
 def _more_held(schedule: Schedule, current: Schedule) -> str:

@@ -7,20 +7,25 @@ Where no other backward comes between, keeping the activations adds nothing to t
 much, at the same moment.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from scheduler.action import Action, Kind
 
 
-def interrupted(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
+def interrupted(orders: Iterable[Sequence[Action]]) -> frozenset[tuple[int, int]]:
     """The (stage, chunk) pairs that have another backward (B or I) between their F and their own.
 
     Args:
-        order: all actions of one device, in the order in which they run
+        orders: for each device, all its actions in the order in which they run
 
-    >>> list(interrupted([Action.parse(text) for text in "0F0 0F1 0B0 0B1".split()]))
-    [(0, 1)]
+    >>> interrupted([[Action.parse(text) for text in "0F0 0F1 0B0 0B1".split()]])
+    frozenset({(0, 1)})
     """
+    return frozenset(chain.from_iterable(map(_of_device, orders)))
+
+
+def _of_device(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
     backwards = 0  # number that ran so far
     at_forward: dict[tuple[int, int], int] = {}
     for action in order:

@@ -295,7 +295,7 @@ def recomputed_pairs(checkpoint: Checkpoint, schedule: Schedule) -> StageChunks:
     if checkpoint == "never":
         return frozenset()
     if checkpoint == "except_last":
-        return frozenset(pair for order in schedule.orders for pair in interrupted(order))
+        return interrupted(schedule.orders)
     assert isinstance(checkpoint, RecomputedStages)
     return frozenset((stage, chunk) for stage in checkpoint.stages for chunk in range(schedule.chunks))
 

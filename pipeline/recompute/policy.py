@@ -88,7 +88,7 @@ def recomputed(policy: Policy, orders: Sequence[Sequence[Action]]) -> frozenset[
         return frozenset()
     if policy == "always":
         return frozenset(pairs)
-    return frozenset(pair for order in orders for pair in interrupted(order))
+    return interrupted(orders)
 
 
 def _answer_of(policy: Callable[[int, int], bool], pair: tuple[int, int]) -> bool:

@@ -25,6 +25,8 @@ from scheduler import (
     report,
     simulate,
 )
+from scheduler.advice import Job, advice
+from scheduler.interruptions import interrupted
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=examples(40))
 
@@ -115,6 +117,27 @@ def test_what_keeping_all_activations_gains_is_the_time_of_the_recomputations():
     assert told.planned == told.step == 25
     (keep,) = [change for change in told.changes if "checkpoint='never'" in change.what]
     assert keep.step == simulate(schedule, Costs(backward=2)).makespan == 15
+
+
+@pytest.mark.parametrize("name, other", [("gpipe", "eager-1f1b"), ("1f1b", "zb-h1"), ("eager-1f1b", "gpipe")])
+def test_what_other_orders_interrupt_is_recomputed_under_them(name, other):
+    """checkpoint="except_last" recomputes fewer chunks under some schedules than under others."""
+    schedule, costs = by_name(name, 3, 6), Costs([1] * 3, [1] * 3, [1] * 3, [2] * 3, [1] * 3)
+
+    def step(ran, pairs, costs=costs):
+        return simulate(ran, replace(costs, recompute=lambda *pair: costs.recompute[0] * (pair in pairs))).makespan
+
+    job = Job(schedule, costs, interrupted(schedule.orders))
+    changed, doubled = by_name(other, 3, 6), by_name(name, 3, 12)
+    assert job.under(changed).step == step(changed, interrupted(changed.orders))
+    assert job.under(doubled).step == step(doubled, interrupted(doubled.orders))
+    some = replace(job, recomputed=frozenset({(0, 1), (2, 5)}))  # a policy of the user's
+    assert some.under(changed).step == step(changed, {(0, 1), (2, 5)})
+    assert some.under(doubled).step == step(doubled, {(0, 2), (0, 3), (2, 10), (2, 11)})
+    told = {change.what: change.step for change in advice(job, None, 0)}
+    better = [what for what in told if what.startswith(f"schedule='{other}'")]
+    assert [told[what] for what in better] == [step(changed, interrupted(changed.orders))] * len(better)
+    assert bool(better) == (job.under(changed).step < 0.995 * job.step)
 
 
 def test_only_the_chunks_that_were_recomputed_are_planned_so():
