@@ -45,7 +45,8 @@ def profile(
 
     On "meta" nothing runs: fakes of the layers, which have no numbers and take no memory, are counted in FLOPs (of
     matrix products and attention, as torch.utils.flop_counter counts them). They stand on the accelerator if there is
-    one, else on the CPU: kernels differ in what they save.
+    one, else on the CPU: kernels differ in what they save. (What those of oneDNN and cuDNN keep of an LSTM counts as
+    nothing there: torch 2.13 does not tell.)
 
     Args:
         module: the layers in order; those of other models come from `to_sequential`. Its parameters may be on the meta
