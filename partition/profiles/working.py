@@ -7,6 +7,7 @@
 from collections.abc import Sequence
 from contextvars import copy_context
 from itertools import pairwise
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -84,8 +85,9 @@ def counted(layer: nn.Module, x: Any, visited: VisitedLayer) -> tuple[Pass, Any]
 
 
 def counter() -> FlopCounterMode:
-    """Torch's counter, which knows attention on accelerators; on the CPU it is another operator (torch 2.13)."""
-    return FlopCounterMode(display=False, custom_mapping=_ON_CPU)
+    """Torch's counter, which knows attention on accelerators, and what it does not know (torch 2.13): attention on the
+    CPU, and recurrent layers that are one operator."""
+    return FlopCounterMode(display=False, custom_mapping=_FORMULAS)
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +98,28 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: 
     return sdpa_backward_flop_count(gradient, query, key, value)
 
 
-_ON_CPU = {
+def _recurrence(x: Any, weights: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """Each step of each row is multiplied by each matrix; biases are no matrices."""
+    return 2 * prod(x[:-1]) * sum(prod(weight) for weight in weights if len(weight) == 2)
+
+
+def _recurrence_backward(*args: Any, **kwargs: Any) -> Any:
+    return 2 * _recurrence(*args)
+
+
+def _lstm(x: Any, *weights: Any, **kwargs: Any) -> Any:
+    return _recurrence(x, weights[:2])
+
+
+def _lstm_backward(*args: Any, **kwargs: Any) -> Any:
+    return 2 * _lstm(*args)
+
+
+_FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten.mkldnn_rnn_layer: _lstm,
+    torch.ops.aten.mkldnn_rnn_layer_backward: _lstm_backward,
+    torch.ops.aten._cudnn_rnn: _recurrence,
+    torch.ops.aten._cudnn_rnn_backward: _recurrence_backward,
 }

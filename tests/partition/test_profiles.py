@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from partition import PartitionError, Profile, halves, profile, to_sequential
+from partition.profiles import working
 from partition.profiles.amounts import MedianSpread, sum_of_bytes
 from partition.profiles.optimizer_state import state_bytes
 from partition.profiles.profiling import with_rows
@@ -201,6 +202,34 @@ def test_flops_are_two_for_each_weight_and_row_and_attention_counts() -> None:
     assert [each.median for each in head.work] == [2 * rows * 72] * 3 + [2 * 2 * rows * 72]
     assert [each.median for each in embedding.work] == [0, 0, 0, 0]
     assert attention.work.forward.median == 2 * 2 * (2 * 5 * 5 * 4) * 2 and attention.work.weight.median == 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.inner = kind(4, 3, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}], ids=str)
+def test_flops_of_recurrent_layers_are_those_of_their_matrices(kind: type[nn.RNNBase], options: Any) -> None:
+    layer = Recurrent(kind, **options)
+    products = 2 * sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
+    _, measured = profile(nn.Sequential(nn.Linear(4, 4), layer), torch.rand(2, 5, 4), device="meta").layers
+    forward, _, _, backward = measured.work
+    assert forward.median == 2 * 5 * products
+    assert 1.7 * forward.median < backward.median <= 2 * forward.median  # nothing goes back to the first state
+
+
+@pytest.mark.parametrize("name, factor", [("_cudnn_rnn", 1), ("_cudnn_rnn_backward", 2)])
+def test_flops_of_a_recurrent_layer_on_cudnn_are_those_of_its_matrices(name: str, factor: int) -> None:
+    inner = nn.LSTM(4, 3, num_layers=2, bidirectional=True)
+    formula = working._FORMULAS[getattr(torch.ops.aten, name)]
+    products = 2 * sum(weight.numel() for weight in inner.parameters() if weight.dim() == 2)
+    assert formula(torch.Size([5, 2, 4]), [weight.shape for weight in inner.parameters()], 4) == factor * 10 * products
 
 
 def test_a_loss_is_profiled_behind_the_last_layer() -> None:
