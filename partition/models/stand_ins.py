@@ -75,11 +75,11 @@ class AbsentModule:
         }  # fmt: skip
         tables = {key: value for key, value in values.items() if isinstance(value, Tensor)}  # of rotations, say
         dropped = {
-            key: is_done for key, is_done in volatile.items()
-            if key not in tables and (is_done or not _are_plain(values.get(key)))
-        }  # fmt: skip # it may read a number that it has, or an LSTM what its parameters were, and set another
+            key: is_done for key, is_done in volatile.items() if key not in tables and not _are_plain(values.get(key))
+        }  # it may read a number that it has, or an LSTM what its parameters were, and set another
         copies: dict[int, Any] = {}
         self._on_meta = rebuilt(module, lambda tensor: tensor.detach().to("meta"), dropped, copies).eval()
+        _take_hooks_apart(self._on_meta)
         for (owner, key), tensor in tables.items():
             if owner in copies:
                 vars(copies[owner])[key] = tensor.detach().to("meta")
@@ -137,12 +137,21 @@ class AbsentModule:
         ]  # fmt: skip
         args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
         module = rebuilt(self._on_meta, lambda tensor: TensorShape.of(tensor).poison(device))
+        _take_hooks_apart(module)
         for submodule in module.modules():
             for name, buffer in submodule._buffers.items():
                 if buffer is not None:
                     submodule._buffers[name] = buffer.clone()  # with memory for each number, as it may be written
         with torch.no_grad():
             return module(*args, **kwargs)
+
+
+def _take_hooks_apart(copy: nn.Module) -> None:
+    """Give the modules of a copy tables of hooks of their own: a forward may register some, and note that it has."""
+    for module in copy.modules():
+        if not isinstance(module, torch.jit.ScriptModule):  # is no copy
+            tables = {name: table for name, table in vars(module).items() if isinstance(table, dict)}
+            vars(module).update({name: table.copy() for name, table in tables.items() if "_hooks" in name})
 
 
 def copy_that_calls(

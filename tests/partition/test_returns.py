@@ -200,15 +200,21 @@ class AroundTower(nn.Module):
         return self.head(self.mix(y) + sum(states)), len(states)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("is_called", [False, True])
 def test_a_block_that_hooks_itself_is_the_same_whether_the_model_was_called_or_not(is_called):
     model, ids = AroundTower().eval(), torch.arange(8).view(2, 4)
     if is_called:
         model(ids)
     layers = to_sequential(model, ids, blocks=["tower", "mix"])
+    other = AroundTower().eval()  # as on another rank, where the tower runs
+    other.load_state_dict(model.state_dict())
+    elsewhere = to_sequential(other, ids, blocks=["tower", "mix"])
     for ids in (ids, torch.arange(12).view(3, 4) % 11):
-        (ours, count), (theirs, _) = layers(ids), model(ids)
-        assert count == 3 and torch.equal(ours, theirs)
+        apart = [layers[at:](elsewhere[:at](ids)) for at in (2, 3, 4)]  # here it has not run yet
+        assert all([count == 3 and torch.equal(ours, other(ids)[0]) for ours, count in apart])
+    (ours, count), (theirs, _) = layers(ids), model(ids)
+    assert count == 3 and torch.equal(ours, theirs)
 
 
 def test_gradients_go_through_what_hooks_collect():
