@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from textwrap import shorten
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,6 +51,12 @@ class Step:
     timeline: Timeline | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     grad_norm: Tensor | None = None
+
+    if not TYPE_CHECKING:  # a type checker names what there is
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = " The loss is step.loss; a step has run its backward." if hasattr(Tensor, name) else ""
+            raise AttributeError(f"a Step has no attribute {name!r}.{hint}", name=name, obj=self)
 
     def __repr__(self) -> str:
         norm = [] if self.grad_norm is None else [f", gradient norm {self.grad_norm.item():.6g}"]

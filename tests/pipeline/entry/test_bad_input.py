@@ -1,5 +1,7 @@
 """Law 8, the edge: bad input is refused before anything runs, with the value and what to do."""
 
+import copy
+import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -392,6 +394,15 @@ def test_a_loss_fn_that_is_none_or_gives_no_number_is_refused():
     with pytest.raises(ValueError, match=r"a tuple of 3\. Return a loss, or \(sum, count\)"):
         pipe.step(x, loss_fn=lambda output, _: (output.sum(), 1, 2))
     assert all(param.grad is None for param in pipe.parameters())
+
+
+@pytest.mark.parametrize("name", ["backward", "item", "detach", "losses", "__deepcopy__"])
+def test_what_a_step_does_not_have_is_told_as_of_a_loss_where_a_loss_has_it(name):
+    step = Pipe(net(), [3], 2).step(torch.randn(ROWS, WIDE), None, loss_fn=mean)
+    with pytest.raises(AttributeError, match=f"Step has no attribute '{name}'") as caught:
+        getattr(step, name)
+    assert ("step.loss; a step has run its backward" in str(caught.value)) is hasattr(torch.Tensor, name)
+    assert copy.deepcopy(step).loss == pickle.loads(pickle.dumps(step)).loss == step.loss
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
