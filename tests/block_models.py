@@ -467,6 +467,23 @@ class Latents(Chain):
         return x
 
 
+class Attends(nn.Module):
+    """What attention returns lies in memory by places, and so does the sum of it that later blocks are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.latents = nn.Embedding(11, 8), nn.Parameter(torch.randn(5, 8))
+        self.attentions = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(3))
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        seen, x = self.embed(ids), self.latents.expand(len(ids), -1, -1)
+        for attention, linear in zip(self.attentions, self.linears):
+            x = x + attention(x, seen, seen)[0]
+            x = x + linear(x).relu()
+        return x
+
+
 class Gate(nn.Module):
     """A block whose parameters are its own, and none of its child's."""
 
@@ -1052,6 +1069,7 @@ MODELS = {
     "shifts": (Shifts, ids),
     "expanded": (Expanded, ids),
     "latents": (Latents, ids),
+    "attends": (Attends, ids),
     "gates": (Gates, lambda rows: torch.randn(rows, 3, 4)),
     "token": (Token, ids),
     "queries": (Queries, ids),

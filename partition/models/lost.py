@@ -69,8 +69,8 @@ def is_lost(value: Any) -> bool:
 
 
 def lost(meta: Tensor, device: torch.device) -> Tensor:
-    """A tensor like one on the meta device, whose numbers are not here."""
-    return as_lost(torch.full(meta.shape, poison_of(meta.dtype), dtype=meta.dtype, device=device))
+    """A tensor like one on the meta device, and in its layout, whose numbers are not here."""
+    return as_lost(torch.full_like(meta, poison_of(meta.dtype), device=device, layout=torch.strided))
 
 
 def poison_of(dtype: torch.dtype) -> float:

@@ -31,7 +31,7 @@ from partition.models.outline import Outline
 from partition.models.parts import Beginning, Block, End, Middle
 from partition.models.passing import PassingPlan
 from partition.models.runs import BlockChain, chain_of, containers_of, names_of
-from partition.models.shapes import MadeUpBuffer, TensorShape
+from partition.models.shapes import MadeUpBuffer, form_in_memory
 from partition.models.shares import phases_of, shares_of, unit_of
 from partition.models.sources import Sources
 from partition.models.stand_ins import rebuilt
@@ -377,7 +377,7 @@ def _told(record: ModelRecord, chains: Sequence[BlockChain], part_names: Iterabl
 
 
 def _shaping(chains: Sequence[BlockChain], passing: PassingPlan, blocks: Sequence[ModuleCall]) -> set[int]:
-    """The blocks that return more than the hidden state in its shape, where more than blocks sees what they return."""
+    """The blocks that return more than the hidden state in its layout, where more than blocks sees what they return."""
     is_seen = len(chains) > 1 or any(passing.until)
     return {
         number for number, block in enumerate(blocks)
@@ -389,13 +389,13 @@ def _returns_hidden_state(block: ModuleCall, chain: BlockChain) -> bool:
     leaves = block.returned[0]
     tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     return tensors == sorted(chain.exits) and all(
-        _shape(leaves[place]) == _shape(block.arguments[key])
+        _layout(leaves[place]) == _layout(block.arguments[key])
         for place, key in zip(chain.exits, chain.entries, strict=True)
     )  # fmt: skip
 
 
-def _shape(value: Any) -> TensorShape | None:
-    return TensorShape.of(value) if isinstance(value, Tensor) else None
+def _layout(value: Any) -> tuple[Any, ...] | None:
+    return form_in_memory(value) if isinstance(value, Tensor) else None
 
 
 def _layers(

@@ -28,6 +28,21 @@ class TensorShape(NamedTuple):
         return torch.full((), poison_of(self.dtype), dtype=self.dtype, device=device).expand(self.shape)
 
 
+def form_in_memory(tensor: Tensor) -> tuple[Any, ...]:
+    """The shape and type of a tensor, and how it lies in memory."""
+    return tensor.shape, tensor.dtype, tensor.stride() if tensor.layout is torch.strided else tensor.layout
+
+
+def blank(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor like another, and in its layout, on a device that has no memory: meta, or any under torch's fake mode.
+
+    Operations hand layouts on, and sums round by them.
+    """
+    if tensor.layout is not torch.strided:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+
 class MadeUpBuffer(Tensor):
     """A buffer with numbers that are made up, in the place of one that has none yet. No outline keeps them."""
 

@@ -23,7 +23,7 @@ from partition.models.as_found import Hook
 from partition.models.lost import as_lost, lost
 from partition.models.references import renew_references
 from partition.models.runs import Switches, this_run
-from partition.models.shapes import TensorShape
+from partition.models.shapes import TensorShape, blank, form_in_memory
 from partition.opaque import opaque, remedy, type_name
 
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
@@ -88,7 +88,7 @@ class AbsentModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # as a rule: ids of an embedding, say
         leaves, tree = (args, None) if is_plain else tree_flatten((args, kwargs))
-        shapes = [TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        shapes = [form_in_memory(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         key = repr((tree, shapes, Switches.now().autocast))
         meta_output = self._meta_outputs.get(key)
@@ -125,18 +125,23 @@ class AbsentModule:
                 output = self._output_on(device, leaves, tree)
         except (DataDependentOutputException, DynamicOutputShapeException):  # experts that are called for some rows
             reads = any(map(_is_whole, leaves))
-            output = self._output_on(device, leaves, tree, keeps_whole=reads)
-        return tree_map_only(Tensor, lambda leaf: TensorShape.of(leaf).poison(torch.device("meta")), output), not reads
+            output = self._output_on(device, leaves, tree, _without_memory, keeps_whole=reads)
+        return tree_map_only(Tensor, lambda leaf: blank(leaf, torch.device("meta")), output), not reads
 
     def _output_on(
-        self, device: torch.device, leaves: Sequence[Any], tree: TreeSpec | None, keeps_whole: bool = False
+        self,
+        device: torch.device,
+        leaves: Sequence[Any],
+        tree: TreeSpec | None,
+        made: Callable[[Tensor, torch.device], Tensor] = blank,
+        keeps_whole: bool = False,
     ) -> Any:
         leaves = [
             leaf if not isinstance(leaf, Tensor) else
-            leaf.clone() if keeps_whole and _is_whole(leaf) else TensorShape.of(leaf).poison(device) for leaf in leaves
+            leaf.clone() if keeps_whole and _is_whole(leaf) else made(leaf, device) for leaf in leaves
         ]  # fmt: skip
         args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
-        module = rebuilt(self._on_meta, lambda tensor: TensorShape.of(tensor).poison(device))
+        module = rebuilt(self._on_meta, lambda tensor: made(tensor, device))
         _take_hooks_apart(module)
         for submodule in module.modules():
             for name, buffer in submodule._buffers.items():
@@ -167,6 +172,10 @@ def copy_that_calls(
 def without_numbers(tensor: Tensor) -> Tensor:
     """The stand-in for a tensor that lies in another part."""
     return as_lost(TensorShape.of(tensor).poison(tensor.device))
+
+
+def _without_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    return TensorShape.of(tensor).poison(device)
 
 
 def _is_whole(leaf: Any) -> bool:

@@ -93,6 +93,34 @@ def test_layers_compute_what_the_model_computes(name):
             assert grad is None or torch.allclose(grad, other, rtol=1e-12, atol=1e-14), key
 
 
+def laid_out(value):
+    return [(leaf.shape, leaf.stride()) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_are_called_with_tensors_that_lie_in_memory_as_those_of_the_model(name):
+    model, sample, inputs = made(name)
+    layers = to_sequential(model, sample).eval()
+    seen = []
+    for block in {part.block for part in layers if isinstance(part, Block)}:
+        block.register_forward_pre_hook(lambda *call: seen.append((call[0], laid_out(call[1:]))), with_kwargs=True)
+    for turn in (lambda x: x, turned):
+        x = turn(inputs(5))
+        out = called(model.eval(), x)
+        expected = seen.copy()
+        seen.clear()
+        assert same(layers(x), out)
+        assert seen == expected
+        seen.clear()
+
+
+def turned(x):
+    """Pictures as channels_last, sequences as by places."""
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda leaf: leaf.movedim(1, -1).contiguous().movedim(-1, 1) if leaf.dim() > 2 else leaf, x
+    )
+
+
 @pytest.mark.parametrize("name", HALF)
 def test_layers_draw_in_train_mode_what_the_model_draws(name):
     model, sample, inputs = made(name)
