@@ -148,6 +148,8 @@ def top_eigenpairs(
     goal = EigenpairGoal(k, which, tol, seed, A.block if block is None else block, max_basis, miss)
     goal = _checked(A, goal, max_products)
     title, settings = f"eigenpairs of the {A.name}", {"file": "eigenpairs 4", **vars(goal)}
+    if max_products is not None:  # the settings are those of a call that goes on with more
+        goal = replace(goal, block=min(goal.block, max_products - 2 * goal.k + 1))
     with Resumable(A, title, max_products, settings, show, resume, save_every) as resumable:
         run = LanczosRun(A, goal, resumable.saved_state)
         _advance(run, max_products, resumable.record)
@@ -182,8 +184,6 @@ def _checked(A: LinearMap, goal: EigenpairGoal, max_products: int | None) -> Eig
             "measure the residuals."
         )
     block = min(check_count("block", goal.block), size)
-    if max_products is not None:
-        block = min(block, max_products - 2 * k + 1)
     most = None if goal.most is not None and goal.most >= size else goal.most  # it cannot be full
     if most is not None and most < 2 * k + 3 * block:
         raise ValueError(

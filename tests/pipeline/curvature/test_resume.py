@@ -172,6 +172,17 @@ def test_a_run_that_ended_at_max_products_goes_on_with_more_of_them(tmp_path: Pa
     assert_equal(top_eigenpairs(DenseMap(matrix), resume=path, **WANTED), straight)
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_run_whose_first_products_were_too_few_for_a_block_goes_on_with_more(k: int, tmp_path: Path) -> None:
+    matrix, path = symmetric(VALUES), tmp_path / "top.pt"
+    straight = top_eigenpairs(DenseMap(matrix), k)
+    for most in range(2 * k, 2 * k + 4):
+        assert top_eigenpairs(DenseMap(matrix), k, resume=path, max_products=most).products <= most
+    found = top_eigenpairs(DenseMap(matrix), k, resume=path)
+    assert found.converged
+    torch.testing.assert_close(found.values, straight.values)
+
+
 def test_a_process_that_is_killed_leaves_the_last_saved_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, path = symmetric(VALUES), tmp_path / "top.pt"
     with monkeypatch.context() as patch:  # killed: nothing is saved on the way out, and a save may be half done
