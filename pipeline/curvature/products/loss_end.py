@@ -144,14 +144,13 @@ class LossProduct(ChunkLosses):
         else:  # the loss of nothing is 0 / 0, which no other can be compared with
             self.loss.check_counts()
 
-    def check_rows(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], per_row: int) -> None:
+    def check_rows(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None]) -> None:
         """Raise ValueError if the loss of a row is not its own: the gradient at some rows must not need the others.
 
         Some rows are looked at alone, and all in halves: by each bit of their numbers, so that any two are once apart.
 
         Args:
             grads: of the loss at the chunk's output tensors that require one.
-            per_row: how many rows the output has for one of the input.
         """
         rows = self._target.rows[chunk]
         sizes = sum([grad.abs().double().cpu().reshape(rows, -1).sum(1) for grad in grads if grad is not None])
@@ -161,13 +160,15 @@ class LossProduct(ChunkLosses):
         for bit in range((rows - 1).bit_length()):
             parts += [numbers[(numbers >> bit) % 2 == half] for half in (0, 1)]
         for part in parts:
-            self._check_part(chunk, tree, grads, part, per_row)
+            self._check_part(chunk, tree, grads, part)
 
-    def _check_part(
-        self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], rows: Tensor, per_row: int
-    ) -> None:
-        part = (rows[:, None] * per_row + torch.arange(per_row, device="cpu")).flatten()
-        leaves = [tensor.detach()[part].requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
+    def _check_part(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], rows: Tensor) -> None:
+        def of_rows(tensor: Tensor) -> Tensor:
+            """The part of an output that belongs to these rows; all of one that has none for each."""
+            per_row, rest = divmod(len(tensor), self._target.rows[chunk]) if tensor.dim() else (0, 1)
+            return tensor if rest else tensor[(rows[:, None] * per_row + torch.arange(per_row, device="cpu")).flatten()]
+
+        leaves = [of_rows(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
         self._seed(chunk)
         own_loss = self.loss.anew([len(rows)])
         loss, _ = own_loss.chunk(0, tree.build(leaves), self._rows_of(chunk, tree, rows))  # their mean, or sum
@@ -176,7 +177,7 @@ class LossProduct(ChunkLosses):
         share = self.loss.factor(len(rows)) * self._relative
         for row_grad, whole in zip(row_grads, grads, strict=True):
             computed = torch.zeros((), device="cpu") if row_grad is None else row_grad * share
-            expected = torch.zeros((), device="cpu") if whole is None else whole[part]
+            expected = torch.zeros((), device="cpu") if whole is None else of_rows(whole)
             scale = 0.0 if whole is None or not expected.numel() else float(whole.abs().amax())
             near = max(1e-3, 4 * torch.finfo(expected.dtype).eps)
             if not torch.allclose(computed.to(expected), expected, rtol=near, atol=near * scale):

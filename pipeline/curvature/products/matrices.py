@@ -119,22 +119,23 @@ class FisherProduct(GaussNewtonProduct):
     def cotangents(
         self, chunk: int, tree: Tree, leaves: Sequence[Tensor], grads: Grads, tangents: Sequence[Sequence[Tensor]]
     ) -> list[Grads]:
-        first, per_row = list(_detached(grads)), self._per_row(chunk, leaves)
+        first = list(_detached(grads))
+        per_row = self._per_row(chunk, first)
         if self._execution.setup.compares:
-            self.loss_end.check_rows(chunk, tree, first, per_row)
+            self.loss_end.check_rows(chunk, tree, first)
         share = self.loss_end.share(per_row)
         return [tuple(_row_by_row(first, direction, share)) for direction in tangents]
 
-    def _per_row(self, chunk: int, leaves: Sequence[Tensor]) -> int:
-        """The number of rows of the output for one of the input.
+    def _per_row(self, chunk: int, grads: Sequence[Tensor | None]) -> int:
+        """The number of rows of the output for one of the input. `grads`: of the loss, at each of its tensors.
 
         Raises:
-            ValueError: its tensors have different numbers of rows, or none.
+            ValueError: tensors that the loss depends on have different numbers of rows, or none.
         """
         rows = self._execution.batch.rows[chunk]
-        counts = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
+        shapes = [list(grad.shape) for grad in grads if grad is not None]
+        counts = {shape[0] if shape else 0 for shape in shapes}
         if len(counts) != 1 or min(counts) % rows or min(counts) == 0:
-            shapes = [list(leaf.shape) for leaf in leaves]
             raise ValueError(
                 f"the output has shapes {shapes} for {rows} rows of input. The empirical Fisher is a sum over the rows "
                 "of the output: return tensors whose dim 0 counts them."

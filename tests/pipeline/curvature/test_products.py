@@ -794,6 +794,17 @@ def test_an_output_beside_the_one_that_counts_may_have_no_gradient_over_mini_bat
     close(op @ vectors, truth(build().eval(), data, loss, vectors).products[matrix])
 
 
+@every_matrix
+@pytest.mark.parametrize("beside", [
+    lambda out: out.new_tensor(2.0), lambda out: out.new_ones(4, 4), lambda out: out.sum(), lambda out: out[:2] @ out.T,
+], ids=["number", "grid", "sum", "some rows"])  # fmt: skip
+def test_an_output_beside_the_one_that_counts_need_have_no_rows(matrix, beside):
+    model = small(Apply(lambda out: (out, beside(out))))
+    data, vectors = data_for("count", [7]), columns(entries(model))
+    op = MATRICES[matrix](model, data, lambda out, y: functional.cross_entropy(out[0], y))
+    close(op @ vectors, truth(small().eval(), data, CE, vectors).products[matrix])
+
+
 def test_over_mini_batches_a_loss_that_the_model_computes_is_refused_unless_it_is_a_sum():
     class Losses(nn.Linear):
         def forward(self, pair):
