@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.curvature.products.finite_differences import Precision, least
+from pipeline.curvature.products.finite_differences import Precision, error_of
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import HOST, Space, Vec, add_, copy, scale_
 
@@ -145,12 +145,5 @@ def _stages(op: Operator, v: Vec) -> list[tuple[str, float, Precision]]:
 def _differences(op: Operator, v: Vec, Hv: Vec, precision: Precision) -> float:
     """H v against central differences of the gradient, along v."""
     space = op.space
-
-    def error_at(step: float) -> tuple[float, float]:
-        plus, minus = (op.gradient_at(scale_(copy(v), sign * step)) for sign in (1.0, -1.0))
-        expected = scale_(add_(copy(plus), minus, -1.0), 1 / (2 * step))
-        rounding = 3 * precision.eps * space.norm(plus) / step
-        size = max(space.norm(Hv), space.norm(expected), rounding, 1e-300)
-        return space.norm(add_(expected, Hv, -1.0)) / size, rounding / size
-
-    return least(error_at, precision.step(space.norm(op.point()), 1.0), precision.limit)
+    longest = precision.step(space.norm(op.point()), 1.0)
+    return error_of(Hv, lambda step: op.gradient_at(scale_(copy(v), step)), longest, precision, space.norm)

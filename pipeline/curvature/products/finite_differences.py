@@ -1,4 +1,4 @@
-"""Central differences beside derivatives: the step that is tried, the error, and what of it rounding explains."""
+"""Central differences beside derivatives: the steps that are tried, the error, and what of it rounding explains."""
 
 from __future__ import annotations
 
@@ -57,60 +57,42 @@ _HALF = 1e-4
 _LIMITS = (_HALF, 0.05, 2e-2), (1e-8, 1e-3, 2e-2), (0.0, 1e-10, 1e-4)  # in float32 what is wrong is wrong by more
 
 
-def least(error_at: Callable[[float], tuple[float, float]], step: float, enough: float) -> float:
-    """The smallest error at some steps. A step may lead over a kink (that of ReLU), which a shorter one does not reach.
+def error_of(
+    derivative: Sequence[Tensor | None],
+    values_at: Callable[[float], Sequence[Tensor | None]],
+    longest: float,
+    precision: Precision,
+    norm: Callable[[list[Tensor]], float],
+) -> float:
+    """The error of a derivative, relative to it, less what rounding alone could make: the smallest one at some steps.
 
-    A wrong derivative is wrong at every step.
+    A step may lead over a kink (that of ReLU), which a shorter one does not reach. A wrong derivative is wrong at every
+    step.
 
     Args:
-        error_at: step -> the relative error, and the part of it that rounding alone could make.
-        step: the longest step.
-        enough: the error at which the search ends.
+        derivative: along a direction; None: zero.
+        values_at: step -> the function's values so far along the direction; None: nothing to compare.
+        longest: the first step.
+        precision: in which the values are computed.
+        norm: the length of some tensors as one vector.
     """
     smallest = float("inf")
-    for factor in (1.0, 0.1, 0.01):
-        error, rounding = error_at(step * factor)
-        if rounding > enough and smallest < float("inf"):  # at shorter steps rounding hides everything
+    for step in (longest, 0.1 * longest, 0.01 * longest):
+        values, changes, rests = list[Tensor](), list[Tensor](), list[Tensor]()
+        for plus, minus, part in zip(values_at(step), values_at(-step), derivative, strict=True):
+            if plus is not None and minus is not None:
+                values.append(plus)
+                changes.append(plus - minus)
+                rests.append(changes[-1] if part is None else changes[-1] - 2 * step * part)
+        rounding = 6 * precision.eps * norm(values)
+        expected = 2 * step * norm([part for part in derivative if part is not None])
+        size = max(expected, norm(changes), rounding, 1e-300)
+        if rounding > precision.limit * size and smallest < float("inf"):  # at shorter steps rounding hides everything
             break
-        smallest = min(smallest, max(error - rounding, 0.0))
-        if smallest <= enough:
+        smallest = min(smallest, max((norm(rests) - rounding) / size, 0.0))
+        if smallest <= precision.limit:
             break
     return smallest
-
-
-def compared(
-    plus: Sequence[Tensor | None],
-    minus: Sequence[Tensor | None],
-    derivative: Sequence[Tensor | None],
-    step: float,
-    eps: float,
-) -> tuple[float, float]:
-    """The error of a derivative, relative to it, and the part of that which rounding alone could make.
-
-    Args:
-        plus, minus: the function's values at `step` and at `-step` along a direction.
-        derivative: along it; None: zero.
-        step: the distance.
-        eps: of the precision in which the values are computed.
-    """
-    difference, computed_sum, expected_sum, values = 0.0, 0.0, 0.0, 0.0
-    for plus_part, minus_part, derivative_part in zip(plus, minus, derivative, strict=True):
-        if plus_part is None or minus_part is None:
-            continue
-        value = _in_double(plus_part)
-        expected = (value - _in_double(minus_part)) / (2 * step)
-        computed = torch.zeros_like(expected) if derivative_part is None else _in_double(derivative_part)
-        difference += float((expected - computed).abs().square().sum())
-        computed_sum += float(computed.abs().square().sum())
-        expected_sum += float(expected.abs().square().sum())
-        values += float(value.abs().square().sum())
-    rounding = 3 * eps * values**0.5 / step
-    size = max(computed_sum**0.5, expected_sum**0.5, rounding, 1e-300)
-    return float(difference**0.5 / size), float(rounding / size)
-
-
-def _in_double(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def norm(tensors: Sequence[Tensor]) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.common.twice import refuse_once_differentiable
 from pipeline.curvature.known_bad import refuse_nodes
-from pipeline.curvature.products.finite_differences import Precision, compared, least, norm
+from pipeline.curvature.products.finite_differences import Precision, error_of, norm
 from pipeline.curvature.products.task import ProductTask
 from pipeline.data.pytrees import Bundle, Grads, Tree
 from pipeline.data.tangents import Inbox
@@ -149,11 +149,8 @@ def error_along(
             values = function_at(graph, [*graph.leaves, *views.values()], step)
         return [None if value is None else value.detach() for value in values]
 
-    def error_at(step: float) -> tuple[float, float]:
-        return compared(values_at(step), values_at(-step), derivative, step, precision.eps)
-
     values_at(0.0)  # in which precision
-    return least(error_at, precision.step(size, along), precision.limit), precision
+    return error_of(derivative, values_at, precision.step(size, along), precision, norm), precision
 
 
 def _moved(inbox: Inbox, tangents: Sequence[Tensor], step: float) -> Inbox:
@@ -218,10 +215,7 @@ def loss_error(output: Sequence[Tensor], gradient_at: GradientAt) -> tuple[float
         points = [tensor.requires_grad_(leaf.requires_grad) for tensor, leaf in zip(moved, leaves, strict=True)]
         return [None if grad is None else grad.detach() for grad in gradient_at(points, False)]
 
-    def error_at(step: float) -> tuple[float, float]:
-        return compared(values_at(step), values_at(-step), derivative, step, precision.eps)
-
-    return least(error_at, precision.step(norm(live), norm(along)), precision.limit), precision
+    return error_of(derivative, values_at, precision.step(norm(live), norm(along)), precision, norm), precision
 
 
 def hessian_times(grads: Grads, leaves: Sequence[Tensor], tangents: Sequence[Tensor]) -> Grads:
