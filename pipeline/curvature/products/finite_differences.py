@@ -48,13 +48,18 @@ class Precision(NamedTuple):
         """Whether numbers have three digits: finite differences of them may be anything."""
         return self.eps > _HALF
 
+    @property
+    def is_double(self) -> bool:
+        """Whether finite differences show what is wrong, and no more."""
+        return self.eps < _SINGLE
+
     def step(self, size: float, along: float) -> float:
         """The longest step along a direction of this length, from a point of this size."""
         return float(self.eps ** (1 / 3) * max(size, 1e-3) / along)
 
 
-_HALF = 1e-4
-_LIMITS = (_HALF, 0.05, 2e-2), (1e-8, 1e-3, 2e-2), (0.0, 1e-10, 1e-4)  # in float32 what is wrong is wrong by more
+_HALF, _SINGLE = 1e-4, 1e-8
+_LIMITS = (_HALF, 0.05, 2e-2), (_SINGLE, 1e-3, 2e-2), (0.0, 1e-10, 1e-4)  # in float32 what is wrong is wrong by more
 
 
 def error_of(

@@ -100,14 +100,16 @@ class RuleCheck:
         if self._task.on_result is not None:
             self._task.on_result(index, error, precision)
         elif not error <= precision.limit:
-            hint = " In half precision rounding may look like that: try it in float32, without autocast, first."
+            hint = " In float32 kinks (ReLU) may look like that: try a copy in float64 first."
+            if precision.is_half:
+                hint = " In half precision rounding may look like that: try it in float32, without autocast, first."
             raise ValueError(
                 f"{name} has an autograd.Function of its own, and its {order}derivative differs from finite "
                 f"differences by {error:.1e} of its size (at most {precision.limit:.0e} is rounding). Its backward "
                 "forgets what it depends on (a tensor kept on ctx instead of save_for_backward), or is not the "
                 "derivative of its forward (a straight-through estimator, a backward hook that changes gradients). "
                 "Write it with differentiable operations; "
-                f"verify=False takes what autograd says.{hint if precision.is_half else ''}"
+                f"verify=False takes what autograd says.{'' if precision.is_double else hint}"
             )
         else:
             self._task.checks.confirmed.add(index)

@@ -164,6 +164,16 @@ def test_in_half_precision_gross_errors_show(is_wrong: bool) -> None:
     assert "computed in half precision: for a sharper answer check it in float32, without autocast" in report.notes
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_of_a_loss_of_nearly_0_float32_says_that_float64_decides(dtype: torch.dtype) -> None:
+    def fitted(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output + 12 * functional.one_hot(target, 3), target)
+
+    report = Hessian(Pipe(network(dtype), [2, 2, 2], 2), data(dtype), fitted).check()
+    said = [note for note in report.notes if "computed in float32" in note]
+    assert report.ok is (dtype is torch.float64) and len(said) == (not report.ok)
+
+
 @pytest.mark.parametrize(("at", "stage"), [(1, "stage 0 (layers 0..1)"), (4, "stage 2 (layers 4..5)")])
 def test_a_wrong_derivative_is_found_and_the_stage_is_named(at: int, stage: str) -> None:
     report = operator(model=network(at=at, layer=Layer(Forgetful.apply)), verify=False).check()
