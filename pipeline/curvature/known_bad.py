@@ -25,7 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.overrides import TorchFunctionMode
 
 from partition.graph import nodes_of
 from partition.modes import mode_of
@@ -59,8 +58,11 @@ def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> Non
         is_batch_norm = isinstance(module, _BatchNorm) or kind in _SCRIPTED_BATCH_NORMS
         looks_at_all = is_batch_norm and (mode_of(module) or getattr(module, "running_mean", None) is None)
         if looks_at_all and chunks > 1:
-            alone = " If each chunk may be computed by itself, use Pipe(..., mixes_rows=True)."
-            raise ValueError(_of_all_rows(f"'{name}' ({kind})") + alone)
+            raise ValueError(
+                f"'{name}' ({kind}) normalises with the statistics of the rows that it sees: cut into chunks, the loss "
+                "would be another one. Analyse in eval mode (training=False), or use chunks=1. If each chunk may be "
+                "computed by itself, use Pipe(..., mixes_rows=True)."
+            )
 
 
 def _has_spectral_norm(module: nn.Module) -> bool:
@@ -71,25 +73,7 @@ def _hooks(module: nn.Module) -> Iterable[Any]:
     return module._forward_pre_hooks.values()
 
 
-def _of_all_rows(layer: str) -> str:
-    return (
-        f"{layer} normalises with the statistics of the rows that it sees: cut into chunks, the loss would be another "
-        "one. Analyse in eval mode (training=False), or use chunks=1."
-    )
-
-
 _SCRIPTED_BATCH_NORMS = [kind.__name__ for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
-_BATCH_NORM_CALLS = (torch.batch_norm, functional.batch_norm)  # `training` is the sixth argument of both
-
-
-class BatchNormGuard(TorchFunctionMode):
-    """Within a loss: a batch norm by the statistics of its rows is refused, which no probe of the layers sees."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keywords = kwargs or {}
-        if func in _BATCH_NORM_CALLS and (args[5] if len(args) > 5 else keywords.get("training", False)):
-            raise ValueError(_of_all_rows("a batch norm of loss_fn"))
-        return func(*args, **keywords)
 
 
 def _of_no_function(layer: str) -> str:

@@ -8,13 +8,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.curvature.known_bad import BatchNormGuard
 from pipeline.curvature.space import HOST
 from pipeline.data.loss import Loss, LossFn
 from pipeline.data.microbatch import Batch, halved, row_dim
@@ -76,9 +74,7 @@ class LossProduct(ChunkLosses):
     def _evaluate(self, loss_sum: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self._seed(chunk)
         ends = [tensor for tensor in tensors if tensor.requires_grad]
-        is_first_of_several = chunk == 0 and self._execution.batch.chunks > 1
-        with BatchNormGuard() if is_first_of_several else nullcontext():
-            loss, weight, external = self.computed(loss_sum, chunk, tree, tensors, ends)
+        loss, weight, external = self.computed(loss_sum, chunk, tree, tensors, ends)
         for leaf in external.values():
             raise RuntimeError(
                 f"loss_fn computes with a tensor of shape {list(leaf.shape)} that requires a gradient and is no "
