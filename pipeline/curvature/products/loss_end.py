@@ -143,7 +143,7 @@ class LossProduct(ChunkLosses):
     def check_rows(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None]) -> None:
         """Raise ValueError if the loss of a row is not its own: the gradient at some rows must not need the others.
 
-        Some rows are looked at alone, and all in halves: by each bit of their numbers, so that any two are once apart.
+        All are looked at in halves, by each bit of their numbers, so that any two are once apart; and some alone.
 
         Args:
             grads: of the loss at the chunk's output tensors that require one.
@@ -152,10 +152,9 @@ class LossProduct(ChunkLosses):
         sizes = sum([grad.abs().double().cpu().reshape(rows, -1).sum(1) for grad in grads if grad is not None])
         assert isinstance(sizes, Tensor)  # a loss that depends on nothing has been left out
         numbers = torch.arange(rows, device="cpu")
-        parts = [numbers[row : row + 1] for row in {0, rows - 1, *sizes.topk(min(_ROWS, rows)).indices.tolist()}]
-        for bit in range((rows - 1).bit_length()):
-            parts += [numbers[(numbers >> bit) % 2 == half] for half in (0, 1)]
-        for part in parts:
+        halves = [numbers[(numbers >> bit) % 2 == half] for bit in range((rows - 1).bit_length()) for half in (0, 1)]
+        alone = {0, rows - 1, *sizes.topk(min(_ROWS, rows)).indices.tolist()}
+        for part in [*halves, *[numbers[row : row + 1] for row in alone]]:
             self._check_part(chunk, tree, grads, part)
 
     def _check_part(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], rows: Tensor) -> None:

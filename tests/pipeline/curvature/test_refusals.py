@@ -240,7 +240,7 @@ def test_on_data_too_an_instance_norm_is_no_batch_norm():
 
 
 def test_a_batch_norm_of_the_loss_over_several_chunks_is_refused():
-    """Also where the loss returns (sum, count), which is taken at its word otherwise."""
+    """Also where the loss returns (sum, count), which is taken at its word otherwise; and by a Fisher of one chunk."""
     def loss(y, target):
         return F.cross_entropy(F.batch_norm(y, None, None, training=True), target, reduction="sum"), len(target)
 
@@ -249,6 +249,9 @@ def test_a_batch_norm_of_the_loss_over_several_chunks_is_refused():
     assert Hessian(Pipe(model, [1, 1]), data, loss).gradient()
     with pytest.raises(ValueError, match="compares rows with each other cannot be cut into chunks: .* chunks=1"):
         Hessian(Pipe(model, [1, 1], 2), data, loss).gradient()
+    for chunks in (1, 2):
+        with pytest.raises(ValueError, match="the loss of a row depends on other rows"):
+            EmpiricalFisher(Pipe(model, [1, 1], chunks), data, loss) @ torch.ones(99, dtype=torch.float64)
 
 
 BIASED = {
