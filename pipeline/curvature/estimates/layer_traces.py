@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.arguments import shown
-from pipeline.curvature.estimates.sampling import SampledResult, SampleSize, estimate
+from pipeline.curvature.estimates.sampling import SampledResult, SampleSize, counted_entries, estimate
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import HOST, Space, Vec
@@ -105,7 +105,7 @@ def layer_traces(
           front  4 +- 0        2                2
     """
     sampling = SampleSize(A, samples, "rademacher", rel, abs, min_samples, seed, show, resume, save_every)
-    names_of, entries = parameter_names_by_layer(A.space, groups), _counted_entries(A.space)
+    names_of, entries = parameter_names_by_layer(A.space, groups), counted_entries(A.space)
 
     def by_layer(vectors: list[Vec], products: list[Vec]) -> Tensor:
         local = [_local_sums(A.space, names_of, vec, product) for vec, product in zip(vectors, products, strict=True)]
@@ -131,15 +131,6 @@ def _local_sums(space: Space, groups: Mapping[str, Sequence[str]], vec: Vec, pro
     return torch.stack([sum((sums.get(name, none) for name in group), none) for group in groups.values()])
 
 
-def _counted_entries(space: Space) -> dict[str, int]:
-    """The names of the parameters of all processes, and their entries, each where it counts in sums."""
-    marked = space.zeros()
-    for shard, counts in zip(marked, space.counted, strict=True):
-        shard.fill_(float(counts))
-    local = {name: part.numel() for name, part in space.named(marked).items() if part.numel() and part.any()}
-    return {name: count for row in space.rows(local) for name, count in row.items()}
-
-
 def parameter_names_by_layer(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
     """The names of the parameters of each layer, of all processes; of each module if no groups are given.
 
@@ -148,7 +139,7 @@ def parameter_names_by_layer(space: Space, groups: Mapping[str, Sequence[str]] |
         ValueError: a group is no list of names, or has a name that no process has, or the processes were given
             different groups.
     """
-    names = list(_counted_entries(space))
+    names = list(counted_entries(space))
     return by_module(names) if groups is None else _checked_groups(space, groups, names)
 
 
@@ -182,4 +173,4 @@ def _checked_groups(space: Space, groups: Mapping[str, Sequence[str]], names: Se
     unknown = sorted({name for group in groups.values() for name in group} - known)
     if unknown:
         raise ValueError(f"no process has parameters named {unknown} that count; there are {list(names)}")
-    return {layer: list(group) for layer, group in groups.items()}
+    return {str(layer): list(group) for layer, group in groups.items()}

@@ -1,7 +1,7 @@
 """The sampling that all estimates from random vectors share.
 
     random z --> A z --> a number, as z . A z --> mean +- standard error --> near enough, or more vectors?
-    random z, each made orthonormal to those before: after `size` of them a complete basis, and the sum is exact
+    unit vectors e --> A e: after `size` of them the sum is exact
 
     samples, rel, abs, min_samples, kind, seed, show --> SampleSize   a mean over random vectors, its arguments checked
 """
@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pipeline.common.arguments import check_count, check_number
-from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.estimates.resume import Resumable
-from pipeline.curvature.linear import LinearMap, blocks, if_finite, products_of
+from pipeline.curvature.linear import LinearMap, blocks, if_finite
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import plus_minus
-from pipeline.curvature.space import HOST, Vec
+from pipeline.curvature.space import HOST, Space, Vec
 from scheduler.errors import refuse_unless_finite
 
 KINDS = ("rademacher", "normal")
@@ -95,8 +93,8 @@ class SampleSize:
         """
         vectors = {"samples": self.samples, "kind": self.kind, "seed": self.seed, "block": self.A.block}
         goal = {"rel": self.rel, "abs": self.abs, "min_samples": self.min_samples}
-        total = self.A.space.size if self.is_exact else self.samples
-        settings = {"file": f"{quantity} 5", **vectors, **goal, **settings}
+        total = min(self.samples, self.A.space.size)
+        settings = {"file": f"{quantity} 6", **vectors, **goal, **settings}
         title = f"{quantity} of {self.A.name}"
         return Resumable(self.A, title, total, settings, self.show, self.resume, self.save_every)
 
@@ -241,7 +239,7 @@ def mean_and_stderr(values: Tensor) -> tuple[Tensor, Tensor]:
 def sampled_products(
     sampling: SampleSize, done: int, first: int = 0, prepare: VectorTransform | None = None
 ) -> Iterator[tuple[list[Vec], list[Vec]]]:
-    """The vectors of a run and A times each, a block at a time: random ones, or those of an orthonormal basis.
+    """The vectors of a run and A times each, a block at a time: random ones, or the unit vectors.
 
     Args:
         done: how many it has had.
@@ -249,19 +247,32 @@ def sampled_products(
         prepare: changes random vectors.
     """
     A = sampling.A
-    if sampling.is_exact:
-        yield from products_of(A, _basis(sampling)[done:])
-        return
-    for block in blocks(range(first + done, first + sampling.samples), A.block):
-        vectors = [A.space.random(sampling.kind, sampling.seed, index) for index in block]
+    entries = counted_entries(A.space) if sampling.is_exact else {}
+    for block in blocks(range(first + done, first + min(sampling.samples, A.space.size)), A.block):
+        if sampling.is_exact:
+            vectors = [_unit_vector(A.space, entries, index) for index in block]
+        else:
+            vectors = [A.space.random(sampling.kind, sampling.seed, index) for index in block]
         if prepare is not None:
             vectors = prepare(vectors)
         yield vectors, A.products(vectors)
 
 
-def _basis(sampling: SampleSize) -> list[Vec]:
-    """An orthonormal basis: as many vectors as the matrix has rows are held."""
-    space, basis, numbers = sampling.A.space, list[Vec](), count()
-    while len(basis) < space.size:  # one that lies in the span of the others is as good as impossible
-        append_orthonormal(space, basis, space.random("normal", sampling.seed, next(numbers)))
-    return basis
+def counted_entries(space: Space) -> dict[str, int]:
+    """The names of the parameters of all processes, and their entries, each where it counts in sums."""
+    marked = space.zeros()
+    for shard, counts in zip(marked, space.counted, strict=True):
+        shard.fill_(float(counts))
+    local = {name: part.numel() for name, part in space.named(marked).items() if part.numel() and part.any()}
+    return {name: count for row in space.rows(local) for name, count in row.items()}
+
+
+def _unit_vector(space: Space, entries: Mapping[str, int], index: int) -> Vec:
+    """1 at an entry, counted through the parameters of all processes, and 0 elsewhere."""
+    vec = space.zeros()
+    named = space.named(vec)
+    for name, count in entries.items():
+        if 0 <= index < count and name in named:  # on each process that has it: of tied ones they are equal
+            named[name].view(-1)[index] = 1.0
+        index -= count
+    return vec

@@ -215,6 +215,11 @@ def test_a_parameter_that_another_process_counts_makes_no_layer_here() -> None:
     assert found.values["net"] == pytest.approx(sum(float((vec * (MATRIX @ vec))[:8].sum()) for vec in draws) / 4)
 
 
+def test_groups_may_be_named_by_numbers() -> None:
+    found = layer_traces(DenseMap(MATRIX), {0: ["a"], 1: ["b"]}, 24)
+    assert "exact" in str(found) and list(found.values) == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     "groups, words",
     [

@@ -108,6 +108,20 @@ def test_samples_for_a_whole_basis_give_the_exact_trace(n: int, more: int, metho
     assert A.asked == n and found.converged
 
 
+def test_an_exact_trace_is_that_of_the_unit_vectors_and_holds_a_block_of_them() -> None:
+    multiplied: list[list[Tensor]] = []
+
+    class Noted(DenseMap):
+        def products(self, vectors):
+            multiplied.append([torch.cat(vector) for vector in vectors])
+            return super().products(vectors)
+
+    matrix = symmetric(torch.linspace(-2.0, 5.0, 10))
+    assert trace(Noted(matrix, 4), 10).value == pytest.approx(float(matrix.trace()), rel=1e-14)
+    assert list(map(len, multiplied)) == [4, 4, 2]
+    assert torch.equal(torch.stack(sum(multiplied, [])), torch.eye(10, dtype=torch.float64))
+
+
 @given(
     n=st.integers(1, 40),
     rank=st.integers(0, 40),
