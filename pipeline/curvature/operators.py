@@ -47,6 +47,7 @@ from pipeline.distributed.agreement import digest, values_in_words
 from pipeline.distributed.wrapped import refuse_parts
 from pipeline.pipe import Pipe
 from pipeline.recompute.randomness import draw_seed
+from pipeline.stage.layers import stage_name
 from scheduler.errors import whole
 
 Batches: TypeAlias = Any  # one (x, target), or an iterable of them
@@ -240,9 +241,7 @@ class Operator(LinearMap):
 
     def stage_name(self, index: int) -> str:
         """A stage with its layers, in words."""
-        first, size = sum(self.pipe.balance[:index]), self.pipe.balance[index]
-        layers = f"layer {first}" if size == 1 else f"layers {first}..{first + size - 1}"
-        return f"stage {index} ({layers})"
+        return stage_name(index, sum(self.pipe.balance[:index]), self.pipe.balance[index])
 
     def point(self) -> Vec:
         """The parameters as a vector."""

@@ -51,7 +51,7 @@ class StageLayers:
         self._popped = [row.name for row in values.read_by[index] if isinstance(row.name, Key)]
         self._stashed = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
         self._has_skips = any([isinstance(module, Skippable) for module in self.modules])
-        self.name = f"stage {index} ({self.words})"
+        self.name = stage_name(index, first, len(layers))
         self.outputs = HandedOutputs(self.name)
         self.quiet = quiet_layers(self.numbered) if unobserved() else frozenset()
         self.is_quiet = len(self.quiet) == len(self.numbered)
@@ -59,12 +59,6 @@ class StageLayers:
     @property
     def pops(self) -> int:
         return len(self._popped)
-
-    @property
-    def words(self) -> str:
-        """The layers in words, for notes."""
-        first, last = self.numbered[0][0], self.numbered[-1][0]
-        return f"layer {first}" if first == last else f"layers {first}..{last}"
 
     def run(self, chunk: int, values: Sequence[Any], seed: Callable[[int, int], None]) -> Bundle:
         """Compute a chunk.
@@ -104,6 +98,16 @@ class StageLayers:
                 error.add_note(_in_words(index, layer))
                 raise
         return value
+
+
+def stage_name(index: int, first: int, layers: int) -> str:
+    """A stage of so many layers, of which it has the first, in words.
+
+    Example:
+        >>> stage_name(1, 4, 2), stage_name(2, 6, 1)
+        ('stage 1 (layers 4..5)', 'stage 2 (layer 6)')
+    """
+    return f"stage {index} (layer{f's {first}..{first + layers - 1}' if layers > 1 else f' {first}'})"
 
 
 def _without_leaves(tree: Tree) -> Tree:
