@@ -105,8 +105,7 @@ class Inverse(LinearMap):
         return [result.x for result in results]
 
     def fingerprint(self) -> str:
-        weight = "none" if self.scales is None else repr(self.space.norm(self.scales))
-        return f"inverse {self.settings} {weight} of {self.map.fingerprint()}"
+        return f"inverse {self.settings} {_digest(self.space, self.scales)} of {self.map.fingerprint()}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -403,9 +403,10 @@ def test_inverse_raises_where_a_system_was_not_solved():
 
 def test_inverse_has_another_fingerprint_with_any_other_setting():
     A, B = DenseMap(positive(9, 10.0, 2)), DenseMap(positive(9, 11.0, 2))
-    ones = A.space.cut(torch.ones(9))
+    rising = torch.arange(1, 10)
+    diagonals = [A.space.cut(entries) for entries in (torch.ones(9), rising, rising.flip(0))]
     maps = [Inverse(A), Inverse(B), Inverse(A, damping=0.1), Inverse(A, tol=1e-7), Inverse(A, method="minres")]
-    maps += [Inverse(A, max_products=9), Inverse(A, preconditioner=ones)]
+    maps += [Inverse(A, max_products=9), *[Inverse(A, preconditioner=diagonal) for diagonal in diagonals]]
     assert len({one.fingerprint() for one in maps}) == len(maps)
     assert Inverse(A).fingerprint() == Inverse(DenseMap(positive(9, 10.0, 2))).fingerprint()
 
