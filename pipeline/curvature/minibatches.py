@@ -58,12 +58,12 @@ class MiniBatches:
             if self._digests is not None and digests[number:] != self._digests[number : number + 1]:
                 raise ValueError(f"mini-batch {number} of the data is not what it was in the first product. " + _REMEDY)
             yield MiniBatch(*pair, digests[number])
-        if not digests:
-            raise ValueError("the data hold no mini-batch. Give at least one (x, target).")
         if self._digests is not None and len(digests) != len(self._digests):
             raise ValueError(
                 f"the data gave {len(digests)} mini-batches, and {len(self._digests)} the first time. " + _REMEDY
             )
+        if not digests:
+            raise ValueError("the data hold no mini-batch. Give at least one (x, target).")
         self._digests = digests
 
     def fingerprint(self) -> str:
