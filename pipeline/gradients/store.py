@@ -226,7 +226,7 @@ class GradStore:
         slots = self._live.filled()
         check_factor(factor)
         for _, grad in slots:
-            grad.mul_(factor.detach().to(grad.device) if isinstance(factor, Tensor) else float(factor))
+            grad.mul_(factor.detach().to(grad.device).reshape(()) if isinstance(factor, Tensor) else float(factor))
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector, each parameter counted once; a 0-d tensor.

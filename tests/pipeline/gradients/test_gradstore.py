@@ -492,7 +492,9 @@ def test_is_finite_finds_one_bad_entry(value, finite, layout):
 
 @pytest.mark.parametrize("factor", [0.25, 2, torch.tensor(0.25), torch.tensor([0.25]).double().requires_grad_()])
 def test_scaling_multiplies_all(factor):
-    params = [parameter(3, dtype=torch.float32), parameter(2, 2), parameter(2, dtype=torch.complex64)]
+    params = [
+        parameter(3, dtype=torch.float32), parameter(2, 2), parameter(), parameter(2, dtype=torch.complex64)
+    ]  # fmt: skip
     store, grads = filled(*params)
     store.scale_(factor)
     for param, grad in zip(params, grads, strict=True):
