@@ -81,7 +81,8 @@ class EagerSink(Sink):
         params = [(stage, param) for stage, layers in stages for layer in layers for param in layer.parameters()]
         refuse_shared_memory([(stage, param) for stage, param in params if update.holds(param)], "stage")
         others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
-        check_free([*[(f"'{name}'", param) for name, param in named if update.holds(param)], *others])
+        used = [pair for pair in named if update.holds(pair[1]) or pair[1]._post_accumulate_grad_hooks]
+        check_free([*[(f"'{name}'", param) for name, param in used], *others])
 
 
 def _play(run: RunWithLoss, step: EagerStep) -> tuple[Call, Verdict]:
@@ -113,6 +114,7 @@ def _play(run: RunWithLoss, step: EagerStep) -> tuple[Call, Verdict]:
 def _take(step: EagerStep, owner: Tensor, grad: Tensor) -> None:
     if owner._backward_hooks:
         ((owner, grad),) = hooked([(owner, grad)])
+        grad = grad.clone()  # a hook may keep what it got or gave, and a clip writes it
     step.take(owner, grad)
 
 

@@ -652,6 +652,26 @@ def test_a_parameters_hook_acts_once_on_the_whole_gradient(schedule):
     twins(run)
 
 
+@pytest.mark.parametrize("clip, limits", [
+    ("value", {"clip_value": 1e-3}), ("per_parameter", {"max_norm": 1e-3}), ("two_pass", {"max_norm": 1e-3}),
+])  # fmt: skip
+def test_what_a_hook_keeps_of_a_gradient_is_not_clipped(clip, limits):
+    """Of an ordinary step torch clips a copy of what has other references."""
+    seen, given = {}, torch.ones(WIDTH, WIDTH, dtype=torch.float64)
+
+    def run(is_eager):
+        module = simple()
+        module[0].weight.register_hook(lambda grad: seen.setdefault(is_eager, []).append(grad))
+        module[1].weight.register_hook(lambda grad: given)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer = EagerUpdate(optimizer, clip, **limits) if is_eager else optimizer
+        Pipe(module, [1, 1, 1], 3).step(*batch(), loss_fn=nn.MSELoss(), optimizer=optimizer)
+        return seen[is_eager][-1:]
+
+    twins(run)
+    assert torch.equal(given, torch.ones_like(given))
+
+
 # ---------------------------------------------------------------------------------------------------------------- clips
 
 
@@ -933,6 +953,15 @@ def test_what_would_be_missed_is_refused_before_anything_changes(prepare, words)
             handle.remove()
     same(before, everything(module))
     assert not update.is_torn
+
+
+def test_hooks_that_wait_for_grad_are_refused_on_parameters_that_no_optimizer_holds_too():
+    """In an ordinary step they run: they may be another optimizer, which steps in the backward."""
+    module = simple()
+    foreign_hook(module, None)
+    update = EagerUpdate(torch.optim.SGD(module[0].parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="'1.weight' has post-accumulate hooks"):
+        Pipe(module, [1, 1, 1]).step(*batch(), loss_fn=nn.MSELoss(), optimizer=update)
 
 
 @pytest.mark.parametrize("clip", CLIPS)
