@@ -29,7 +29,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +76,7 @@ class Probe:
         own_stages = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         self._modules = modules_of([top for layers in own_stages for top in layers])
         self._modes: Sequence[bool] = modes_of(self._modules)  # in which the next run computes
-        in_training = [id(module) for module, mode in zip(self._modules, self._modes, strict=True) if mode]
-        self._gathering = frozenset(in_training) if gathers else None  # ids of modules; None: no chunk follows another
+        self._gathers = gathers
 
     def check(self) -> None:
         """Raise if the mini-batch cannot be cut.
@@ -128,7 +126,7 @@ class Probe:
     @property
     def _keeps_no_rows(self) -> bool:
         """Whether a layer may keep nothing of its rows for its next call, which a chunk of the mini-batch would be."""
-        return self._checks_rows and self._batch.chunks > 1 and self._gathering is not None
+        return self._checks_rows and self._batch.chunks > 1 and self._gathers
 
     def _stages_share_a_process(self) -> bool:
         """Whether some process has several stages, which may leave something to each other."""
@@ -202,9 +200,8 @@ class Probe:
         if not self._communicator.exchange.any(is_certain):
             return
         culprit, _ = _first_to_differ(ours, theirs, partial(differs, least=0.0))  # what later layers have enlarged, too
-        is_excused = self._may_gather(culprit) and (culprit.gathers or bool(when) and culprit.draws)
         self._refuse(
-            culprit, is_excused,
+            culprit, self._may_gather(culprit, draws_too=bool(when)),
             f"mixes the rows of the mini-batch{when}: with other rows beside it, a row comes out otherwise"
         )
 
@@ -223,18 +220,23 @@ class Probe:
         culprit = culprits[0] if len({run and run.number for run in culprits}) == 1 else None
         if not self._communicator.exchange.any(culprit is not None):
             return
-        is_excused = draws or self._may_gather(culprit) and culprit.gathers
+        is_excused = draws or self._may_gather(culprit) or not same_rows(first.output, reference.output)
         self._refuse(
-            culprit, is_excused or not same_rows(first.output, reference.output),
+            culprit, is_excused,
             "reads the number or the places of the rows of the mini-batch: at another place, among another number of "
             "rows, a row comes out otherwise"
         )
 
-    def _may_gather(self, culprit: LayerRun | None) -> TypeGuard[LayerRun]:
-        """Whether a layer may gather statistics of its rows: in eval mode what it writes are rows, as of a cache."""
-        layer = None if culprit is None else culprit.layer
-        modules = () if layer is None else [layer, *[each for each in layer.modules() if isinstance(each, _BatchNorm)]]
-        return self._gathering is not None and any([id(module) in self._gathering for module in modules])
+    def _may_gather(self, culprit: LayerRun | None, draws_too: bool = False) -> bool:
+        """Whether a layer gathers statistics of its rows, or draws, as it may in train mode alone.
+
+        A BatchNorm gathers them, and so does what writes its buffers; in eval mode that writes rows, as of a cache.
+        """
+        if culprit is None or not self._gathers:
+            return False
+        norms = [module for module in culprit.layer.modules() if isinstance(module, _BatchNorm)]
+        is_trained = mode_of(culprit.layer)
+        return any(map(mode_of, norms)) or is_trained and (culprit.writes or draws_too and culprit.draws)
 
     def _refuse(self, culprit: LayerRun | None, is_excused: bool, words: str) -> None:
         """Raise on the ranks that have the layer, or, if none is to be named, on the last one."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from partition.contents import tensors_in
 from partition.modes import mode_of
@@ -39,12 +38,6 @@ class LayerRun(NamedTuple):
     outputs: list[Tensor]
     draws: bool
     writes: bool
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the layer gathers statistics of its rows: it writes its buffers, or is a BatchNorm in train mode."""
-        modules = self.layer.modules()
-        return self.writes or any([isinstance(module, _BatchNorm) and module.training for module in modules])
 
 
 class ProbeCall:
