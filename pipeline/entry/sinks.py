@@ -26,6 +26,7 @@ from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator, Pair, Verdict, joined_by_owner
 from pipeline.gradients.clip import clip_factor
 from pipeline.gradients.partial import shared_overflows
+from pipeline.gradients.per_parameter import params_of
 from pipeline.gradients.store import GradStore
 from pipeline.stage.hooks import accumulate, grads_kept, has_hooks, hooked
 from pipeline.transports.message import Message
@@ -163,7 +164,7 @@ class OptimizerSink(GradSink):
             if scaler is not None and (self._max_norm is not None or not communicator.is_alone):
                 _unscale(scaler, self.optimizer, communicator)
             if self._max_norm is not None:  # of all that is stepped: a loss may have parameters of its own
-                stepped = [("", param) for param in self._stepped()]  # those of the module under its names
+                stepped = [("", param) for param in params_of(self.optimizer)]  # those of the module under its names
                 norm = clip_grads([*module.named_parameters(), *stepped], self._max_norm, 2.0, communicator)
             if scaler is None:
                 self.optimizer.step()
@@ -184,15 +185,12 @@ class OptimizerSink(GradSink):
         notes = getattr(self._scaler, "_per_optimizer_states", {})  # of a scaler that is enabled
         before = {key: dict(note) for key, note in notes.items()}
         try:
-            with grads_kept([*[owner for owner, _ in pairs], *self._stepped()]):
+            with grads_kept([*[owner for owner, _ in pairs], *params_of(self.optimizer)]):
                 yield
         except BaseException:
             notes.clear()  # else the next step would take gradients for unscaled ones
             notes.update(before)
             raise
-
-    def _stepped(self) -> list[Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
 
 def collect(call: Call, loss: Loss, completes: bool) -> tuple[list[Pair], Verdict]:

@@ -33,6 +33,7 @@ from pipeline.entry.state.meta_init import ValueSource, materialize
 from pipeline.entry.state.meta_tensors import PlacedLayer
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.gradients.partial import refuse_lbfgs
+from pipeline.gradients.per_parameter import params_of
 from pipeline.skip import SkipScope, within_scope
 from scheduler import Action, Kind, Schedule, ScheduleError
 
@@ -319,7 +320,7 @@ def check_holds(
         if optimizer.optimizer is None:  # a rule gets them all
             return
         optimizer = optimizer.optimizer
-    optimizer_params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    optimizer_params = {id(param): param for param in params_of(optimizer)}
     lacking = {
         id(param): (name, param) for name, param in named if param.requires_grad and id(param) not in optimizer_params
     }

@@ -25,7 +25,7 @@ from pipeline.common.arguments import check_flags, check_limit, shown
 from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import firm
 from pipeline.gradients.clip import clip_factor, norm_of
-from pipeline.gradients.per_parameter import check_separable, groups_of, step_one
+from pipeline.gradients.per_parameter import check_separable, groups_of, params_of, step_one
 
 Rule: TypeAlias = Callable[[Tensor, Tensor], Any]
 CLIPS = (None, "value", "per_parameter", "two_pass")
@@ -111,8 +111,7 @@ class EagerUpdate:
     @property
     def params(self) -> list[Tensor]:
         """All parameters of the optimizer; none for a rule, which has no list."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [param for group in groups for param in group["params"]]
+        return [] if self.optimizer is None else params_of(self.optimizer)
 
     @property
     def needs_two_runs(self) -> bool:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from pipeline.gradients.per_parameter import params_of
+
 _parts: WeakSet[nn.Module] = WeakSet()  # the Pipes that have a part of their parameters here
 _overflows_are_shared: ContextVar[bool] = ContextVar("overflows_are_shared", default=False)
 
@@ -62,7 +64,7 @@ def refuse_verdict(params: Iterable[Tensor]) -> None:
 def refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
     """Raise if it has parameters of a Pipe over ranks."""
     _refuse(
-        _params_of(optimizer),
+        params_of(optimizer),
         "LBFGS takes inner products over all parameters, and this rank has only its own layers' of the Pipe ({}): each "
         "rank would go its own way. Build the Pipe in one process (devices=[...]), or use another optimizer.",
     )
@@ -122,13 +124,9 @@ def shared_overflows() -> Iterator[None]:
 def _refuse_overflows(optimizer: torch.optim.Optimizer) -> None:
     if not _overflows_are_shared.get():
         _refuse(
-            _params_of(optimizer),
+            params_of(optimizer),
             "the GradScaler looks for overflows in the gradients of this rank's layers of the Pipe alone ({}): one "
             "rank would skip the step, and another would make it. Call pipe.step(x, y, loss_fn=..., "
             "optimizer=optimizer, scaler=scaler) on every rank, with clip_grad_norm= to clip: all skip an overflowing "
             "step, or none.",
         )
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -20,6 +20,11 @@ _HINT = (
 )
 
 
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer, group by group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """The group of each parameter, by its id, as a step begins.
 

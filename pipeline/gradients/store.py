@@ -25,6 +25,7 @@ from pipeline.gradients import reduce as gradstore_ranks
 from pipeline.gradients.clip import clip_factor, stored_entries, total_norm
 from pipeline.gradients.keys import GradKey, Keys, Params
 from pipeline.gradients.partial import refuse_norm, refuse_verdict
+from pipeline.gradients.per_parameter import params_of
 from pipeline.gradients.slot import GradientSum, check_grad, parts, plus
 
 
@@ -358,7 +359,7 @@ class GradStore:
         """
         grads = dict(self._live.filled())
         check_optimizer(optimizer)
-        params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        params = {id(param): param for param in params_of(optimizer)}
         if not grads and any(param.requires_grad and param.numel() for param in params.values()):
             raise RuntimeError(
                 "the GradStore is empty: there is nothing to step with. It was applied already, or nothing was added: "

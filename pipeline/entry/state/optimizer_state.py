@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from pipeline.common.arguments import check_optimizer, few
 from pipeline.entry.state.saved import Saved
+from pipeline.gradients.per_parameter import params_of
 
 NOT_OPTIONS = ("params", "param_names")  # of a group: its parameters, which names stand for
 
@@ -327,7 +328,7 @@ def _chosen(
     """The entry of each parameter that an optimizer holds, by id; a tied one's may stand under any of its names."""
     chosen: dict[int, _SavedState] = {}
     missing, held_names = [], set()
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    for param in params_of(optimizer):
         param_names = names.get(id(param), [])
         held_names.update(param_names)
         if param_names == [""]:

@@ -35,6 +35,7 @@ from pipeline.entry.state.whole_optimizer_state import (
     whole_state,
 )
 from pipeline.execution.communicator import Verdict
+from pipeline.gradients.per_parameter import params_of
 from pipeline.skip import SkipScope, within_scope
 
 
@@ -208,8 +209,7 @@ def _with_none(named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optim
     check_optimizer(optimizer)
     own = list(named)
     ids = {id(param) for _, param in own}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [*own, *[("", param) for param in params if not param.numel() and id(param) not in ids]]
+    return [*own, *[("", param) for param in params_of(optimizer) if not param.numel() and id(param) not in ids]]
 
 
 def _check_state(state_dict: object, method: str) -> None:
