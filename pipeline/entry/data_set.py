@@ -22,7 +22,7 @@ from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss import Loss
 from pipeline.distributed.agreement import MINI_BATCHES
 from pipeline.entry import entry_points
-from pipeline.entry.minibatches import pairs
+from pipeline.entry.minibatches import pairs, read_before
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.sinks import LossSink
 from pipeline.entry.step import LossArguments, Step
@@ -43,7 +43,7 @@ def evaluate_loader(runtime: Runtime, loader: Iterable[Any], arguments: LossArgu
     """
     sums, number = LossSums(), 0
     batches = _pairs(loader, arguments)
-    while (pair := _next(batches, runtime)) is not None:
+    while (pair := read_before(runtime, "evaluate", lambda: next(batches, None))) is not None:
         part_arguments = arguments._replace(x=pair[0], target=pair[1], outputs=False, is_part=True)
         entry_points.evaluate(runtime, part_arguments, LossSink(sums.add))
         number += 1
@@ -57,15 +57,6 @@ def _pairs(loader: Iterable[Any], arguments: LossArguments) -> Iterator[tuple[An
     if arguments.trace:
         raise ValueError("trace=True is for one mini-batch. Evaluate one of the loader's: pipe.evaluate(x, y, ...).")
     yield from pairs(loader, arguments.target, "evaluate")
-
-
-def _next(batches: Iterator[tuple[Any, Any]], runtime: Runtime) -> tuple[Any, Any] | None:
-    """The next mini-batch. It is taken before its call, since a loader may call Pipes; a failure is the call's."""
-    try:
-        return next(batches, None)
-    except BaseException:
-        with turn(), runtime.communicator("evaluate"):
-            raise
 
 
 class LossSums:

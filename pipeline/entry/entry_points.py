@@ -23,7 +23,7 @@ from pipeline.data.microbatch import scatter
 from pipeline.distributed.wrapped import refuse_sharded
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
-from pipeline.entry.minibatches import cut_mini_batches
+from pipeline.entry.minibatches import cut_mini_batches, is_loader, pairs, read_before
 from pipeline.entry.runtime import Request, Runtime
 from pipeline.entry.sinks import GradSink, LossSink, OptimizerSink, Sink, StoreSink, clip_grads
 from pipeline.entry.step import LossArguments, RunWithLoss, Step
@@ -81,6 +81,9 @@ def step(
         "optimizer": optimizer if isinstance(optimizer, EagerUpdate) else type(optimizer).__name__,
     }  # fmt: skip
     refuse_sharded(optimizer, runtime.world_ranks)
+    if is_loader(arguments.x):
+        pairs_read = read_before(runtime, "step", lambda: list(pairs(arguments.x, arguments.target, "step")))
+        arguments = arguments._replace(x=iter(pairs_read))
     with no_collecting(), turn(), runtime.communicator("step", averages=True) as communicator:
         sink = sink_of(optimizer, clip_grad_norm, scaler, grads)
         result = _run(runtime, communicator, arguments, Request(plan_step, True, options, scaler=scaler), sink)

@@ -9,15 +9,19 @@ chunks may differ in shape. Activations are held as the schedule says, and its b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from pipeline.common.call_lock import turn
 from pipeline.data.microbatch import Batch, consecutive, scatter, scatter_like
 from pipeline.entry.inputs import input_of
+from pipeline.entry.runtime import Runtime
 from pipeline.entry.settings import Settings
+
+_T = TypeVar("_T")
 
 
 def is_loader(x: Any) -> bool:
@@ -43,6 +47,21 @@ def pairs(loader: Iterable[Any], target: Any, entry: str) -> Iterator[tuple[Any,
         yield _pair(item, number, entry)
     if number < 0:
         raise ValueError("the loader gave no mini-batch. Give one that can be gone through again, or look at its data.")
+
+
+def read_before(runtime: Runtime, entry: str, read: Callable[[], _T]) -> _T:
+    """What a loader gives for a call, and before it: a loader may call Pipes, in threads of its own too.
+
+    Args:
+        runtime: of the Pipe.
+        entry: the name of the call, whose failure this one is.
+        read: reads the loader.
+    """
+    try:
+        return read()
+    except BaseException:
+        with turn(), runtime.communicator(entry):
+            raise
 
 
 def cut_mini_batches(settings: Settings, x: Any, target: Any) -> tuple[Batch, Batch]:

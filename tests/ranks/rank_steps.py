@@ -396,7 +396,7 @@ def part_norms(make: Make, how: str) -> Found:
 
 
 def two_pipes(make: Make, stages: int) -> Found:
-    """Two models over the same ranks, trained in turn, then one through the other."""
+    """Two models over the same ranks, trained in turn, then one through the other, and on what the other gives."""
     one, other = piped(make, stages), make(_model(stages), even(stages, stages), 2)
     found: Found = {}
     for step in range(2):
@@ -405,6 +405,8 @@ def two_pipes(make: Make, stages: int) -> Found:
     loss = square(other(one(rows(8))), rows(8, seed=9))
     loss.backward()
     found["both"] = loss.detach()
+    pairs = ((rows(count), one.evaluate(rows(count), rows(count), loss_fn=square).outputs) for count in (5, 6))
+    found["distilled"] = other.step(pairs, loss_fn=square).loss
     return {**found, **state_of(one, "one"), **state_of(other, "other")}
 
 

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -305,3 +306,14 @@ def test_a_failure_in_the_second_mini_batch_leaves_buffers_and_gradients_as_they
         pipe.step(iter([(x, torch.zeros(4).long()), (x, torch.full((4,), 4))]), loss_fn=fails, loss_reduction="sum")
     assert all(map(torch.equal, state, module.buffers()))
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_a_loader_may_call_pipes_in_threads_of_its_own(entry: str) -> None:
+    """As one does that reads ahead: the call that waits for it must not keep them waiting."""
+    teacher, (x, y) = Pipe(classifier(), [2, 3], chunks=2), data(4)
+    student = deepcopy(teacher)
+    with ThreadPoolExecutor(1) as ahead:
+        results = (ahead.submit(teacher.evaluate, x, y, loss_fn=F.cross_entropy) for _ in range(2))
+        pairs = ((x, result.result(60).outputs) for result in results)
+        assert getattr(student.eval(), entry)(pairs, loss_fn=F.mse_loss).loss == 0
