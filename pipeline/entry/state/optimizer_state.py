@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from inspect import unwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,7 +112,7 @@ def load_optimizer_state(
     packed = optimizer.state_dict()
     chosen = _chosen(optimizer, names, entries)
     packed["state"] = {
-        number: nested for number, _, param in numbered(optimizer, packed) if (nested := chosen[id(param)].nested())
+        number: nested for number, _, param in numbered(optimizer, packed) if (nested := chosen[id(param)].state)
     }
     for index, (group, param_group) in enumerate(zip(packed["param_groups"], optimizer.param_groups, strict=True)):
         named = [(names[id(param)][0], chosen[id(param)]) for param in param_group["params"]]
@@ -256,36 +255,36 @@ def _places_for(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -
 _KINDS = ("state", "state_keys", "param_groups")  # the first parts of keys
 
 
-@dataclass(eq=False)
-class _SavedState:
-    """The saved entries of a name.
+class _SavedState(NamedTuple):
+    """The saved entries of a name: the options of its group, and what the optimizer kept, nested as it was."""
 
-    Attributes: as the kinds of keys are called.
-        param_groups: its group, but for the parameters.
-        state: what the optimizer kept, by dotted keys.
-        state_keys: under "" the keys of it that count; all, if there is none.
+    options: dict[str, Any]
+    state: dict[str, Any]
+
+
+def _saved_state(
+    name: str, param_groups: Mapping[str, Any], state: Mapping[str, Any], state_keys: Mapping[str, Any]
+) -> _SavedState:
+    """The saved entries of a name, from those of each kind.
+
+    Raises:
+        ValueError: some are not there.
     """
-
-    param_groups: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    state_keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of its group."""
-        return options_of(self.param_groups)
-
-    def nested(self) -> dict[str, Any]:
-        """The state as the optimizer had it."""
-        state: dict[str, Any] = {}
-        for key, value in self.state.items():
-            if key in self.state_keys.get("", self.state):
-                *outer, last = key.split(".")
-                inner = state
-                for part in outer:
-                    inner = inner.setdefault(part, {})
-                inner[last] = value
-        return state
+    keys = state_keys.get("", state)
+    absent = [key for key in keys if key not in state]
+    if absent:
+        raise ValueError(
+            f"the state says that {name!r} had {absent}, which are not here. torch.distributed.checkpoint.load fills "
+            "only what it is given places for; pipeline.Saved(path, 'optimizer') has all there is."
+        )
+    nested: dict[str, Any] = {}
+    for key in [key for key in state if key in keys]:
+        *outer, last = key.split(".")
+        inner = nested
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = state[key]
+    return _SavedState(options_of(param_groups), nested)
 
 
 def _entries(
@@ -308,10 +307,10 @@ def _entries(
             "model, or was not saved by name: it should come from pipe.optimizer_state_dict(optimizer)."
         )
     values = state.read(own_keys) if isinstance(state, Saved) else {key: state[key] for key in own_keys}
-    entries: dict[str, _SavedState] = defaultdict(_SavedState)
+    by_kind: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: {kind: {} for kind in _KINDS})
     for key, (kind, name, state_key) in own_keys.items():
-        getattr(entries[name], kind)[state_key] = values[key]
-    return dict(entries)
+        by_kind[name][kind][state_key] = values[key]
+    return {name: _saved_state(name, **kinds) for name, kinds in by_kind.items()}
 
 
 def _name_in(rest: str, names: Collection[str]) -> str | None:
@@ -332,14 +331,12 @@ def _chosen(
         param_names = names.get(id(param), [])
         held_names.update(param_names)
         if param_names == [""]:
-            chosen[id(param)] = _SavedState()
+            chosen[id(param)] = _SavedState({}, {})
             continue
         candidates = [(name, entries[name]) for name in param_names if name in entries and entries[name].options]
         if not candidates:
             missing.append(param_names[0] if param_names else f"one of shape {list(param.shape)} without a name")
             continue
-        for name, entry in candidates:
-            _check_complete(name, entry)
         chosen[id(param)] = _one_of(candidates)
     if missing:
         raise ValueError(
@@ -355,21 +352,12 @@ def _chosen(
     return chosen
 
 
-def _check_complete(name: str, entry: _SavedState) -> None:
-    absent = [key for key in entry.state_keys.get("", ()) if key not in entry.state]
-    if absent:
-        raise ValueError(
-            f"the state says that {name!r} had {absent}, which are not here. torch.distributed.checkpoint.load fills "
-            "only what it is given places for; pipeline.Saved(path, 'optimizer') has all there is."
-        )
-
-
 def _one_of(candidates: Sequence[tuple[str, _SavedState]]) -> _SavedState:
     """The entry of a parameter that was saved under several names: one that was stepped, as all that were agree."""
-    stepped = [(name, entry) for name, entry in candidates if entry.nested()] or list(candidates)
+    stepped = [(name, entry) for name, entry in candidates if entry.state] or list(candidates)
     first, chosen = stepped[0]
     for name, entry in stepped[1:]:
-        if not same_saved(chosen.nested(), entry.nested()) or not same_saved(chosen.options, entry.options):
+        if not same_saved(chosen.state, entry.state) or not same_saved(chosen.options, entry.options):
             raise ValueError(
                 f"{first!r} and {name!r} are one parameter, but the state has different values for them. Take the "
                 "entries of one out."
