@@ -45,7 +45,8 @@ from pipeline.entry.settled import FixedModule, refuse_recorders
 from pipeline.entry.state.meta_init import ValueSource
 from pipeline.entry.state.meta_tensors import emptied_again
 from pipeline.entry.state.state_dict import StateDictMixin
-from pipeline.entry.step import LossArguments, Step
+from pipeline.entry.step import Step
+from pipeline.entry.step_arguments import StepArguments
 from pipeline.entry.validation import (
     StageView,
     check_plain,
@@ -456,8 +457,10 @@ class Pipe(FixedModule, StateDictMixin):
             >>> bool(step.loss.isclose((4 * pipe[0].weight.sum() ** 2 + 1) / 5))
             True
         """
-        arguments = LossArguments(x, target, loss_fn, loss_reduction, outputs, trace)
-        return eagerly(entry_points.step, self.runtime, arguments, optimizer, clip_grad_norm, scaler, grads)
+        arguments = StepArguments(
+            x, target, loss_fn, loss_reduction, outputs, trace, optimizer, clip_grad_norm, scaler, grads
+        )
+        return eagerly(entry_points.step, self.runtime, arguments)
 
     def evaluate(
         self,
@@ -493,7 +496,7 @@ class Pipe(FixedModule, StateDictMixin):
             >>> pipe.evaluate(loader, loss_fn=nn.functional.l1_loss).loss
             tensor(2.)
         """
-        arguments = LossArguments(x, target, loss_fn, loss_reduction, outputs, trace)
+        arguments = StepArguments(x, target, loss_fn, loss_reduction, outputs, trace)
         if is_loader(x):
             return eagerly(data_set.evaluate_loader, self.runtime, x, arguments)
         return eagerly(entry_points.evaluate, self.runtime, arguments)

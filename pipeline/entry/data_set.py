@@ -25,11 +25,12 @@ from pipeline.entry import entry_points
 from pipeline.entry.minibatches import pairs, read_before
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.sinks import LossSink
-from pipeline.entry.step import LossArguments, Step
+from pipeline.entry.step import Step
+from pipeline.entry.step_arguments import StepArguments
 from pipeline.execution.communicator import Verdict
 
 
-def evaluate_loader(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) -> Step:
+def evaluate_loader(runtime: Runtime, loader: Iterable[Any], arguments: StepArguments) -> Step:
     """The loss and the metrics of all mini-batches of a loader, in eval mode, without gradients.
 
     Args:
@@ -53,7 +54,7 @@ def evaluate_loader(runtime: Runtime, loader: Iterable[Any], arguments: LossArgu
     return Step(verdict.value, metrics=verdict.metrics)
 
 
-def _pairs(loader: Iterable[Any], arguments: LossArguments) -> Iterator[tuple[Any, Any]]:
+def _pairs(loader: Iterable[Any], arguments: StepArguments) -> Iterator[tuple[Any, Any]]:
     if arguments.trace:
         raise ValueError("trace=True is for one mini-batch. Evaluate one of the loader's: pipe.evaluate(x, y, ...).")
     yield from pairs(loader, arguments.target, "evaluate")

@@ -41,14 +41,12 @@ from pipeline.stage.hooks import accumulate, grads_kept, hooked
 class EagerSink(Sink):
     """An EagerUpdate, which gets each gradient as soon as it is whole."""
 
-    def __init__(self, update: EagerUpdate) -> None:
-        self.optimizer: EagerUpdate = update
-
     def run(self, run: RunWithLoss) -> Step:
         """A step; with a norm over all gradients, of two runs."""
-        update, named = self.optimizer, list(run.runtime.module.named_parameters())
+        update, named = run.arguments.optimizer, list(run.runtime.module.named_parameters())
+        assert isinstance(update, EagerUpdate)  # or this is not its sink
         update.get_ready()
-        self._check(run, named)
+        _check(update, run, named)
         step = EagerStep(update, {id(param): name for name, param in named})
         norm: Tensor | None = None
         if step.only_norms:
@@ -72,17 +70,17 @@ class EagerSink(Sink):
         call.communicator.close()
         return Step(verdict.value, None, outputs, None, verdict.metrics, norm)
 
-    def _check(self, run: RunWithLoss, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Raise if parameters cannot be updated one by one."""
-        update = self.optimizer
-        refuse_behind_x(run.execution.batch.tensors, [param for _, param in named])
-        refuse_parts(named, "a step with an EagerUpdate", OF_PARTS)
-        stages = enumerate(run.execution.setup.stages)
-        params = [(stage, param) for stage, layers in stages for layer in layers for param in layer.parameters()]
-        refuse_shared_memory([(stage, param) for stage, param in params if update.holds(param)], "stage")
-        others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
-        used = [pair for pair in named if update.holds(pair[1]) or pair[1]._post_accumulate_grad_hooks]
-        check_free([*[(f"'{name}'", param) for name, param in used], *others])
+
+def _check(update: EagerUpdate, run: RunWithLoss, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise if parameters cannot be updated one by one."""
+    refuse_behind_x(run.execution.batch.tensors, [param for _, param in named])
+    refuse_parts(named, "a step with an EagerUpdate", OF_PARTS)
+    stages = enumerate(run.execution.setup.stages)
+    params = [(stage, param) for stage, layers in stages for layer in layers for param in layer.parameters()]
+    refuse_shared_memory([(stage, param) for stage, param in params if update.holds(param)], "stage")
+    others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
+    used = [pair for pair in named if update.holds(pair[1]) or pair[1]._post_accumulate_grad_hooks]
+    check_free([*[(f"'{name}'", param) for name, param in used], *others])
 
 
 def _play(run: RunWithLoss, step: EagerStep) -> tuple[Call, Verdict]:

@@ -26,8 +26,9 @@ from pipeline.entry.forward import attached
 from pipeline.entry.minibatches import cut_mini_batches, is_loader, pairs, read_before
 from pipeline.entry.runtime import Request, Runtime
 from pipeline.entry.sinks import GradSink, LossSink, OptimizerSink, Sink, StoreSink, clip_grads
-from pipeline.entry.step import LossArguments, RunWithLoss, Step
-from pipeline.entry.validation import check_holds, check_hooks, check_step, parameters_of
+from pipeline.entry.step import RunWithLoss, Step
+from pipeline.entry.step_arguments import StepArguments
+from pipeline.entry.validation import check_hooks
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator
 from pipeline.execution.execution import Execution
@@ -36,23 +37,13 @@ from pipeline.gradients.eager import EagerUpdate
 from scheduler.collecting import no_collecting
 
 
-def sink_of(
-    optimizer: torch.optim.Optimizer | EagerUpdate | None,
-    max_norm: float | None,
-    scaler: torch.amp.GradScaler | None,
-    grads: str,
-) -> Sink:
-    """The sink that the arguments of a step ask for.
-
-    Raises:
-        TypeError, ValueError: arguments that are invalid, or that exclude each other.
-    """
-    check_step(optimizer, max_norm, scaler, grads)
-    if isinstance(optimizer, EagerUpdate):
-        return EagerSink(optimizer)
-    if optimizer is not None:
-        return OptimizerSink(optimizer, max_norm, scaler)
-    return GradSink() if grads == "param" else StoreSink(max_norm)
+def sink_of(arguments: StepArguments) -> Sink:
+    """The sink that the arguments of a step ask for."""
+    if isinstance(arguments.optimizer, EagerUpdate):
+        return EagerSink()
+    if arguments.optimizer is not None:
+        return OptimizerSink()
+    return GradSink() if arguments.grads == "param" else StoreSink()
 
 
 def forward(runtime: Runtime, value: Any, output: str) -> Any:
@@ -67,31 +58,20 @@ def forward(runtime: Runtime, value: Any, output: str) -> Any:
         return attached(Call(execution), hold, runtime.history.stale.mark, everywhere=output == "all")
 
 
-def step(
-    runtime: Runtime,
-    arguments: LossArguments,
-    optimizer: torch.optim.Optimizer | EagerUpdate | None,
-    clip_grad_norm: float | None,
-    scaler: torch.amp.GradScaler | None,
-    grads: str,
-) -> Step:
+def step(runtime: Runtime, arguments: StepArguments) -> Step:
     """`pipe.step`: forward, loss and backward of one mini-batch in the order of the schedule."""
-    options = {
-        **arguments.options, "clip_grad_norm": clip_grad_norm, "grads": grads, "scaler": type(scaler).__name__,
-        "optimizer": optimizer if isinstance(optimizer, EagerUpdate) else type(optimizer).__name__,
-    }  # fmt: skip
-    refuse_sharded(optimizer, runtime.world_ranks)
+    refuse_sharded(arguments.optimizer, runtime.world_ranks)
     if is_loader(arguments.x):
         pairs_read = read_before(runtime, "step", lambda: list(pairs(arguments.x, arguments.target, "step")))
         arguments = arguments._replace(x=iter(pairs_read))
     with no_collecting(), turn(), runtime.communicator("step", averages=True) as communicator:
-        sink = sink_of(optimizer, clip_grad_norm, scaler, grads)
-        result = _run(runtime, communicator, arguments, Request(plan_step, True, options, scaler=scaler), sink)
+        request = Request(plan_step, True, arguments.options, scaler=arguments.scaler)
+        result = _run(runtime, communicator, arguments, request, sink_of(arguments))
         runtime.history.stale.mark()
         return result
 
 
-def evaluate(runtime: Runtime, arguments: LossArguments, sink: LossSink | None = None) -> Step:
+def evaluate(runtime: Runtime, arguments: StepArguments, sink: LossSink | None = None) -> Step:
     """`pipe.evaluate`: the loss and the outputs of one mini-batch in eval mode, without gradients.
 
     Args:
@@ -107,23 +87,22 @@ def evaluate(runtime: Runtime, arguments: LossArguments, sink: LossSink | None =
 def _run(
     runtime: Runtime,
     communicator: Communicator,
-    arguments: LossArguments,
+    arguments: StepArguments,
     request: Request,
     sink: Sink,
     modes: AbstractContextManager[None] = nullcontext(),
 ) -> Step:
     """Run a mini-batch that ends in a loss. `modes`: those in which layers and loss compute."""
     start = perf_counter()
-    check_flags(outputs=arguments.outputs, trace=arguments.trace)
+    arguments.check()
     check_hooks(runtime.module, "pipe.step" if request.grad else "pipe.evaluate")
     batch, target = cut_mini_batches(runtime.settings, arguments.x, arguments.target)
-    if sink.optimizer is not None:
-        other_tensors = [*batch.tensors, *parameters_of(arguments.loss_fn)]
-        check_holds(sink.optimizer, list(runtime.module.named_parameters()), other_tensors)
+    if arguments.optimizer is not None:
+        arguments.check_holds(list(runtime.module.named_parameters()), batch.tensors)
     recorder = runtime.recorder() if arguments.trace else None
     with modes:
         execution = Execution(runtime.agreed(request, batch, communicator, target, recorder), batch)
-        result = sink.run(RunWithLoss(runtime, execution, arguments, target, request.scaler))
+        result = sink.run(RunWithLoss(runtime, execution, arguments, target))
     end = perf_counter()
     for trace in execution.setup.traces:
         trace.steps.append((start, end))

@@ -50,7 +50,7 @@ def pairs(loader: Iterable[Any], target: Any, entry: str) -> Iterator[tuple[Any,
 
 
 def read_before(runtime: Runtime, entry: str, read: Callable[[], _T]) -> _T:
-    """What a loader gives for a call, and before it: a loader may call Pipes, in threads of its own too.
+    """The mini-batches for a call, from a loader, before the call: a loader may call Pipes, in threads of its own too.
 
     Args:
         runtime: of the Pipe.

@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.common.graph import explore
 from pipeline.common.interrupts import firm
@@ -36,13 +36,7 @@ StoreAndNorm: TypeAlias = tuple[GradStore | None, Tensor | None]
 
 
 class Sink(ABC):
-    """The receiver of the final gradients of a step.
-
-    Attributes:
-        optimizer: that steps with them. None: none does.
-    """
-
-    optimizer: Any = None
+    """The receiver of the final gradients of a step."""
 
     @abstractmethod
     def run(self, run: RunWithLoss) -> Step:
@@ -84,19 +78,19 @@ class GradSink(Sink):
                 firm()
                 pairs, verdict = collect(call, loss, self.completes)
                 outputs = run.ended(call)
-                store, norm = self.take(pairs, call, run.runtime.module)
-            self.finish(run.runtime.module)
-            if verdict.hooks or self.optimizer is not None or call.communicator.averager is not None:
+                store, norm = self.take(pairs, call, run)
+            self.finish(run)
+            if verdict.hooks or run.arguments.optimizer is not None or call.communicator.averager is not None:
                 call.communicator.close()
         return Step(verdict.value, store, outputs, None, verdict.metrics, norm)
 
-    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> StoreAndNorm:
+    def take(self, pairs: list[Pair], call: Call, run: RunWithLoss) -> StoreAndNorm:
         """Take whole gradients. Empties `pairs`. A failure leaves everything that it writes as it was found.
 
         Args:
             pairs: (owner, gradient) of parameters, other leaves, and tensors of the input, each once.
             call: made them.
-            module: the Pipe.
+            run: of the step.
 
         Returns:
             The store that has them, if one has, and their norm, if it was asked for.
@@ -104,24 +98,18 @@ class GradSink(Sink):
         accumulate(pairs)
         return None, None
 
-    def finish(self, module: nn.Module) -> None:
+    def finish(self, run: RunWithLoss) -> None:
         """End a step that went well in this process."""
 
 
 class StoreSink(GradSink):
-    """A GradStore. Gradients of the input go to `.grad`.
-
-    Args:
-        max_norm: clips the gradients to this norm.
-    """
+    """A GradStore. Gradients of the input go to `.grad`."""
 
     completes = False
 
-    def __init__(self, max_norm: float | None) -> None:
-        self._max_norm = max_norm
-
-    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> StoreAndNorm:
+    def take(self, pairs: list[Pair], call: Call, run: RunWithLoss) -> StoreAndNorm:
         norm: Tensor | None = None
+        module, max_norm = run.runtime.module, run.arguments.clip_grad_norm
         names = {id(param): name for name, param in module.named_parameters()}
         only_inputs = {id(tensor) for tensor in call.batch.tree.tensors} - names.keys()
         of_inputs = [pair for pair in pairs if id(pair[0]) in only_inputs]
@@ -132,65 +120,55 @@ class StoreSink(GradSink):
         others.reverse()
         while others:  # in order; the store has a copy
             store.add_(*others.pop())
-        if self._max_norm is not None:
+        if max_norm is not None:
             grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
             norm = call.communicator.exchange.total_norm(grads, 2.0)
-            store.scale_(clip_factor(self._max_norm, norm))
+            store.scale_(clip_factor(max_norm, norm))
         accumulate(of_inputs)
         return store, norm
 
 
 class OptimizerSink(GradSink):
-    """An optimizer, which steps once; every `.grad` is None afterwards.
+    """An optimizer, which steps once; every `.grad` is None afterwards."""
 
-    Args:
-        optimizer: steps.
-        max_norm: clips the gradients to this norm first.
-        scaler: scales the loss, and unscales the gradients first of all.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, max_norm: float | None, scaler: torch.amp.GradScaler | None
-    ) -> None:
-        self.optimizer = optimizer
-        self._max_norm = max_norm
-        self._scaler = scaler
-
-    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> StoreAndNorm:
+    def take(self, pairs: list[Pair], call: Call, run: RunWithLoss) -> StoreAndNorm:
         norm: Tensor | None = None
-        communicator, scaler = call.communicator, self._scaler
-        with self._undone(pairs):
+        optimizer: Any = run.arguments.optimizer
+        communicator, scaler, max_norm = call.communicator, run.arguments.scaler, run.arguments.clip_grad_norm
+        stepped = params_of(optimizer)
+        with _notes_kept(scaler), grads_kept([*[owner for owner, _ in pairs], *stepped]):
             accumulate(pairs)
-            if scaler is not None and (self._max_norm is not None or not communicator.is_alone):
-                _unscale(scaler, self.optimizer, communicator)
-            if self._max_norm is not None:  # of all that is stepped: a loss may have parameters of its own
-                stepped = [("", param) for param in params_of(self.optimizer)]  # those of the module under its names
-                norm = clip_grads([*module.named_parameters(), *stepped], self._max_norm, 2.0, communicator)
+            if scaler is not None and (max_norm is not None or not communicator.is_alone):
+                _unscale(scaler, optimizer, communicator)
+            if max_norm is not None:  # of all that is stepped: a loss may have parameters of its own
+                named = [*run.runtime.module.named_parameters(), *[("", param) for param in stepped]]
+                norm = clip_grads(named, max_norm, 2.0, communicator)
             if scaler is None:
-                self.optimizer.step()
+                optimizer.step()
             else:
-                scaler.step(self.optimizer)
+                scaler.step(optimizer)
         return None, norm
 
-    def finish(self, module: nn.Module) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        for parameter in module.parameters():
+    def finish(self, run: RunWithLoss) -> None:
+        optimizer: Any = run.arguments.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        for parameter in run.runtime.module.parameters():
             parameter.grad = None
-        if self._scaler is not None:
-            self._scaler.update()
+        if run.arguments.scaler is not None:
+            run.arguments.scaler.update()
 
-    @contextmanager
-    def _undone(self, pairs: Sequence[Pair]) -> Iterator[None]:
-        """Within: a failure leaves `.grad`, and what the scaler notes of the optimizer, as they were found."""
-        notes = getattr(self._scaler, "_per_optimizer_states", {})  # of a scaler that is enabled
-        before = {key: dict(note) for key, note in notes.items()}
-        try:
-            with grads_kept([*[owner for owner, _ in pairs], *params_of(self.optimizer)]):
-                yield
-        except BaseException:
-            notes.clear()  # else the next step would take gradients for unscaled ones
-            notes.update(before)
-            raise
+
+@contextmanager
+def _notes_kept(scaler: torch.amp.GradScaler | None) -> Iterator[None]:
+    """Within: a failure leaves what a scaler notes of optimizers as it was found."""
+    notes = getattr(scaler, "_per_optimizer_states", {})  # of a scaler that is enabled
+    before = {key: dict(note) for key, note in notes.items()}
+    try:
+        yield
+    except BaseException:
+        notes.clear()  # else the next step would take gradients for unscaled ones
+        notes.update(before)
+        raise
 
 
 def collect(call: Call, loss: Loss, completes: bool) -> tuple[list[Pair], Verdict]:

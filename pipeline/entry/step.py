@@ -1,6 +1,6 @@
 """A step or an evaluation: a call with the loss behind its last stage, and its result.
 
-    LossArguments  -->  RunWithLoss.play  -->  a call whose sums a sink takes (sinks.py)  -->  Step
+    StepArguments  -->  RunWithLoss.play  -->  a call whose sums a sink takes (sinks.py)  -->  Step
 """
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pipeline.common.cadence import validates
-from pipeline.data.loss import Loss, LossFn, name_of
+from pipeline.data.loss import Loss
 from pipeline.data.loss_proof import LossCount
 from pipeline.data.microbatch import Batch, gather, tree_text
 from pipeline.data.pytrees import Activations, flatten
 from pipeline.entry.loss_end import LossEnd
 from pipeline.entry.runtime import Runtime
+from pipeline.entry.step_arguments import StepArguments
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import share_output
 from pipeline.execution.execution import Execution
@@ -73,26 +74,6 @@ def _shapes(outputs: Any) -> str:
     return shorten(tree_text(flatten(outputs, "the output")), 100, placeholder=" ...")
 
 
-class LossArguments(NamedTuple):
-    """The arguments that a step and an evaluation share, see `Pipe.step`."""
-
-    x: Any
-    target: Any
-    loss_fn: LossFn
-    loss_reduction: str | None
-    outputs: bool
-    trace: bool
-    is_part: bool = False  # the mini-batch is one of several, whose losses are added up
-
-    @property
-    def options(self) -> dict[str, object]:
-        """Those that all ranks must give alike."""
-        return {
-            "loss_fn": name_of(self.loss_fn), "loss_reduction": self.loss_reduction,
-            "outputs": self.outputs, "trace": self.trace,
-        }  # fmt: skip
-
-
 @dataclass(eq=False)
 class RunWithLoss:
     """A call that ends in a loss, which runs once, or once more from its beginning.
@@ -102,14 +83,12 @@ class RunWithLoss:
         execution: of the run under way, or of the next one.
         arguments: those of the call.
         target: of the mini-batch, cut.
-        scaler: scales the loss.
     """
 
     runtime: Runtime
     execution: Execution
-    arguments: LossArguments
+    arguments: StepArguments
     target: Batch
-    scaler: torch.amp.GradScaler | None
 
     def play(self, early_use_of: EarlyUseOf | None = None) -> tuple[Call, Loss]:
         """Run the call. Validating calls, and those of a new form of loss, compare it with the un-pipelined one.
@@ -125,10 +104,10 @@ class RunWithLoss:
         loss = Loss(arguments.loss_fn, arguments.loss_reduction, rows, arguments.is_part, known)
         number = known.number + is_several
         compare = is_several and validates(number)
-        end = LossEnd(execution, loss, self.target, self.scaler, compare, arguments.outputs)
-        if self.scaler is not None and not execution.has_last:
+        end = LossEnd(execution, loss, self.target, arguments.scaler, compare, arguments.outputs)
+        if arguments.scaler is not None and not execution.has_last:
             device = self.runtime.settings.layout.devices[0]
-            self.scaler.scale(torch.zeros((), device=device))  # its scale exists from its first use on
+            arguments.scaler.scale(torch.zeros((), device=device))  # its scale exists from its first use on
         try:
             with Call(execution, end, arguments.outputs) as call:
                 call.run_forward(None if early_use_of is None else early_use_of(call, end, loss))

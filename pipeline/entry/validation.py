@@ -1,14 +1,13 @@
 """Validation of a Pipe's arguments before anything runs, and the defaults for those that were not given.
 
     Pipe(module, balance, devices=..., schedule=...)  -->  check_plain, choose_balance, choose_places, check_schedule
-    pipe.step(...)                                    -->  check_step
+    pipe.step(...)                                    -->  check_hooks; its arguments: entry/step_arguments.py
 
 Each error says what was wrong, the value, and what to do.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from partition import balance_costs
 from partition.names import LayeredModule, sequential
 from partition.splitting import check_balance
 from pipeline.common.accelerators import accelerators, moved_in_place
-from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
+from pipeline.common.arguments import check_limit
 from pipeline.common.errors import PLAIN
 from pipeline.common.graph import refuse_tangents
 from pipeline.common.places import Place, place_of
@@ -31,16 +30,8 @@ from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.distributed.stale import refuse_stale
 from pipeline.entry.state.meta_init import ValueSource, materialize
 from pipeline.entry.state.meta_tensors import PlacedLayer
-from pipeline.gradients.eager import EagerUpdate
-from pipeline.gradients.partial import refuse_lbfgs
-from pipeline.gradients.per_parameter import params_of
 from pipeline.skip import SkipScope, within_scope
 from scheduler import Action, Kind, Schedule, ScheduleError
-
-_ANEW = (
-    "It is another model's, or was made before parameters were replaced (load_state_dict(assign=True), a cast that "
-    "makes new ones): make it of pipe.parameters(). What is not to be trained: requires_grad_(False)."
-)
 
 
 class StageView(LayeredModule, nn.Sequential):
@@ -261,100 +252,6 @@ def settle_stages(
     for stage in sorted(own_stages, reverse=True):
         with moved_in_place(devices[stage]):
             stages[stage].to(devices[stage])  # a layer that several stages share stays with the first
-
-
-def check_step(
-    optimizer: torch.optim.Optimizer | EagerUpdate | None,
-    clip: float | None,
-    scaler: torch.amp.GradScaler | None,
-    grads: str,
-) -> None:
-    if grads not in ("param", "store"):
-        raise ValueError(f"grads is {grads!r}. Use 'param' or 'store'.")
-    if optimizer is not None and not isinstance(optimizer, EagerUpdate):
-        check_optimizer(optimizer)
-    if scaler is not None:
-        check_scaler(scaler)
-    if clip is not None:
-        check_limit("clip_grad_norm", clip)
-    if grads == "store" and optimizer is not None:
-        raise ValueError(
-            "grads='store' keeps the gradients for you, so no optimizer can step. Use store.apply(optimizer)."
-        )
-    if isinstance(optimizer, EagerUpdate):
-        _check_eager(clip, scaler)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        refuse_lbfgs(optimizer)  # over ranks a closure would be refused too
-        raise ValueError(
-            "LBFGS evaluates the loss several times a step: write a closure around pipe.step(x, y, loss_fn=f)."
-        )
-    if clip is not None and optimizer is None and grads == "param":
-        raise ValueError(
-            "clip_grad_norm without an optimizer would clip what .grad will hold, which you may still add to. Call "
-            "pipe.clip_grad_norm_ before your own optimizer step, or give optimizer=... or grads='store'."
-        )
-    if scaler is not None and optimizer is None and clip is not None:
-        raise ValueError("clip_grad_norm with a scaler needs the optimizer, which unscales: give optimizer=...")
-
-
-def parameters_of(loss_fn: object) -> list[Tensor]:
-    """The parameters of a loss, where it is a module."""
-    return list(loss_fn.parameters()) if isinstance(loss_fn, nn.Module) else []
-
-
-def check_holds(
-    optimizer: torch.optim.Optimizer | EagerUpdate, named: Sequence[tuple[str, Tensor]], other_tensors: Iterable[Tensor]
-) -> None:
-    """Refuse an optimizer that would drop the gradients: of another model, or of parameters that were replaced.
-
-    One with other tensors beside the Pipe's is fine (a loss's own parameters); so is one without some of the Pipe's.
-
-    Args:
-        named: the Pipe's parameters, of this process.
-        other_tensors: other tensors that get gradients in a step: the input, the loss's own parameters.
-
-    Raises:
-        ValueError: it has none of them; or, in place of some, others of their shapes.
-    """
-    if isinstance(optimizer, EagerUpdate):
-        if optimizer.optimizer is None:  # a rule gets them all
-            return
-        optimizer = optimizer.optimizer
-    optimizer_params = {id(param): param for param in params_of(optimizer)}
-    lacking = {
-        id(param): (name, param) for name, param in named if param.requires_grad and id(param) not in optimizer_params
-    }
-    if not lacking:
-        return
-    known_ids = {id(tensor) for tensor in other_tensors}.union([id(param) for _, param in named])
-    foreign = [param for key, param in optimizer_params.items() if key not in known_ids and param.requires_grad]
-    if not optimizer_params.keys() & known_ids:
-        if optimizer_params and not any(param.numel() for param in optimizer_params.values()):
-            return  # an empty one stands for none of a rank's: what this optimizer steps is on other ranks
-        raise ValueError(
-            f"the optimizer has none of the Pipe's parameters, so their gradients would be lost. {_ANEW} Over ranks "
-            "give it nn.Parameter(torch.empty(0)) where all that it steps is on other ranks."
-        )
-    if foreign and Counter([param.shape for param in foreign]) <= Counter([p.shape for _, p in lacking.values()]):
-        shapes = [param.shape for param in foreign]
-        names = [name for name, param in lacking.values() if param.shape in shapes]
-        raise ValueError(
-            f"the optimizer has {len(foreign)} parameters that are not the Pipe's, and none of {names[:5]}, which "
-            f"have their shapes: gradients would be lost. {_ANEW}"
-        )
-
-
-def _check_eager(clip: float | None, scaler: torch.amp.GradScaler | None) -> None:
-    if clip is not None:
-        raise ValueError(
-            "clip_grad_norm clips by the norm over all gradients, which an EagerUpdate does not know before its first "
-            f"update. Use EagerUpdate(..., clip='two_pass', max_norm={clip})."
-        )
-    if scaler is not None:
-        raise ValueError(
-            "a GradScaler leaves the whole step out where one gradient overflows, and an EagerUpdate has used the "
-            "others by then. Use bfloat16, which needs no scaler, or the optimizer itself."
-        )
 
 
 def refuse_transforms(tensors: Callable[[], Sequence[Tensor]]) -> None:
