@@ -6,18 +6,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from partition.process_lock import LockHold
+from pipeline.common.accelerators import beside, current_streams, use_here
+from pipeline.common.call_lock import turn
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import marked_under_way
 from pipeline.data.microbatch import joined_grads, row_dim
 from pipeline.data.pytrees import Grads, versions
 from pipeline.execution.call import Call
+from pipeline.execution.communicator import Communicator
+from pipeline.stage.hooks import skip_none
+from scheduler.collecting import no_collecting
 
 
 class AttachedCall(NamedTuple):
@@ -31,6 +37,7 @@ class AttachedCall(NamedTuple):
         input_indices: the indices of the input's tensors that need a gradient.
         owners: the parameters, and other leaves, that have one in this process.
         input_versions: of all tensors of the input at the forward.
+        streams: those of the forward, on which autograd goes back, too.
     """
 
     call: Call
@@ -40,6 +47,7 @@ class AttachedCall(NamedTuple):
     input_indices: Sequence[int]
     owners: Sequence[Tensor]
     input_versions: tuple[int, ...]
+    streams: Sequence[torch.Stream]
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -50,6 +58,23 @@ class AttachedCall(NamedTuple):
     def needs_leaf(self) -> bool:
         """Whether an empty leaf stands for owners: those of other ranks, with which this one goes back, or for none."""
         return not (self.owners or self.input_indices and self.call.communicator.is_alone)
+
+    @contextmanager
+    def going_back(self, again: Callable[[], Communicator]) -> Iterator[Communicator]:
+        """Within: a backward of this call. `again`: gives its communicator."""
+        with no_collecting(), turn(self.hold), beside(self.streams), again() as communicator:
+            self.call.execution.go_on_with(communicator)
+            yield communicator
+
+    def handed_on(self, grads: Sequence[Tensor | None]) -> None:
+        """Prepare gradients for autograd, in whose streams and hooks they are used.
+
+        Args:
+            grads: those of the leaves, and others behind them.
+        """
+        if self.streams != current_streams(self.call.execution.devices):
+            use_here(grads)
+        skip_none([leaf for leaf, grad in zip(self.leaves, grads, strict=False) if grad is None])
 
     def check_input(self) -> None:
         """Raise if the input was written since the forward.

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from partition.process_lock import LockHold
-from pipeline.common.accelerators import beside, current_streams, use_here
-from pipeline.common.call_lock import turn
+from pipeline.common.accelerators import current_streams
 from pipeline.common.graph import asks_for_all_leaves
 from pipeline.common.torch_modes import outside_vmap
 from pipeline.data.microbatch import gather, refuse_layouts
@@ -34,8 +33,7 @@ from pipeline.entry.second_backward import SecondBackward
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import CommonTensors, Pair, Verdict, share_output
 from pipeline.execution.final_gradients import EarlyUse
-from pipeline.stage.hooks import add_hooked, skip_none
-from scheduler.collecting import no_collecting
+from pipeline.stage.hooks import add_hooked
 
 
 def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everywhere: bool = True) -> Any:
@@ -69,7 +67,8 @@ def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everyw
         return tree.build(tree.tensors)
     tensors = call.batch.tree.tensors
     input_indices = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-    forward = AttachedCall(call, hold, sizes, everywhere, input_indices, owners, versions(tensors))
+    streams = current_streams(call.execution.devices)
+    forward = AttachedCall(call, hold, sizes, everywhere, input_indices, owners, versions(tensors), streams)
     leaves = forward.leaves
     if forward.needs_leaf:
         leaves.append(call.communicator.topology.nothing.requires_grad_())
@@ -91,8 +90,6 @@ class Backward:
         self._forward = forward
         self._call = forward.call
         self._on_backward = on_backward
-        # Autograd, too, goes back on those of the forward.
-        self._streams = current_streams(forward.call.execution.devices)
         self.early_use: EarlyUse | None = None
 
     @property
@@ -102,21 +99,14 @@ class Backward:
 
     def __call__(self, output_grads: OutputGrads, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the inputs that need one, and of the owners. `output_grads`: those of the outputs."""
-        execution = self._call.execution
-        with (
-            no_collecting(), turn(self._forward.hold), beside(self._streams),
-            execution.communicator.again() as communicator,
-        ):
-            execution.go_on_with(communicator)
+        with self._forward.going_back(lambda: self._call.communicator.again()) as communicator:
             grads = output_grads.received()
             options = {OPTIONS: f"create_graph={torch.is_grad_enabled()}"}
             communicator.open(lambda values: options, draws=False, tensors=self._compared(grads))
             result = self._compute(grads, retain)
             communicator.agree(Verdict(None, None, True))
         self._on_backward()
-        if self._streams != current_streams(execution.devices):
-            use_here(result)
-        skip_none([leaf for leaf, grad in zip(self._forward.leaves, result, strict=True) if grad is None])
+        self._forward.handed_on(result)
         result = (*result, torch.zeros(0, device="cpu")) if self._forward.needs_leaf else result
         if output_grads.link is None or self.is_alone:
             return result

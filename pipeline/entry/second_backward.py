@@ -14,21 +14,18 @@ too, follows on every rank, whatever the graph of the loss is there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipeline.common.accelerators import current_streams, use_here
-from pipeline.common.call_lock import turn
 from pipeline.common.errors import CheckpointError
 from pipeline.data.pytrees import Grads, versions
 from pipeline.distributed.agreement import OPTIONS
 from pipeline.entry.attached_call import AttachedCall
 from pipeline.entry.nodes import OutputGrads, attach, is_batched, is_in_vmap
 from pipeline.execution.communicator import CommonTensors, Communicator, Verdict
-from pipeline.stage.hooks import skip_none
 from pipeline.transports.message import Message
-from scheduler.collecting import no_collecting
 
 _DIFFER = (
     "the second backward begins with other gradients on one rank than on another, at the gradient of the input's "
@@ -73,9 +70,7 @@ class SecondBackward:
 
     def __call__(self, grads: OutputGrads, retain: bool) -> tuple[Tensor | None, ...]:
         """The derivatives by all that the gradients are functions of. `grads`: the cotangents of the gradients."""
-        execution, streams = self._call.execution, current_streams(self._call.execution.devices)
-        with no_collecting(), turn(self._forward.hold), self._first.again("second backward") as communicator:
-            execution.go_on_with(communicator)
+        with self._forward.going_back(partial(self._first.again, "second backward")) as communicator:
             remaining = iter(grads.received())
             cotangents = [next(remaining) if is_present else None for is_present in self._present]
             batched = any([is_batched(grad) or is_in_vmap(grad) for grad in cotangents])
@@ -88,9 +83,7 @@ class SecondBackward:
             with torch.no_grad():
                 of_leaves, of_grads = self._compute(cotangents)
             communicator.agree(Verdict(None, None, True))
-        if streams != current_streams(execution.devices):
-            use_here([*of_leaves, *of_grads])
-        skip_none([leaf for leaf, grad in zip(self._leaves, of_leaves, strict=True) if grad is None])
+        self._forward.handed_on([*of_leaves, *of_grads])
         nothing = [None] * (len(self._present) - len(self._leaves))
         bent = [grad for grad, bends in zip(of_grads, self._bends, strict=True) if bends]
         return *of_leaves, *nothing, *bent, None

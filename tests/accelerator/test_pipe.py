@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipeline import Pipe
 from pipeline.common.places import Place
-from pipeline.entry import forward
+from pipeline.entry import attached_call
 from pipeline.execution import drivers
 from pipeline.transports.local import Local
 from scheduler import by_name, simulate
@@ -222,7 +222,7 @@ MISSING = {
         "threads", instead="if True",
     ),
     "gradients are not recorded": Missing(
-        forward, "use_here", f"use_in({OF_COPY}, tensor)", backward_on_other_streams, ZIGZAG
+        attached_call, "use_here", f"use_in({OF_COPY}, tensor)", backward_on_other_streams, ZIGZAG
     ),
 }  # fmt: skip
 
