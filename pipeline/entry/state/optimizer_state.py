@@ -294,7 +294,7 @@ def _entries(
     known_names = {*own_names, *(all_names or ())}
     own_keys: dict[str, tuple[str, str, str]] = {}  # (kind, name, state key) of each key that is this process's
     unknown = []
-    for key in state:
+    for key in map(str, state):
         kind, _, rest = key.partition(".")
         name = _name_in(rest, known_names)
         if kind not in _KINDS or name is None:

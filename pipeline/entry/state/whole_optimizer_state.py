@@ -126,7 +126,7 @@ def copied_to_host(state: Any) -> Any:
 
 def is_packed(state: Mapping[str, Any]) -> bool:
     """Whether this is a torch.optim state_dict, whose parameters have numbers."""
-    return "param_groups" in state and isinstance(state["param_groups"], Sequence)
+    return {"state", "param_groups"} <= state.keys() and isinstance(state["param_groups"], Sequence)
 
 
 def whole_by_name(packed: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[str, Any]:

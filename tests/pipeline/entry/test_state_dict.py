@@ -275,8 +275,13 @@ def test_keys_that_belong_to_nobody_are_named():
     for key in ("state.7.weight.step", "param_groups.1.weigh.lr", "state_keys.1", "moments.1.weight", "state", ""):
         with pytest.raises(ValueError, match=f"entries that belong to no parameter: {key}. The state has the names of"):
             loading({**state, key: 1}, ALL)
+    packed = make("adam", names_of(net())).state_dict()
     with pytest.raises(ValueError, match="belong to no parameter: state, param_groups. .*not saved by name"):
-        loading(make("adam", names_of(net())).state_dict())
+        loading(packed)
+    pipe = Pipe(net(), [LAYERS])
+    for part, words in (({0: {}, 1: {}}, "0, 1"), ({"param_groups": packed["param_groups"]}, "param_groups")):
+        with pytest.raises(ValueError, match=f"entries that belong to no parameter: {words}. The state"):
+            pipe.load_optimizer_state_dict(torch.optim.Adam(pipe.parameters()), part)
 
 
 def test_keys_of_others_are_errors_only_where_there_are_no_others():
