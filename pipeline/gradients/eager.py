@@ -26,6 +26,7 @@ from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import firm
 from pipeline.gradients.clip import clip_factor, norm_of
 from pipeline.gradients.per_parameter import check_separable, groups_of, params_of, step_one
+from pipeline.gradients.slot import as_grad_of
 
 Rule: TypeAlias = Callable[[Tensor, Tensor], Any]
 CLIPS = (None, "value", "per_parameter", "two_pass")
@@ -213,11 +214,11 @@ class EagerStep:
                 self._refuse_unknown_norm(owner)
                 self.external.append((owner, grad))
             elif self.only_norms:
-                self._norms[id(owner)] = owner, norm_of(grad.to(owner.dtype))
+                self._norms[id(owner)] = owner, norm_of(as_grad_of(owner, grad))
             elif is_held:
                 firm()
                 self.updated.add(id(owner))
-                self.update.apply(owner, self._clipped(grad.to(owner.dtype)))
+                self.update.apply(owner, self._clipped(as_grad_of(owner, grad)))
 
     def _refuse_unknown_norm(self, owner: Tensor) -> None:
         if self.only_norms and owner.grad_fn is not None:

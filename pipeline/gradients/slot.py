@@ -70,6 +70,12 @@ def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+def as_grad_of(param: Tensor, grad: Tensor) -> Tensor:
+    """A gradient in the type that the parameter's `.grad` has: the parameter's own, or that which it asks for."""
+    dtype = getattr(param, "grad_dtype", param.dtype)  # None: any will do
+    return grad if dtype is None else grad.to(dtype)
+
+
 def plus(one: Tensor, other: Tensor) -> Tensor:
     """one + other where `one` is, in place if that keeps its layout and type; sparse + dense is dense."""
     dtype, other = sum_dtype(one.dtype, other.dtype), other.to(one.device)

@@ -26,7 +26,7 @@ from pipeline.gradients.clip import clip_factor, stored_entries, total_norm
 from pipeline.gradients.keys import GradKey, Keys, Params
 from pipeline.gradients.partial import refuse_norm, refuse_verdict
 from pipeline.gradients.per_parameter import params_of
-from pipeline.gradients.slot import GradientSum, check_grad, parts, plus
+from pipeline.gradients.slot import GradientSum, as_grad_of, check_grad, parts, plus
 
 
 class GradStore:
@@ -343,8 +343,7 @@ class GradStore:
         for slot, grad in list(self._live.filled()):
             param = slot.param
             total = grad if mode == "set" or param.grad is None else plus(param.grad, grad)
-            dtype = getattr(param, "grad_dtype", param.dtype)  # None: any will do
-            param.grad = total.to(param.device, total.dtype if dtype is None else dtype)
+            param.grad = as_grad_of(param, total.to(param.device))
         self.clear()
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:

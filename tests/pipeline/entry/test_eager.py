@@ -273,6 +273,25 @@ def test_in_other_types_too(dtype):
     twins(run)
 
 
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, None])
+def test_a_parameter_gets_its_gradient_in_the_type_that_it_asks_for(grad_dtype, clip):
+    def run(is_eager):
+        module = simple().bfloat16()
+        for param in module.parameters():
+            param.grad_dtype = grad_dtype
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        update = eager_if(is_eager, optimizer, clip=clip, max_norm=0.1 if clip else None)
+        options = {"clip_grad_norm": 0.1} if clip and not is_eager else {}
+        pipe = Pipe(module, [1, 1, 1], 3)
+        for number in range(3):
+            x, target = (each.bfloat16() for each in batch(seed=number))
+            pipe.step(x, target, loss_fn=nn.MSELoss(), optimizer=update, **options)
+        return everything(module, optimizer)
+
+    twins(run)
+
+
 @pytest.mark.parametrize("workers", [None, "threads"])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_a_weight_of_four_stages_gets_their_sums_in_order_divided_by_the_count_of_the_mini_batch(clip, workers):
