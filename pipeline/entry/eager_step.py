@@ -110,9 +110,13 @@ def _play(run: RunWithLoss, step: EagerStep) -> tuple[Call, Verdict]:
 
 
 def _take(step: EagerStep, owner: Tensor, grad: Tensor) -> None:
+    """Let hooks act, and take what `.grad` would be then: a copy, if hooks keep the gradient, which a clip writes."""
     if owner._backward_hooks:
         ((owner, grad),) = hooked([(owner, grad)])
-        grad = grad.clone()  # a hook may keep what it got or gave, and a clip writes it
+        if step.update.holds(owner) and owner.grad is None:
+            accumulate([(owner, grad)])
+            step.take_grads([owner])
+            return
     step.take(owner, grad)
 
 

@@ -691,6 +691,24 @@ def test_what_a_hook_keeps_of_a_gradient_is_not_clipped(clip, limits):
     assert torch.equal(given, torch.ones_like(given))
 
 
+def test_a_hook_may_give_a_gradient_that_lies_otherwise_in_memory():
+    """`.grad` would lie as its parameter does, and a norm is added up in the order of memory."""
+
+    def run(is_eager):
+        torch.manual_seed(1)
+        conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        conv.weight.register_hook(lambda grad: grad.contiguous() * 1.5)
+        module = nn.Sequential(nn.Unflatten(1, (3, 4, 4)), conv, nn.Flatten(), nn.Linear(32, 2))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        update = eager_if(is_eager, optimizer, clip="two_pass", max_norm=0.1)
+        options = {} if is_eager else {"clip_grad_norm": 0.1}
+        pipe = Pipe(module, [2, 2])
+        data = [(torch.randn(7, 48), torch.randn(7, 2)) for _ in range(5)]
+        return [pipe.step(*pair, loss_fn=nn.MSELoss(), optimizer=update, **options).grad_norm for pair in data]
+
+    twins(run)
+
+
 # ---------------------------------------------------------------------------------------------------------------- clips
 
 
