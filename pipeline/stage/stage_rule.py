@@ -188,7 +188,7 @@ class StageRule:
         """For each direction the tangents of the roots: the adjoint of the adjoint."""
         if not tangents:
             return []
-        seeds = [torch.zeros_like(root, requires_grad=True) for root in graph.roots]
+        seeds = [root.detach().requires_grad_() for root in graph.roots]  # any, laid out as the roots: J^T u is linear
         pushed = []
         with self.parameters.hooks_asleep():
             grads = gradients_of(graph.roots, self.targets(graph), seeds, True)
@@ -197,7 +197,7 @@ class StageRule:
                 outs, along = self._paired(grads, parts)
                 second = gradients_of(outs, seeds, along, retain=not self.parameters.is_last(number))
                 rows = zip(seeds, second, strict=True)
-                pushed.append([seed.detach() if grad is None else grad for seed, grad in rows])
+                pushed.append([torch.zeros_like(seed) if grad is None else grad for seed, grad in rows])
         return pushed
 
     def _check(self, grads: Sequence[Tensor | None]) -> None:

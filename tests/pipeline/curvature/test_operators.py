@@ -8,6 +8,7 @@
 Only first derivatives of torch are used for the reference. What cannot be right is refused: test_refusals.py.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -587,6 +588,25 @@ def test_the_padding_row_is_a_constant(kind, style):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     assert torch.equal(found, operator @ zeroed)
     assert not found[padding].any()
+
+
+def stored_as(layout, x):
+    return x.to_sparse(layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+def test_sparse_values_between_stages_have_tangents_for_the_entries_that_they_store(layout, activation):
+    torch.manual_seed(3)
+    first = nn.Sequential(nn.Linear(6, 4), activation(), Apply(partial(stored_as, layout)))
+    model = nn.Sequential(first, nn.Sequential(Apply(torch.Tensor.to_dense), nn.Tanh(), nn.Linear(4, 3))).double()
+    x, y = data(Case(nn.Tanh))
+    reference = Reference(copy.deepcopy(model), x, y, F.cross_entropy, CHUNKS)
+    pipe = Pipe(model, [1, 1], CHUNKS, devices=["cpu"] * 2)
+    vec = torch.randn(sum(each.numel() for each in model.parameters()), dtype=torch.float64)
+    for kind, expected in ((Hessian, reference.hessian(vec)), (GaussNewton, reference.gauss_newton(vec))):
+        torch.testing.assert_close(kind(pipe, (x, y), F.cross_entropy) @ vec, expected, rtol=1e-6, atol=1e-9)
 
 
 # --------------------------------------------------------------------------------------------- what users put around it
