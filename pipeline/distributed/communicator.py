@@ -62,7 +62,7 @@ class DistributedCommunicator(Communicator):
         self._is_backward = forward_call is not None
         self._name = ranks.next_call
         self._call = f"{self._entry} (call {ranks.calls + 1} of the script)"
-        self._comparison = Comparison(topology, f"{self._entry} of Pipe {topology.number}, {self._name}")
+        self._comparison = Comparison(topology, f"{self._entry} of {topology.name}, {self._name}")
         self._messages = CallMessages(ranks, series)
         self._interrupts = Deferral()  # from the last vote to the end
         self._progress = ""  # the progress of the step, for errors
@@ -95,7 +95,7 @@ class DistributedCommunicator(Communicator):
         seed, options_digest = self._comparison.open(words, draw_seed() if draws else 0, tensors, values)
         if values:
             self.gradients.check_copies()
-        self._messages.series = self._messages.series or f"{self.topology.number}/{self._entry}/{options_digest}"
+        self._messages.series = self._messages.series or f"{self.topology.name}/{self._entry}/{options_digest}"
         return seed
 
     def compare(self) -> None:

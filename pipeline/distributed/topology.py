@@ -1,10 +1,11 @@
-"""The topology of a Pipe over ranks: its number, and the assignment of its stages.
+"""The topology of a Pipe over ranks: its name, and the assignment of its stages.
 
     module, balance, schedule  -->  StageAssignment: the rank of each stage, tied parameters
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -33,7 +34,7 @@ class PipeTopology(Topology):
 
     Attributes:
         ranks: the ranks.
-        number: of the Pipe, among those that run on these ranks.
+        name: of the Pipe, by its number among those that run on these ranks.
         assignment: the assignment of stages.
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
         nothing: an empty one, for a rank without any.
@@ -42,7 +43,7 @@ class PipeTopology(Topology):
 
     def __init__(self, stages: Sequence[nn.Sequential], rank_of: Sequence[int], ranks: RankGroup) -> None:
         self.ranks = ranks
-        self.number = ranks.pipes
+        self.name = f"Pipe {ranks.pipes}"
         self.assignment: StageAssignment = assign(stages, rank_of, ranks.rank)
         self.nothing: nn.Parameter = nn.Parameter(torch.empty(0, device="cpu"))
         self.opened = Cadence()
@@ -67,8 +68,10 @@ class PipeTopology(Topology):
         }
 
     def __deepcopy__(self, memo: Any) -> PipeTopology:
-        """A copy of a Pipe runs on the same ranks."""
-        return self
+        """A copy of a Pipe runs on the same ranks, by another name: not on one while others run the Pipe itself."""
+        topology = copy.copy(self)
+        topology.name = f"a copy of {self.name}"
+        return topology
 
     def has(self, stage: int) -> bool:
         return self.assignment.rank_of[stage] == self.assignment.rank
@@ -118,9 +121,9 @@ class PipeTopology(Topology):
             stage: {id(parameter): parameter for layer in stages[stage] for parameter in layer.parameters()}
             for stage in self.assignment.own_stages
         }
-        for tied, copy in originals.items():
-            readers = {stage for stage, parameters in by_stage.items() if id(copy) in parameters}
-            if copies[tied] is not copy or readers != {stage for stage, _ in tied.readers if stage in by_stage}:
+        for tied, original in originals.items():
+            readers = {stage for stage, parameters in by_stage.items() if id(original) in parameters}
+            if copies[tied] is not original or readers != {stage for stage, _ in tied.readers if stage in by_stage}:
                 _refuse_tie(tied.name, "in this rank's layers was replaced, or tied to one more,")
         for parameter in [parameter for parameters in by_stage.values() for parameter in parameters.values()]:
             name = self.name_of(parameter)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -382,6 +383,13 @@ def other_pipe(odd: bool, size: int) -> object:
     return stepped(pipes[odd])
 
 
+def copied(odd: bool, size: int) -> object:
+    """One rank runs a copy, such as an average of its parameters, whose history is its own."""
+    pipe = right(size)
+    stepped(pipe)
+    return stepped(copy.deepcopy(pipe) if odd else pipe)
+
+
 def no_grad(odd: bool, size: int) -> object:
     with torch.no_grad() if odd else nullcontext():
         return right(size)(rows(7))
@@ -519,7 +527,7 @@ SCRIPTS: dict[str, Script] = {
         later_target, later_labels, later_input, later_order, later_whole, later_forward, later_evaluate, later_eager,
         other_labels, other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch, width,
         batch_count, data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, no_target, plain_value,
-        entry, forward_or_step, other_pipe, no_grad, input_grad, options, loss_function, no_optimizer,
+        entry, forward_or_step, other_pipe, copied, no_grad, input_grad, options, loss_function, no_optimizer,
         autocast, mode, mode_by_type, loaded,
         clip, clip_nonfinite, no_backward, no_last_backward, other_backward, retain, extra_call, moved_buffer,
     )

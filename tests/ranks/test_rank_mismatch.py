@@ -59,6 +59,7 @@ WORDS = {
     "entry": "the calls differ.*{odd}: evaluate of.*{even}: step of",
     "forward_or_step": "the calls differ.*{odd}: forward of.*{even}: step of",
     "other_pipe": "the calls differ.*{odd}: step of Pipe 1.*{even}: step of Pipe 0",
+    "copied": "the calls differ.*{odd}: step of a copy of Pipe 0.*{even}: step of Pipe 0",
     "no_grad": "the options differ.*{odd}: gradients=off.*{even}: gradients=on",
     "input_grad": "the mini-batches differ.*{odd}: .*with gradient.*{even}: ",
     "options": "the options differ.*{odd}: loss_reduction=sum.*{even}: loss_reduction=mean",
