@@ -70,11 +70,16 @@ def refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
     )
 
 
-def _refuse(tensors: Iterable[Tensor], words: str) -> None:
-    """Raise if some of these are parameters of Pipes over ranks, or their gradients. `words`: with {} for the names."""
+def names_of_parts(tensors: Iterable[Tensor]) -> list[str]:
+    """The names of those that are parameters of Pipes over ranks, or their gradients."""
     ids = {id(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)} if _parts else set()
     named = [pair for pipe in _parts if ids for pair in pipe.named_parameters()]
-    names = [name for name, param in named if id(param) in ids or id(param.grad) in ids]
+    return [name for name, param in named if id(param) in ids or id(param.grad) in ids]
+
+
+def _refuse(tensors: Iterable[Tensor], words: str) -> None:
+    """Raise if there are such. `words`: with {} for the names."""
+    names = names_of_parts(tensors)
     if names:
         raise RuntimeError(words.format(", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])))
 

@@ -24,7 +24,7 @@ from pipeline.common.arguments import check_factor, check_limit, check_norm_type
 from pipeline.gradients import reduce as gradstore_ranks
 from pipeline.gradients.clip import clip_factor, stored_entries, total_norm
 from pipeline.gradients.keys import GradKey, Keys, Params
-from pipeline.gradients.partial import refuse_norm, refuse_verdict
+from pipeline.gradients.partial import names_of_parts, refuse_norm, refuse_verdict
 from pipeline.gradients.per_parameter import params_of
 from pipeline.gradients.slot import GradientSum, as_grad_of, check_grad, parts, plus
 
@@ -352,14 +352,16 @@ class GradStore:
         If the optimizer fails the store keeps its gradients.
 
         Raises:
-            RuntimeError: the store is empty, and the optimizer has parameters to train, as a rank may not.
+            RuntimeError: the store is empty, and the optimizer has parameters to train. (Those of a Pipe over ranks may
+                have no gradient on one rank.)
             ValueError: the optimizer does not hold one of the parameters, or `.grad` of one of its parameters is set,
                 which the step would use too.
         """
         grads = dict(self._live.filled())
         check_optimizer(optimizer)
         params = {id(param): param for param in params_of(optimizer)}
-        if not grads and any(param.requires_grad and param.numel() for param in params.values()):
+        trained = [param for param in params.values() if param.requires_grad and param.numel()]
+        if not grads and trained and not names_of_parts(trained):
             raise RuntimeError(
                 "the GradStore is empty: there is nothing to step with. It was applied already, or nothing was added: "
                 "run a backward pass first."

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cover import either
+from law_models import Apply
 from one_and_many import Found, Make, differences, over_ranks, state_of
 from rank_entry_points import OPTIMIZERS, piped
 from rank_models import even, layered, rows, square
@@ -142,6 +143,22 @@ def accumulated_in_one_step(make: Make, stages: int, checkpoint: str) -> Found:
         result = pipe.step(iter(pairs), loss_fn=lambda out, _: (out.square().sum(), out.numel()), optimizer=stepper,
                            clip_grad_norm=0.5)  # fmt: skip
         found |= {f"loss {step}": result.loss, f"norm {step}": result.grad_norm, **state_of(pipe, step)}
+    return found
+
+
+def stored_behind_a_detach(make: Make, stages: int) -> Found:
+    """Stores of steps in every second of which no gradient reaches the stages before the last one."""
+    torch.manual_seed(4)
+    step = 0
+    last = Apply(lambda x: x.detach() if step % 2 else x)
+    layers = [nn.Linear(4, 4) for _ in range(stages - 1)]
+    pipe = make(nn.Sequential(*layers, nn.Sequential(last, nn.Linear(4, 4))).double(), [1] * stages, 3)
+    stepper = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    found: Found = {}
+    for step in range(4):
+        result = pipe.step(rows(7, seed=step), rows(7), loss_fn=square, grads="store")
+        result.grads.apply(stepper)
+        found |= {f"loss {step}": result.loss, **state_of(pipe, step)}
     return found
 
 

@@ -46,6 +46,11 @@ def test_where_torch_scales_gradients_again_two_steps_accumulate(crew2: Crew, cr
     agree(crew3, "rank_steps:accumulated", 3, to)
 
 
+def test_a_store_is_applied_on_every_rank_where_gradients_reach_some_alone(crew2: Crew, crew3: Crew) -> None:
+    agree(crew2, "rank_steps:stored_behind_a_detach", 4)
+    agree(crew3, "rank_steps:stored_behind_a_detach", 3)
+
+
 def test_a_failure_of_the_next_call_leaves_the_step_that_a_rank_has_still_to_end(crew2: Crew, crew3: Crew) -> None:
     """The rank that is slow to hear of the vote does not take the failure for its step's, which others have made."""
     agree(crew2, "rank_steps:ends_late", 2)
