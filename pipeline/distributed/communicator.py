@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from pipeline.common.interrupts import Deferral
@@ -92,7 +93,12 @@ class DistributedCommunicator(Communicator):
         """Compare the calls of all ranks. Validating calls compare all values of the mini-batch."""
         kind, _, _ = self._entry.partition(" of ")  # each counts by itself, backwards too
         values = self.topology.opened.next((kind, self._ranks.generation))
-        seed, options_digest = self._comparison.open(words, draw_seed() if draws else 0, tensors, values)
+        state = torch.get_rng_state()
+        try:
+            seed, options_digest = self._comparison.open(words, draw_seed() if draws else 0, tensors, values)
+        except BaseException:
+            torch.set_rng_state(state)  # a rank that failed before has drawn nothing
+            raise
         if values:
             self.gradients.check_copies()
         self._messages.series = self._messages.series or f"{self.topology.name}/{self._entry}/{options_digest}"

@@ -22,8 +22,8 @@ from pipeline.distributed import digests as fingerprints
 Script = Callable[[int, int], object]  # rank, size
 
 
-def mismatch(which: str, apart: int) -> tuple[str, bool]:
-    """(the error on this rank in words, whether a right step after it gives the bits of one process)
+def mismatch(which: str, apart: int) -> tuple[str, bool, float]:
+    """(this rank's error in words, whether a right step after it gives the bits of one process, what is drawn then)
 
     Args:
         which: a key of SCRIPTS.
@@ -31,15 +31,17 @@ def mismatch(which: str, apart: int) -> tuple[str, bool]:
     """
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     words = "no error"
+    torch.manual_seed(SEED)
     try:
         SCRIPTS[which](rank == apart, size)
     except Exception as error:
         words = f"{type(error).__name__}: {error}"
+    drawn = torch.rand(1).item()
     losses = []
     for pipe in (right(size), in_one_process(layered(8), even(8, size), 3)):
         torch.manual_seed(SEED)
         losses.append(pipe.step(rows(7), rows(7), loss_fn=square).loss)
-    return words, torch.equal(*losses)
+    return words, torch.equal(*losses), drawn
 
 
 def right(size: int, **settings: Any) -> Pipe:
@@ -77,7 +79,7 @@ def deferred(odd: bool, size: int) -> object:
 def shape(odd: bool, size: int) -> object:
     model = layered(8)
     if odd:
-        model[4] = nn.Linear(4, 5).double()
+        model[4] = nn.Linear(4, 5, device="meta").double().to_empty(device="cpu")  # draws nothing
     return Pipe(model, even(8, size), 3)
 
 

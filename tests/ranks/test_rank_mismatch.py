@@ -90,9 +90,11 @@ def test_a_script_that_differs_on_one_rank_is_refused_on_every_rank_and_the_next
 ) -> None:
     odd, others = f"rank {apart}", [rank for rank in range(crew.size) if rank != apart]
     even = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
-    for words, right_after in crew.run("rank_mismatch:mismatch", which, apart, timeout=40.0):
+    ranks = crew.run("rank_mismatch:mismatch", which, apart, timeout=40.0)
+    for words, right_after, _ in ranks:
         assert in_any_order(WORDS[which], odd, even, words), words
         assert right_after
+    assert len({drawn for *_, drawn in ranks}) == 1
 
 
 def in_any_order(pattern: str, odd: str, even: str, words: str) -> bool:
