@@ -48,21 +48,22 @@ def attached(call: Call, hold: LockHold, on_backward: Callable[[], None], everyw
     call.run_forward()
     with call:
         messages, call.outputs = call.outputs, []
+        owners = call.owners() if call.execution.setup.grad else []
         output: Activations | None = None
         sizes: tuple[tuple[int, ...], ...] = ()
         if call.execution.has_last:
             tree, sizes = gather([message.tree for message in messages], call.batch.rows, call.batch.batch_dim)
             columns = zip(*[message.needs_grad for message in messages], strict=True)
-            output = Activations(tree, tuple([any(column) for column in columns]))
+            needs_grad = tuple([any(column) for column in columns])
             if call.batch.chunks > 1:
-                refuse_layouts(compress(tree.tensors, output.needs_grad))
+                refuse_layouts(compress(tree.tensors, needs_grad))
+            else:  # they are not joined, in new memory
+                tree = Tree(unshared(tree.tensors, [*call.batch.tensors, *owners]), tree.skeleton)
+            output = Activations(tree, needs_grad)
         reached = call.communicator.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
         if everywhere:
             output = share_output(call.communicator.exchange, output)
         tree, needs_grad, _, _ = output or Activations(Tree((torch.zeros((), device="cpu"),), None), (reached,))
-        owners = call.owners() if any(needs_grad) else []
-        if call.batch.chunks == 1:  # else they are joined, in new memory
-            tree = Tree(unshared(tree.tensors, [*call.batch.tensors, *owners]), tree.skeleton)
     if not any(needs_grad):
         return tree.build(tree.tensors)
     tensors = call.batch.tree.tensors

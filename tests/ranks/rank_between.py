@@ -270,6 +270,23 @@ def kinds(make: Make, stages: int, entry: str) -> Found:
     return found
 
 
+class Views(nn.Module):
+    """x, and what shares its memory: a part, an expanded row."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x, x[:, :2], x[:, :1].expand(-1, 5)
+
+
+def views(make: Make, stages: int) -> Found:
+    """The outputs of one chunk, where each has memory of its own."""
+    torch.manual_seed(5)
+    layers = [nn.Linear(4, 4) for _ in range(stages - 1)]
+    pipe = make(nn.Sequential(*layers, nn.Sequential(nn.Linear(4, 4), Views())).double(), [1] * stages, 1)
+    out = pipe(rows(5))
+    sum(square(each, 0 * each) for each in out).backward()
+    return {"strides": [each.stride() for each in out], "out": [each.detach() for each in out], **state_of(pipe)}
+
+
 class Odd:
     """No value that may pass between ranks."""
 

@@ -70,6 +70,10 @@ def test_tensors_of_any_dtype_shape_and_strides_and_plain_values_pass_between_ra
     ))  # fmt: skip
 
 
+def test_outputs_that_shared_memory_lie_on_every_rank_as_in_one_process(crew3: Crew) -> None:
+    agree(crew3, "rank_between:views", 3)
+
+
 @pytest.mark.parametrize("which", ["object", "type", "function", "bytes", "set", "dtype"])
 def test_what_cannot_pass_between_ranks_is_refused_by_name_on_every_rank(crew2: Crew, which: str) -> None:
     (words, loss), (others, other_loss) = crew2.run("rank_between:strange", which)
