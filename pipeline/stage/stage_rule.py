@@ -188,7 +188,7 @@ class StageRule:
         """For each direction the tangents of the roots: the adjoint of the adjoint."""
         if not tangents:
             return []
-        seeds = [root.detach().requires_grad_() for root in graph.roots]  # any, laid out as the roots: J^T u is linear
+        seeds = [_zeros_at_entries(root).requires_grad_() for root in graph.roots]  # zeros: a hook may clip gradients
         pushed = []
         with self.parameters.hooks_asleep():
             grads = gradients_of(graph.roots, self.targets(graph), seeds, True)
@@ -197,7 +197,7 @@ class StageRule:
                 outs, along = self._paired(grads, parts)
                 second = gradients_of(outs, seeds, along, retain=not self.parameters.is_last(number))
                 rows = zip(seeds, second, strict=True)
-                pushed.append([torch.zeros_like(seed) if grad is None else grad for seed, grad in rows])
+                pushed.append([seed.detach() if grad is None else grad for seed, grad in rows])
         return pushed
 
     def _check(self, grads: Sequence[Tensor | None]) -> None:
@@ -361,6 +361,15 @@ def gradients_of(
         return (None,) * len(targets)
     with without_autocast():
         return gradients(outs, targets, along, retain, create_graph)
+
+
+def _zeros_at_entries(tensor: Tensor) -> Tensor:
+    """Zeros like a tensor; at the entries that a sparse one stores, where `torch.zeros_like` stores none."""
+    if tensor.layout is torch.strided:
+        return torch.zeros_like(tensor, requires_grad=False)
+    zeros = tensor.detach().clone()
+    (zeros._values() if zeros.layout is torch.sparse_coo else zeros.values()).zero_()
+    return zeros
 
 
 def live_of(outputs: Bundle) -> tuple[int, ...]:

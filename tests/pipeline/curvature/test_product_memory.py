@@ -3,8 +3,7 @@
     u         the bytes of one activation of one chunk: rows / chunks x width x 8
     graph     of a stage of D pairs Linear-Tanh: its input, D outputs, and of the gradient's graph the gradients at the
               D outputs and at the D sums before them: (3 D + 1) u; of the first stage, whose input needs no gradient,
-              the sum of its first layer is not needed: 3 D u. Where J alone is wanted (Gauss-Newton, Fisher), the
-              output stands for the gradient at it: one u less
+              the sum of its first layer is not needed: 3 D u
     messages  (h, h'[k]) from F of a stage until B of the next has ended, then (l, l'[k]) from that until B of the stage
               has begun: (1 + K) u each, for K vectors; how many there are at a time follows from the order that runs
 
@@ -181,10 +180,9 @@ def whole_graph(net):
     return run, vector
 
 
-def saved_law(net, found, matrix=Hessian):
+def saved_law(net, found):
     """One stage's graph of one chunk, and numbers of no size: the loss, its weight, its derivative."""
-    graph = (net.graph - (matrix is not Hessian)) * ACTIVATION
-    assert graph <= found <= graph + 64
+    assert net.graph * ACTIVATION <= found <= net.graph * ACTIVATION + 64
 
 
 def alive_law(net, found, count, matrix):
@@ -210,7 +208,7 @@ def test_autograd_holds_one_stages_graph_of_one_chunk(matrix, schedule, stages, 
     net = Net(schedule, stages, chunks)
     run, vectors = net.products(matrix, 1)
     found, left = net.peak(saving, run, vectors)
-    saved_law(net, found, matrix)
+    saved_law(net, found)
     assert left == 0
 
 
@@ -218,7 +216,7 @@ def test_autograd_holds_one_stages_graph_of_one_chunk(matrix, schedule, stages, 
 def test_autograd_holds_no_more_for_four_products_at_once(matrix):
     net = Net("1f1b", 3, 4)
     run, vectors = net.products(matrix, 4)
-    saved_law(net, net.peak(saving, run, vectors)[0], matrix)
+    saved_law(net, net.peak(saving, run, vectors)[0])
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -350,6 +350,27 @@ def test_a_pipe_inside_a_pipe_has_the_plain_modules_curvature(inner_mode):
         close(op @ vectors, wanted.products[name])
 
 
+class ClipsGradients(nn.Module):
+    def forward(self, x):
+        y = x * 1.0
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad.clamp(-0.3, 0.3))
+        return y
+
+
+@pytest.mark.parametrize("balance", [[4, 3], [1, 3, 3], [7]])
+def test_a_hook_that_clips_longer_gradients_than_there_are_changes_no_product(balance):
+    """The gradient from which tangents are computed in F is zero, and not, say, as long as the output."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), ClipsGradients(), nn.Linear(8, 8), nn.Tanh(), ClipsGradients(), nn.Linear(8, 3)
+    ).double()  # fmt: skip
+    plain = nn.Sequential(*[layer for layer in model if not isinstance(layer, ClipsGradients)])
+    data = 3 * normal(6, 4), normal(6, 3, seed=2) / 9
+    vector = torch.randn(sum(parameter.numel() for parameter in model.parameters()), dtype=torch.float64) / 1000
+    close(*[Hessian(piece, data, functional.mse_loss) @ vector for piece in (Pipe(model, balance, 1), plain)])
+
+
 def spectral():
     torch.manual_seed(5)
     return nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 3))).double()
