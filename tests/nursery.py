@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -168,9 +169,17 @@ class Nursery:
 # ---------------------------------------------------------------------------------------------- in the script
 
 
+def raise_warnings() -> None:
+    """From now on warnings are errors, but for that of optimizers which are not torch's: jobs have some."""
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", r"\w+\.step is not one of torch\.optim's")
+
+
 def serve(main: Callable[..., None]) -> None:
     """Fork a child for each order, until the other end closes; in a child, run `main(order, *fds)` and return."""
     channel = socket.socket(fileno=int(sys.argv[1]))
+    raise_warnings()  # imports may have set other filters
     gc.collect()
     gc.freeze()  # a child that collected garbage would copy all that torch has made when it was imported
     children = 0

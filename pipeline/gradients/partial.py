@@ -3,6 +3,7 @@
     torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  -->  get_total_norm of this rank's gradients  -->  error
     torch.optim.LBFGS(pipe.parameters()).step(closure)      -->  inner products of this rank's gradients  -->  error
     GradScaler().step(optimizer), .unscale_(optimizer)      -->  overflows of this rank's gradients       -->  error
+    Prodigy(pipe.parameters()), another that is not torch's -->  it may combine this rank's parameters    -->  warning
 
 clip_grad_norm_ looks get_total_norm up when it is called, so a check in its place works however it was imported.
 Gradients identify a part: lists, parameter groups and modules around the Pipe lose every other mark. One gradient alone
@@ -11,6 +12,7 @@ is refused too: it may be all that this rank has of what is chosen from the whol
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from pipeline.gradients.per_parameter import params_of
+from pipeline.gradients.per_parameter import params_of, steps_as_torch
 
 _parts: WeakSet[nn.Module] = WeakSet()  # the Pipes that have a part of their parameters here
 _overflows_are_shared: ContextVar[bool] = ContextVar("overflows_are_shared", default=False)
@@ -70,6 +72,20 @@ def refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
     )
 
 
+def _warn_of_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warn where an optimizer that may combine parameters has got a group of them."""
+    names = [] if steps_as_torch(optimizer) else names_of_parts(optimizer.param_groups[-1]["params"])
+    if names:
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"{name}.step is not one of torch.optim's, and of the Pipe this rank has {_listed(names)} alone. If it "
+            "combines parameters, as Prodigy, D-Adaptation and SAM do, each rank goes its own way, none that of one "
+            "process: build the Pipe in one process (devices=[...]), or use another optimizer. If it treats each by "
+            f"itself, nothing is wrong: warnings.filterwarnings('ignore', message='{name}.step').",
+            UserWarning, stacklevel=5,
+        )  # fmt: skip
+
+
 def names_of_parts(tensors: Iterable[Tensor]) -> list[str]:
     """The names of those that are parameters of Pipes over ranks, or their gradients."""
     ids = {id(tensor) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)} if _parts else set()
@@ -81,23 +97,29 @@ def _refuse(tensors: Iterable[Tensor], words: str) -> None:
     """Raise if there are such. `words`: with {} for the names."""
     names = names_of_parts(tensors)
     if names:
-        raise RuntimeError(words.format(", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])))
+        raise RuntimeError(words.format(_listed(names)))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])
 
 
 def _check_torch() -> None:
-    """Put the checks before torch's total norm, every step of an L-BFGS and every search for overflows.
+    """Put the checks before torch's total norm, every step of an L-BFGS, the making of others, and every search for
+    overflows.
 
     They are no hooks of all optimizers, with which an EagerUpdate could not step.
     """
     _checked(clip_grad, "_get_total_norm", lambda tensors, *args, **kwargs: refuse_norm(tensors))
     setattr(torch.nn.utils, "get_total_norm", clip_grad._get_total_norm)
     _checked(torch.optim.LBFGS, "step", lambda optimizer, *args, **kwargs: refuse_lbfgs(optimizer))
+    _checked(torch.optim.Optimizer, "add_param_group", _warn_of_step, afterwards=True)
     for method in ("unscale_", "_check_inf_per_device"):  # of all optimizers but fused ones, and of these
         _checked(torch.amp.GradScaler, method, lambda scaler, optimizer: _refuse_overflows(optimizer))
 
 
-def _checked(owner: Any, name: str, check: Callable[..., None]) -> None:
-    """Put a check before a function, once in a process. What a generator yields is a list for both."""
+def _checked(owner: Any, name: str, check: Callable[..., None], afterwards: bool = False) -> None:
+    """Put a check before a function, or behind it, once in a process. What a generator yields is a list for both."""
     original = getattr(owner, name)
     if getattr(original, "checks_parts", False):
         return
@@ -105,8 +127,12 @@ def _checked(owner: Any, name: str, check: Callable[..., None]) -> None:
     @wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tuple(map(_as_list, args)), {key: _as_list(value) for key, value in kwargs.items()}
-        check(*args, **kwargs)
-        return original(*args, **kwargs)
+        if not afterwards:
+            check(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if afterwards:
+            check(*args, **kwargs)
+        return result
 
     setattr(checked, "checks_parts", True)
     setattr(owner, name, checked)

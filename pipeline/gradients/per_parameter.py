@@ -55,6 +55,12 @@ def step_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Ten
         param.grad = None
 
 
+def steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step is one of torch.optim's: but for LBFGS's, they treat each parameter by itself."""
+    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+    return bool(step.__module__.startswith("torch.optim."))
+
+
 def check_separable(optimizer: torch.optim.Optimizer, separable: bool) -> None:
     """Raise ValueError if an optimizer may look at several parameters at once.
 
@@ -63,8 +69,7 @@ def check_separable(optimizer: torch.optim.Optimizer, separable: bool) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"{name} looks at all parameters at once, and its step wants a closure. {_HINT}")
-    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-    if separable or step.__module__.startswith("torch.optim."):
+    if separable or steps_as_torch(optimizer):
         return
     raise ValueError(
         f"{name}.step is not one of torch.optim's: it may look at several parameters at once, as Prodigy, D-Adaptation "

@@ -1,7 +1,6 @@
 """The nursery of ranks with a simulated accelerator each: rank r of a crew computes on sim:r."""
 
 import importlib
-import warnings
 
 import crew_worker
 import simulated
@@ -14,6 +13,4 @@ if __name__ == "__main__":
     simulated.load()
     for module in ("sim_ranks", "rank_curvature", "rank_transparency"):  # which import the others
         importlib.import_module(module)
-    warnings.resetwarnings()
-    warnings.simplefilter("error")
     serve(crew_worker.main)

@@ -1,7 +1,6 @@
 """The nursery of the crews' processes: it has imported whatever the jobs of the tests import."""
 
 import importlib
-import warnings
 from pathlib import Path
 
 import crew_worker
@@ -14,6 +13,4 @@ if __name__ == "__main__":
     leave_absent_devices_unseeded()
     for file in sorted(Path(__file__).parent.glob("r*_*.py")):
         importlib.import_module(file.stem)
-    warnings.resetwarnings()
-    warnings.simplefilter("error")
     serve(crew_worker.main)

@@ -29,6 +29,7 @@ import numpy
 import probing
 import torch
 import torch.distributed as dist
+from nursery import raise_warnings
 
 CLEAN = b"clean"
 
@@ -107,7 +108,7 @@ def _answer(rank: int, job: Job) -> bytes:
     begun = time.monotonic()
     try:
         with _as_rank(rank, job), warnings.catch_warnings():
-            warnings.simplefilter("error")
+            raise_warnings()
             return pickle.dumps(Returned(rank, _found(job.function)(*job.args)))
     except BaseException as error:
         notes = tuple(getattr(error, "__notes__", ()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock, patch
@@ -303,6 +304,35 @@ def lbfgs_in_a_step() -> str:
     with pytest.raises(RuntimeError) as raised:
         pipe.step(rows(7), rows(7), loss_fn=square, optimizer=torch.optim.LBFGS(pipe.parameters()))
     return str(raised.value)
+
+
+class Lion(torch.optim.SGD):
+    """An optimizer that is not torch's, for all that one can know."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+
+
+def optimizers_of_others() -> tuple[list[str], list[str], list[str]]:
+    """(what is said of an optimizer that is not torch's, as its parameters are given; of others; this rank's names)"""
+    pipe = piped(over_ranks, torch.distributed.get_world_size())
+    said = []
+    for make in (
+        lambda: Lion(pipe.parameters(), lr=0.1),
+        lambda: Lion([{"params": pipe.parameters(), "lr": 0.2}]),
+        lambda: Lion(pipe.named_parameters()),
+        lambda: Lion([nn.Parameter(torch.ones(1))]).add_param_group({"params": list(pipe.parameters())}),
+    ):  # fmt: skip
+        with pytest.warns(UserWarning) as caught:
+            make()
+        said += [str(warning.message) for warning in caught]
+    with warnings.catch_warnings(record=True) as quiet:
+        warnings.simplefilter("always")
+        torch.optim.AdamW(pipe.parameters())
+        Lion(nn.Linear(2, 2).parameters())
+        warnings.filterwarnings("ignore", message="Lion.step")
+        Lion(pipe.parameters())
+    return said, [str(warning.message) for warning in quiet], [name for name, _ in pipe.named_parameters()]
 
 
 def no_optimizer_of_the_pipe() -> str:

@@ -105,6 +105,14 @@ def test_an_lbfgs_in_a_step_is_not_sent_to_a_closure_that_is_refused_too(crew2: 
         assert re.search(REFUSED["LBFGS"], words), words
 
 
+def test_an_optimizer_that_is_not_torchs_may_combine_parameters_and_a_rank_has_some_of_them(crew2: Crew) -> None:
+    for said, others, own in crew2.run("rank_steps:optimizers_of_others"):
+        assert len(said) == 4 and not others, (said, others)
+        for words in said:
+            assert words.startswith("Lion.step is not one of torch.optim's, and of the Pipe this rank has "), words
+            assert own[0] in words and own[-1] in words and "Prodigy" in words and "devices=[...]" in words
+
+
 WHOLE = "is not that of all gradients: other ranks have the other layers of the Pipe.* on every rank"
 REFUSED = {
     "torch's": WHOLE, "imported before": WHOLE, "of a list": WHOLE, "of groups": WHOLE, "of some": WHOLE,
