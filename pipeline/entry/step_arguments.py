@@ -123,7 +123,7 @@ class StepArguments(NamedTuple):
                 return  # an empty one stands for none of a rank's: what this optimizer steps is on other ranks
             raise ValueError(
                 f"the optimizer has none of the Pipe's parameters, so their gradients would be lost. {_ANEW} Over "
-                "ranks give it nn.Parameter(torch.empty(0)) where all that it steps is on other ranks."
+                "ranks give it nn.Parameter(torch.empty(0, 0)) where all that it steps is on other ranks."
             )
         if foreign and Counter([param.shape for param in foreign]) <= Counter([p.shape for _, p in lacking.values()]):
             shapes = [param.shape for param in foreign]

@@ -282,7 +282,7 @@ def by_turns(make: Make, stages: int) -> Found:
 
     def chosen(first: bool) -> list[nn.Parameter]:
         named = [(int(name.partition(".")[0]) < 4, parameter) for name, parameter in pipe.named_parameters()]
-        return [parameter for is_first, parameter in named if is_first == first] or [nn.Parameter(torch.empty(0))]
+        return [parameter for is_first, parameter in named if is_first == first] or [nn.Parameter(torch.empty(0, 0))]
 
     def train(optimizer: torch.optim.Optimizer | EagerUpdate, step: int, **settings: Any) -> Tensor:
         return pipe.step(rows(7, seed=step), rows(7), loss_fn=square, optimizer=optimizer, **settings).loss
@@ -295,6 +295,8 @@ def by_turns(make: Make, stages: int) -> Found:
     if whole is not None:
         found |= {"names": whole["param_groups"][0]["param_names"], "lr": whole["param_groups"][0]["lr"]}
     found |= {"loss 4": train(again, 4), "eager": train(EagerUpdate(again), 5)}
+    matrices = [parameter for parameter in chosen(True) if parameter.dim() == 2]
+    found |= {"muon": train(torch.optim.Muon(matrices), 6)}
     return {**found, **state_of(pipe)}
 
 

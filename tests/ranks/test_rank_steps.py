@@ -97,7 +97,7 @@ def test_an_optimizer_may_have_an_empty_parameter_where_all_that_it_steps_is_on_
     for crew in (crew2, crew3, crew4):
         agree(crew, "rank_steps:by_turns", crew.size)
     for words in crew2.run("rank_steps:no_optimizer_of_the_pipe"):
-        assert "none of the Pipe's parameters" in words and "give it nn.Parameter(torch.empty(0)) where all" in words
+        assert "none of the Pipe's parameters" in words and "give it nn.Parameter(torch.empty(0, 0)) where all" in words
 
 
 def test_an_lbfgs_in_a_step_is_not_sent_to_a_closure_that_is_refused_too(crew2: Crew) -> None:
