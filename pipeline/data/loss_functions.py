@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,10 +62,8 @@ _TAKING = {  # likewise, where rows are taken by their place
 _SWAPPING = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute")  # two dimensions, or all
 VIEWING = ("view", "reshape", "view_as", "reshape_as")
 _MOVING = frozenset((*_TAKING, *_SWAPPING, *VIEWING, "__getitem__"))
-_NORMALIZING = ("layer_norm", "rms_norm")  # over the last dimensions, as many as they are told the sizes of
-_ATTENDING = ("scaled_dot_product_attention",)
-_LOOKING = (_ALONG, SUMMING_ROWS, _MOVING, _NORMALIZING, _ATTENDING)
 MOVED = "rows were moved"  # in a LossForm
+Dims: TypeAlias = Iterable[tuple[Any, Iterable[Any]]]  # tensors, and some dimensions of each
 
 
 class LossFunction(NamedTuple):
@@ -100,7 +98,7 @@ def known(func: Callable[..., Any]) -> LossFunction:
         plain,
         is_reducing=func in _REDUCING,
         is_opaque=isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or plain in _OPAQUE,
-        looks=not is_property and any([plain in names for names in _LOOKING]),
+        looks=not is_property and (plain in _DIMS or plain in VIEWING),
     )
 
 
@@ -142,43 +140,77 @@ class LossCall(NamedTuple):
         index = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else args[1:]
         return name in _MOVING and not any([isinstance(part, slice) and part != slice(None) for part in index])
 
-    def dims_along(self) -> Iterator[tuple[Any, Iterable[Any]]]:
+    def dims_along(self) -> Dims:
         """The arguments along which it sums, looks or chooses, or whose dimensions it moves, and these."""
-        (function, args, kwargs), given = self, self.values
-        name, values = function.plain, self.first
-        if name == "__getitem__":
-            parts = args[1] if isinstance(args[1], tuple) else args[1:]
-            yield values, [dim for dim, part in enumerate(parts) if part is None]  # it puts rows behind a new dimension
-            index = [part for part in parts if part is not None]
-            dots = [dim for dim, part in enumerate(index) if part is Ellipsis]
-            yield values, [
-                dim - len(index) if dots and dim > dots[0] else dim
-                for dim, part in enumerate(index)
-                if isinstance(part, int) or isinstance(part, slice) and part != slice(None)
-            ]
-        elif name in _NORMALIZING:
-            sizes = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-            yield values, range(-len(sizes), 0)
-        elif name in _ATTENDING and len(given) > 1:  # to the keys
-            yield given[1], [-2]
-        elif name in _SWAPPING:
-            moved = [*(args[1] if isinstance(args[1], (tuple, list)) else args[1:]), *kwargs.values()]
-            yield values, [dim for place, dim in enumerate(moved) if name != "permute" or dim != place]
-        elif name in _ALONG or name in _TAKING:
-            place, default = _ALONG.get(name) or _TAKING[name]
-            dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
-            if not isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
-                yield values, dims if isinstance(dims, (tuple, list)) else [dims]
-        elif name in _PRODUCTS and len(given) > 1:
-            left, right = given[1::-1] if name == "__rmatmul__" else given[:2]
-            yield left, [-1]
-            yield right, [0 if name == "linear" else -min(2, right.dim())]
-        elif name in ("index_add", "scatter_add") and len(given) > 3:
-            yield given[3], [given[1]]
-        elif name == "einsum" and len(args) > 1 and isinstance(args[0], str):
-            terms, arrow, kept = args[0].replace(" ", "").partition("->")
-            kept = kept if arrow else "".join([letter for letter in terms if terms.count(letter) == 1])
-            operands = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-            for term, operand in zip(terms.split(","), operands, strict=False):
-                letters = term.partition("...")[0]  # what the dots stand for is kept
-                yield operand, [dim for dim, letter in enumerate(letters) if letter not in kept]
+        return _DIMS[self.function.plain](self)
+
+
+def _given_dims(call: LossCall) -> Dims:
+    place, default = _ALONG.get(call.function.plain) or _TAKING[call.function.plain]
+    args, kwargs = call.args, call.kwargs
+    dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
+    if isinstance(dims, Tensor):  # torch.max(one, other) takes the larger of two
+        return []
+    return [(call.first, dims if isinstance(dims, (tuple, list)) else [dims])]
+
+
+def _indexed_dims(call: LossCall) -> Dims:
+    parts = call.args[1] if isinstance(call.args[1], tuple) else call.args[1:]
+    index = [part for part in parts if part is not None]
+    dots = [dim for dim, part in enumerate(index) if part is Ellipsis]
+    chosen = [
+        dim - len(index) if dots and dim > dots[0] else dim
+        for dim, part in enumerate(index)
+        if isinstance(part, int) or isinstance(part, slice) and part != slice(None)
+    ]
+    new = [dim for dim, part in enumerate(parts) if part is None]  # behind which it puts the rows
+    return [(call.first, new), (call.first, chosen)]
+
+
+def _swapped_dims(call: LossCall) -> Dims:
+    args = call.args
+    moved = [*(args[1] if isinstance(args[1], (tuple, list)) else args[1:]), *call.kwargs.values()]
+    is_order = call.function.plain == "permute"
+    return [(call.first, [dim for place, dim in enumerate(moved) if not is_order or dim != place])]
+
+
+def _normalized_dims(call: LossCall) -> Dims:
+    sizes = call.args[1] if len(call.args) > 1 else call.kwargs["normalized_shape"]
+    return [(call.first, range(-len(sizes), 0))]
+
+
+def _multiplied_dims(call: LossCall) -> Dims:
+    if len(call.values) < 2:
+        return []
+    left, right = call.values[:2]
+    if call.function.plain == "__rmatmul__":
+        left, right = right, left
+    return [(left, [-1]), (right, [0 if call.function.plain == "linear" else -min(2, right.dim())])]
+
+
+def _einsum_dims(call: LossCall) -> Dims:
+    args = call.args
+    if len(args) < 2 or not isinstance(args[0], str):
+        return []
+    terms, arrow, kept = args[0].replace(" ", "").partition("->")
+    kept = kept if arrow else "".join([letter for letter in terms if terms.count(letter) == 1])
+    operands = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+    letters = [term.partition("...")[0] for term in terms.split(",")]  # what the dots stand for is kept
+    return [
+        (operand, [dim for dim, letter in enumerate(of_operand) if letter not in kept])
+        for of_operand, operand in zip(letters, operands, strict=False)
+    ]
+
+
+_DIMS: dict[str, Callable[[LossCall], Dims]] = {
+    **dict.fromkeys((*_ALONG, *_TAKING), _given_dims),
+    "__getitem__": _indexed_dims,
+    **dict.fromkeys(_SWAPPING, _swapped_dims),
+    **dict.fromkeys(_PRODUCTS, _multiplied_dims),
+    "einsum": _einsum_dims,
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normalized_dims),
+    **dict.fromkeys(
+        ("index_add", "scatter_add"), lambda call: [(source, [call.values[1]]) for source in call.values[3:4]]
+    ),
+    "scaled_dot_product_attention": lambda call: [(keys, [-2]) for keys in call.values[1:2]],
+}
