@@ -107,26 +107,17 @@ def plan(
     labels, speeds, caps, messages = _devices(devices, memory, speed, link)
     count = rows_of(sample) if rows is None else whole_number("rows", rows, least=1, error=PartitionError)
     chunk_counts = _chunks(chunks, count, len(speeds))
-    if schedules is not None and (isinstance(schedules, str) or not isinstance(schedules, Iterable)):
-        raise PartitionError(f"schedules is {schedules!r}. Give a list of names, such as ['1f1b', 'zb-h1'], or None.")
-    schedule_names = names() if schedules is None else tuple(schedules)
-    for name in set(schedule_names) - set(names()):
-        by_name(name, len(speeds), 1)  # says which there are
-    sample_rows = rows_of(sample)
-    profiles: dict[int, Profile] = {}
-    failed: dict[int, Exception] = {}
-    for number in chunk_counts:
-        size = math.ceil(count / number)
-        try:
-            profiles[number] = profile(
-                module, with_rows(sample, size), device=device, optimizer=optimizer, loss_fn=loss_fn,
-                target=None if target is None else with_rows(target, size, sample_rows),
-                timeout=timeout / len(chunk_counts),
-            )  # fmt: skip
-        except Exception as error:
-            failed[number] = error
-    if not profiles:
-        raise next(iter(failed.values()))
+    schedule_names = _names(schedules, len(speeds))
+
+    def profile_of(rows: int) -> Profile:
+        """The profile for chunks of so many rows."""
+        return profile(
+            module, with_rows(sample, rows), device=device, optimizer=optimizer, loss_fn=loss_fn,
+            target=None if target is None else with_rows(target, rows, rows_of(sample)),
+            timeout=timeout / len(chunk_counts),
+        )  # fmt: skip
+
+    profiles, failed = _profiles(profile_of, chunk_counts, count)
     unit = next(iter(profiles.values())).unit
     rate = 1.0 if unit == "s" else flops
     if rate is not None:
@@ -217,6 +208,37 @@ def _chunks(chunks: int | Iterable[int] | None, rows: int, lanes: int) -> list[i
         if rows % number == 0 and number >= _APART * divisors[-1]:
             divisors.append(number)
     return divisors
+
+
+def _names(schedules: Any, lanes: int) -> tuple[str, ...]:
+    """The names of the schedules to choose from."""
+    if schedules is None:
+        return names()
+    if isinstance(schedules, str) or not isinstance(schedules, Iterable):
+        raise PartitionError(f"schedules is {schedules!r}. Give a list of names, such as ['1f1b', 'zb-h1'], or None.")
+    schedule_names = tuple(schedules)
+    for name in set(schedule_names) - set(names()):
+        by_name(name, lanes, 1)  # says which there are
+    return schedule_names
+
+
+def _profiles(
+    profile_of: Callable[[int], Profile], chunk_counts: Iterable[int], rows: int
+) -> tuple[dict[int, Profile], dict[int, Exception]]:
+    """The profile for each number of chunks, and the errors of those that cannot be profiled.
+
+    Raises:
+        Exception: the first of these, if there is no profile.
+    """
+    profiles, failed = dict[int, Profile](), dict[int, Exception]()
+    for number in chunk_counts:
+        try:
+            profiles[number] = profile_of(math.ceil(rows / number))
+        except Exception as error:
+            failed[number] = error
+    if not profiles:
+        raise next(iter(failed.values()))
+    return profiles, failed
 
 
 def _schedules(
