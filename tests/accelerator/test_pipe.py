@@ -35,8 +35,8 @@ from pipeline.execution import drivers
 from pipeline.transports.local import Local
 from scheduler import by_name, simulate
 
-# These compute with tensors of the host wherever they stand, or with attention of which the host has a kernel.
-ON_THE_HOST = {"private_generator", "closure", "encoder_layers"}
+# These compute with tensors of the host wherever they stand, with sparse ones, or by a kernel that only the host has.
+ON_THE_HOST = {"private_generator", "closure", "encoder_layers", "sparse_between"}
 
 
 def sim(index: int) -> torch.device:

@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 SIZES = (2, 3, 4)
 NURSERY = Nursery(HERE / "sim_nursery.py", {"PYTHONPATH": f"{HERE}{os.pathsep}{PATH}", "SIMULATED_DEVICES": "4"})
 # These compute with tensors of the host wherever they stand, or with attention of which the host has a kernel.
-ON_THE_HOST = {"private_generator", "closure", "encoder_layers"}
+ON_THE_HOST = {"private_generator", "closure", "encoder_layers", "sparse_between"}
 CAPTURED = {"captured"}  # a parameter that its module does not know, and does not move
 
 

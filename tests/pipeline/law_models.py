@@ -442,6 +442,12 @@ def skips() -> Case:
     return _case(Down(), nn.Dropout(0.2), Middle(), nn.Tanh(), Up(), nn.Linear(4, 2))
 
 
+def sparse_between() -> Case:
+    """A sparse tensor goes from layer to layer. Torch has no second derivative of to_dense."""
+    to_sparse, to_dense = Apply(torch.Tensor.to_sparse), Apply(torch.Tensor.to_dense)
+    return _case(nn.Linear(4, 4), nn.ReLU(), to_sparse, to_dense, nn.Dropout(0.2), nn.Linear(4, 2), twice=False)
+
+
 _BUILDERS = (
     mlp,
     convnet,
@@ -468,6 +474,7 @@ _BUILDERS = (
     reused,
     dict_input,
     skips,
+    sparse_between,
 )
 
 
