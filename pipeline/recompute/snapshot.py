@@ -113,8 +113,10 @@ class ForwardSnapshot:
         """Look at the state that F of `chunk` will change. `keep`: a recomputation may need it."""
         attributes = self.attributes.before_forward() if self.attributes else self.attributes.first
         if keep:
-            generators = [(key, generator) for key, (generator, _) in self._first.generators.items()]
-            self._before[chunk] = self._found(attributes, generators)
+            generators = {key: generator for key, (generator, _) in self._first.generators.items()}
+            if attributes is not self._first.attributes:  # a forward may have made one
+                generators = private_generators(self._modules)
+            self._before[chunk] = self._found(attributes, generators.items())
 
     def _found(self, attributes: Attributes, generators: Iterable[tuple[int, Generator]]) -> _ChunkStart:
         states = {key: (generator, generator.get_state()) for key, generator in generators}

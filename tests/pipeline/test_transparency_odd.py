@@ -365,6 +365,16 @@ def a_generator_in_a_list() -> Odd:
     return around(With(noise, generators=[torch.Generator().manual_seed(2)])), x4()
 
 
+@exact
+def a_generator_that_the_first_forward_makes() -> Odd:
+    def noise(self: Any, x: Tensor) -> Tensor:
+        if self.generator is None:
+            self.generator = torch.Generator(device=x.device).manual_seed(2)
+        return torch.tanh(x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype))
+
+    return around(With(noise, generator=None)), x4()
+
+
 @refused
 def a_running_mean_that_is_no_buffer() -> Odd:
     def ema(self: Any, x: Tensor) -> Tensor:
