@@ -24,6 +24,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import GradientEdge
 
 from partition.graph import node_of, nodes_of
+from partition.precision import HALF
 from pipeline.common.errors import PLAIN
 from pipeline.common.interrupts import calls_users_code
 
@@ -305,8 +306,14 @@ def enter(
     return _enter(guard, arrived, tensors, *leaves)
 
 
-def owned(grad: Tensor, owner: Tensor) -> Tensor:
-    """A gradient that shares memory with nothing, in its owner's layout: autograd may give one tensor to several."""
+def sum_with(total: Tensor | None, grad: Tensor, owner: Tensor) -> Tensor:
+    """The sum of an owner's gradients so far (None: there are none) and one more; in float32 for half precision.
+
+    It shares memory with nothing, and has its owner's layout: autograd may give one tensor to several owners.
+    """
+    grad = grad.float() if owner.dtype in HALF else grad
+    if total is not None:
+        return total + grad
     if grad.is_sparse:
         return grad.clone()
     return torch.empty_like(owner, dtype=grad.dtype, requires_grad=False).copy_(grad)

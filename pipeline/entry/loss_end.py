@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline.common.graph import Roots, edge, gradients, owned, refuse_marked, roots_of
+from pipeline.common.graph import Roots, edge, gradients, refuse_marked, roots_of, sum_with
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss
 from pipeline.data.microbatch import Batch, refuse_layouts
@@ -88,8 +88,8 @@ class LossEnd(ChunkLosses):
             grads = gradients(roots.tensors, [*differentiable, *external], roots.grads, retain=bool(external))
         for leaf, grad in zip(external, grads[len(differentiable) :], strict=True):
             if grad is not None:
-                earlier = self.sums.get(id(leaf))
-                self.sums[id(leaf)] = (leaf, owned(grad, leaf) if earlier is None else earlier[1] + grad)
+                _, total = self.sums.get(id(leaf), (leaf, None))
+                self.sums[id(leaf)] = leaf, sum_with(total, grad, leaf)
         of_outputs = grads[: len(differentiable)]
         if self.compares:
             self.compare(chunk, tree, of_outputs, None if self._scaler is None else self._scaler.get_scale())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from partition.halves import REENTRANT
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import Roots, explore, gradients, holds, owned, refuse_marked, run_backward
+from pipeline.common.graph import Roots, explore, gradients, holds, refuse_marked, run_backward, sum_with
 from pipeline.stage.hooks import grads_apart, hooks_asleep
 from pipeline.stage.parameters import Aliases
 
@@ -107,14 +107,14 @@ class ExternalLeaves:
             grads = gradients(roots.tensors, inputs + used + external, roots.grads, retain=True)
         for alias, grad in zip(used, grads[len(inputs) :], strict=False):
             if grad is not None:
-                aliases.add(alias, grad)
+                alias.grad = sum_with(alias.grad, grad, alias)
         self._add_sums(zip(external, grads[len(inputs) + len(used) :], strict=True))
 
     def _add_sums(self, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         for leaf, grad in pairs:
             if grad is not None:
                 _, total = self._sums.get(id(leaf), (leaf, None))
-                self._sums[id(leaf)] = leaf, owned(grad, leaf) if total is None else total + grad
+                self._sums[id(leaf)] = leaf, sum_with(total, grad, leaf)
 
     def take_sums(self) -> list[tuple[Tensor, Tensor]]:
         """(Leaf, this stage's sum over chunks) of all that have one; forgets the sums."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from partition.names import sequential
 from partition.precision import HALF
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import StrayGradientGuard, leaf_nodes, leaves_at, mark, owned
+from pipeline.common.graph import StrayGradientGuard, leaf_nodes, leaves_at, mark
 from pipeline.common.module_tables import ModuleTable, tables_of
 from pipeline.data.pytrees import checksums, same_checksums, share_memory, versions
 from pipeline.stage.swap import ParameterTables, Swap
@@ -223,12 +223,6 @@ class Aliases:
     def _guard_aliases(self, aliases: Sequence[Tensor]) -> None:
         for alias in aliases:  # as registering a hook does, in less time
             alias._post_accumulate_grad_hooks = OrderedDict({self._guard: self._guard})
-
-    @staticmethod
-    def add(alias: Tensor, grad: Tensor) -> None:
-        """Add to an alias's sum a gradient that did not come through autograd."""
-        grad = grad.float() if alias.dtype in HALF else grad
-        alias.grad = owned(grad, alias) if alias.grad is None else alias.grad + grad
 
     def release(self) -> None:
         """Drop the aliases, and with them the copies."""

@@ -49,7 +49,7 @@ class ByChunks:
 
     def backward(self, loss):
         (grad,) = torch.autograd.grad(loss, self.output)
-        sum_in_float32(self._model)
+        sum_in_float32(self._model.parameters())
         for out, piece in zip(self.outs, torch.split(grad, [len(out) for out in self.outs]), strict=True):
             out.backward(piece)
         round_sums(self._model)

@@ -62,7 +62,7 @@ def reference(
     model: nn.Sequential, x: Any, chunks: int, seed: int, loss: Callable[[Any], Tensor], extras: Sequence[Tensor] = ()
 ) -> Result:
     """The forward entry point: a loss of the joined output. Writes the model's `.grad` and buffers, never x."""
-    sum_in_float32(model)
+    sum_in_float32([*model.parameters(), *extras])
     parts = _Parts(x, chunks)
     with generators_kept():
         outs = [_forward(model, parts.given(chunk), chunk, seed) for chunk in range(parts.count)]
@@ -99,7 +99,7 @@ def reference_step(
     extras: Sequence[Tensor] = (),
 ) -> Result:
     """`pipe.step`: each chunk's weighted loss, backward ascending. The loss draws random numbers as one more layer."""
-    sum_in_float32(model)
+    sum_in_float32([*model.parameters(), *extras])
     parts = _Parts(x, chunks)
     targets = torch.tensor_split(target, parts.count) if isinstance(target, Tensor) else [target] * parts.count
     total: Any = None
@@ -149,11 +149,11 @@ def adding(leaves: Iterable[Tensor]) -> Iterator[None]:
             leaf.grad = leaf.grad.clone() if earlier is None else earlier + leaf.grad
 
 
-def sum_in_float32(model: nn.Module) -> None:
+def sum_in_float32(leaves: Iterable[Tensor]) -> None:
     """Sums of half precision are rounded once, at their end, not at every chunk."""
-    for param in model.parameters():
-        if param.dtype in (torch.float16, torch.bfloat16):
-            param.grad_dtype = torch.float32
+    for leaf in leaves:
+        if leaf.dtype in (torch.float16, torch.bfloat16):
+            leaf.grad_dtype = torch.float32
 
 
 def forward_only(model: nn.Sequential, x: Any, chunks: int, seed: int) -> Any:
@@ -234,5 +234,5 @@ def _result(model: nn.Sequential, joined: Any, loss: Tensor | None, parts: _Part
             name: None if param.grad is None else param.grad.to(param.dtype) for name, param in model.named_parameters()
         },
         buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
-        extra_grads=[leaf.grad for leaf in extras],
+        extra_grads=[None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in extras],
     )

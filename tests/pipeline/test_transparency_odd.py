@@ -247,6 +247,12 @@ def two_leaves_of_nobody_with_one_gradient() -> Odd:
 
 
 @exact
+def a_leaf_of_nobody_in_bfloat16() -> Odd:
+    w = normal(4, seed=4).bfloat16().requires_grad_()
+    return around(lambda x: x * w).bfloat16(), x4().bfloat16(), (w,)
+
+
+@exact
 def a_leaf_of_nobody_that_later_chunks_reach() -> Odd:
     w = normal(4, 4, seed=4).requires_grad_()
     return around(lambda x: x @ w if x.mean() > 0 else x * 2), x4(), (w,)
@@ -579,6 +585,18 @@ def test_a_parameter_with_several_ways_in_gets_the_sum_to_rounding(entry, use):
     else:
         pipe.step(x, loss_fn=loss_fn)
     assert_near(layer.weight.grad, theirs)
+
+
+def test_a_leaf_of_half_precision_that_the_loss_reads_is_rounded_once():
+    """In calls that compare losses, and in others."""
+    leaf, twin = (normal(4, seed=4).bfloat16().requires_grad_() for _ in range(2))
+    x, pipe, twin.grad_dtype = x4().bfloat16(), Pipe(nn.Sequential(linear().bfloat16()), [1], ROWS), torch.float32
+    for _ in range(3):
+        pipe.step(x, loss_fn=lambda out, _: (out * leaf).float().sum(), loss_reduction="sum")
+        for row in x.split(1):
+            (pipe.to_sequential()(row).detach() * twin).float().sum().backward()
+        assert torch.equal(leaf.grad, twin.grad.bfloat16())
+        leaf.grad = twin.grad = None
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -1312,7 +1312,7 @@ def test_the_gradient_that_begins_at_the_loss_has_the_bits_of_one_behind_a_multi
     x, y = data(7, dtype)
     module = model(dtype)
     reference = copy.deepcopy(module)
-    sum_in_float32(reference)
+    sum_in_float32(reference.parameters())
     count = 0.0
     for x_i, y_i in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
         value = loss_fn(reference(x_i), y_i)
