@@ -11,8 +11,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-HALF = (torch.float16, torch.bfloat16)  # sums in it would round at each term: they are made in float32
+HALF = (torch.float16, torch.bfloat16)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor as a term of a sum: of half precision in float32, since sums in it would round at each term."""
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 class PrecisionSwitch(NamedTuple):

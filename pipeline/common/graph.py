@@ -24,7 +24,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import GradientEdge
 
 from partition.graph import node_of, nodes_of
-from partition.precision import HALF
+from partition.precision import widened
 from pipeline.common.errors import PLAIN
 from pipeline.common.interrupts import calls_users_code
 
@@ -311,7 +311,7 @@ def sum_with(total: Tensor | None, grad: Tensor, owner: Tensor) -> Tensor:
 
     It shares memory with nothing, and has its owner's layout: autograd may give one tensor to several owners.
     """
-    grad = grad.float() if owner.dtype in HALF else grad
+    grad = widened(grad)
     if total is not None:
         return total + grad
     if grad.is_sparse:

@@ -26,7 +26,7 @@ from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode
 
 from partition.contents import tensors_in
-from partition.precision import HALF
+from partition.precision import HALF, widened
 from pipeline.common.torch_modes import within_checkpoint, without_function_modes
 from pipeline.data.loss_functions import (
     ADDING,
@@ -110,7 +110,7 @@ class LossOrigin(NamedTuple):
             assert isinstance(count, Tensor)
             if self.total is not None:
                 return self.total, count
-            mean = mean.float() if mean.dtype in HALF else mean
+            mean = widened(mean)
             return torch.where(count == 0, 0.0, mean) * count.to(mean), count  # zero for no tokens
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from partition.contents import PLAIN, unwrapped, wraps
 from partition.opaque import remedy, type_name
+from partition.precision import widened
 from pipeline.common.torch_modes import without_function_modes
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
@@ -339,10 +340,11 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def add_grads(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The sum of two contributions to one gradient; None is no contribution, not zero."""
+    """The sum of two parts of one gradient, in float32 for half precision; None is no part, which is not zero."""
     if one is None or other is None:
         return other if one is None else one
     with without_function_modes():
+        one, other = widened(one), widened(other)
         if one.is_sparse and not other.is_sparse:  # torch adds them in the other order only
             one, other = other, one
         return torch.add(one, other)

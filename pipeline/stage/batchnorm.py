@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from partition.precision import widened
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import buffers_of
 from pipeline.skip import within_scope
@@ -152,16 +153,12 @@ def _put_back(norm: _BatchNorm, state: _StateBefore) -> None:
 
 def _combined(parts: list[_Moments]) -> _Moments:
     count = sum(part.rows for part in parts)
-    wide_moments = [(part.rows, _wide(part.mean), _wide(part.variance)) for part in parts]
+    wide_moments = [(part.rows, widened(part.mean), widened(part.variance)) for part in parts]
     mean = torch.stack([part_mean * (rows / count) for rows, part_mean, _ in wide_moments]).sum(0)
     squares = torch.stack([
         variance * (rows - 1) + (part_mean - mean).square() * rows for rows, part_mean, variance in wide_moments
     ]).sum(0)
     return _Moments(count, mean, squares / (count - 1))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _update(norm: _BatchNorm, moments: _Moments) -> None:
@@ -175,4 +172,4 @@ def _update(norm: _BatchNorm, moments: _Moments) -> None:
     for name, batch_statistic in (("running_mean", moments.mean), ("running_var", moments.variance)):
         running = norm._buffers[name]
         assert running is not None  # it was there when the chunks ran
-        running.copy_(_wide(running) * (1.0 - share) + batch_statistic * share)
+        running.copy_(widened(running) * (1.0 - share) + batch_statistic * share)

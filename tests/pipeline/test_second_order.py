@@ -101,6 +101,26 @@ def test_gradients_with_create_graph_equal_those_without_bit_for_bit(name, mode,
     assert any(grad is not None and grad.requires_grad for grad in with_graph)
 
 
+@pytest.mark.parametrize("kind", ["first order", "create_graph", "is_grads_batched"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every_mode
+def test_sums_of_half_precision_are_rounded_once_in_every_backward(mode, dtype, kind):
+    """Of parameters, a captured leaf and an input that is not cut."""
+    w, table = normal(4, seed=4).to(dtype).requires_grad_(), normal(3, seed=5).to(dtype).requires_grad_()
+    layers = small(Apply(lambda x: torch.cat([x, x.sin()], 1) * w))
+    model = nn.Sequential(Apply(lambda pair: pair[0] * pair[1]), *layers).to(dtype).eval()
+    x, seed, leaves = normal(32, 3).to(dtype), normal(32, 4, seed=2).to(dtype), [*model.parameters(), w, table]
+    rows = zip(x.split(1), seed.split(1), strict=True)
+    parts = [torch.autograd.grad(model((row, table)), leaves, row_seed) for row, row_seed in rows]
+    pipe, _ = piped(mode, chunks=32, model=model)
+    out = pipe((x, NoChunk(table)))
+    if kind == "is_grads_batched":
+        found = [grad[0] for grad in torch.autograd.grad(out, leaves, seed[None], is_grads_batched=True)]
+    else:
+        found = torch.autograd.grad(out, leaves, seed, create_graph=kind == "create_graph")
+    assert_same(found, [sum(map(torch.Tensor.float, column)).to(dtype) for column in zip(*parts, strict=True)])
+
+
 @pytest.mark.parametrize("name, mode, stages, chunks, rows, train", COVER)
 def test_backward_with_create_graph_leaves_the_references_gradients_and_buffers_bit_for_bit(
     name, mode, stages, chunks, rows, train

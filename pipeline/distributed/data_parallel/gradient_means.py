@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from partition.precision import HALF
+from partition.precision import widened
 from pipeline.data.loss import divide_
 from pipeline.distributed.data_parallel.shards import GradientBucket, Piece, shards_of
 from pipeline.distributed.group import RankGroup
@@ -210,8 +210,7 @@ def _mean(
         )
     total: Tensor | None = None
     for part, divisor in present:
-        summand = divide_(part.to(parameter.device), divisor)
-        summand = summand.to(torch.float32) if summand.dtype in HALF else summand
+        summand = widened(divide_(part.to(parameter.device), divisor))
         summand = summand.coalesce() if summand.is_sparse else summand
         total = summand if total is None else total.add_(summand)  # in place: messages are ours, our part is replaced
     assert total is not None  # some part is present
