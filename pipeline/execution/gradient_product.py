@@ -18,7 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipeline.data.pytrees import Activations, Grads, Tree, add_grads
+from pipeline.common.graph import sum_with
+from pipeline.data.pytrees import Activations, Grads, Tree
 from pipeline.data.tangents import Inbox, LeafGrads
 from pipeline.data.values import CALLER
 from pipeline.execution.communicator import Pair, StageGrad
@@ -76,9 +77,7 @@ class GradientProduct(Product):
         (product,) = parts
         if product is not None:
             _, _, total = self._sums.get((stage, id(owner)), (stage, owner, None))
-            sum_of_products = add_grads(total, product)
-            assert sum_of_products is not None  # because neither part is None
-            self._sums[stage, id(owner)] = (stage, owner, sum_of_products)
+            self._sums[stage, id(owner)] = stage, owner, sum_with(total, product, owner)
 
     # --------------------------------------------------------------------------------------------------------- run
 
