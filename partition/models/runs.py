@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_leave
 from partition.contents import PLAIN, storage_of, tensors_in, version_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves, UnsentInput, UnsentInputError
-from partition.models.lost import LostTensor, filled, is_lost, lost
+from partition.models.lost import LostTensor, another, filled, is_lost, lost
 from partition.models.shapes import is_without_memory
 from partition.opaque import may_change
 
@@ -239,9 +239,8 @@ class OutlineRun:
         self._values: dict[int, dict[int | ArgumentKey, Any]] = defaultdict(dict)
         for (number, place), value in values.items():
             self._values[number][place] = value
-        # The tensors that are there before the run, by id; and the storages of those into which it writes nothing.
         arrived = [leaf for (_, place), leaf in values.items() if isinstance(place, int) and isinstance(leaf, Tensor)]
-        self._before, self._spared = set(map(id, arrived)), set(map(storage_of, arrived))
+        self._spared = set(map(storage_of, arrived))  # the storages into which it writes nothing
         self._resume = resume
         self._rewind = rewind
         self._filled = set[int]()  # storages
@@ -279,9 +278,8 @@ class OutlineRun:
 
     def spare(self, entries: Iterable[Any]) -> None:
         """Write into none of these, modules and tensors: what a part has is there, and inputs are the caller's."""
-        entries = list(entries)
-        self._before.update([id(tensor) for tensor in entries if isinstance(tensor, Tensor)])
         if any([isinstance(place, tuple) for given in self._values.values() for place in given]):
+            entries = list(entries)
             modules = [entry for entry in entries if isinstance(entry, nn.Module)]
             tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
             self._spared.update([storage_of(entry) for entry in (*entries, *tensors) if isinstance(entry, Tensor)])
@@ -333,8 +331,9 @@ class OutlineRun:
         leaves = list(chain.returned)
         if absent is None:
             for place, key in zip(chain.exits, chain.entries, strict=True):
-                hidden, is_real = call[key], number == chain.first or key in arguments
-                leaves[place] = lost(hidden, hidden.device) if is_real and isinstance(hidden, Tensor) else hidden
+                leaves[place] = hidden = call[key]
+                if isinstance(hidden, Tensor):  # the numbers of the first one may be here
+                    leaves[place] = lost(hidden, hidden.device) if number == chain.first else another(hidden)
         elif any(leaf is None and place not in outputs for place, leaf in enumerate(leaves)):
             leaves = chain.leaves(number, absent(*args, **kwargs))
         for place, leaf in outputs.items():
@@ -352,7 +351,7 @@ class OutlineRun:
         with torch._C.DisableTorchFunctionSubclass():
             versions = list(map(version_of, hidden))
         for (output, version), leaf, now in zip(self._hidden, hidden, versions, strict=True):
-            if id(leaf) not in self._before and (leaf is not output or now != version):
+            if leaf is not output or now != version:
                 names = [name for chain in self._chains for name in chain.blocks]
                 raise PartitionError(
                     f"block {names[number]!r} is not called with what block {names[number - 1]!r} returned, as it was "

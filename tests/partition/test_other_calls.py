@@ -412,7 +412,24 @@ class Padded(Base):
         return F.pad(h, (0, 0, 0, 1)) if number == 1 and is_long(x) else h
 
 
+class FromInput(Base):
+    def between(self, h, number, x, other):
+        return x if is_long(x) and number == 1 else h
+
+
+class FromEarlier(Base):
+    """A long call calls a block with what the last but one returned."""
+
+    def forward(self, x, other=None):
+        states = [self.embed(x)]
+        for number, block in enumerate(self.blocks):
+            states.append(block(states[-2 if is_long(x) and number == 2 else -1]))
+        return self.head(states[-1])
+
+
 BETWEEN = {
+    "an input": (FromInput, rows(), rows(7)),
+    "what an earlier block returned": (FromEarlier, rows(), rows(7)),
     "a mask": (Masked, (rows(), None), (rows(), torch.ones(4, 5) > 0)),
     "written in place": (Written, rows(), rows(7)),
     "detached": (Detached, rows(), rows(7)),
@@ -1018,6 +1035,48 @@ def test_blocks_are_called_with_rows_of_a_parameter(cut, is_frozen):
         found.append([each.grad for each in model.parameters() if each.requires_grad])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert model.steps.weight._version == version
+
+
+class Prompts(Base):
+    """Blocks are called with a parameter, which the model returns as well; between two it may be read."""
+
+    def __init__(self, is_read):
+        super().__init__()
+        self.is_read, self.prompt = is_read, nn.Parameter(torch.rand(WIDE))
+
+    def between(self, h, number, x, other):
+        return h * self.prompt if self.is_read and number == 1 else h
+
+    def given(self, x, other):
+        return (self.prompt,)
+
+    def forward(self, x, other=None):
+        return super().forward(x), self.prompt
+
+
+class Prompted(Prompts):
+    """A long call has the parameter itself where a short one has what is made of it."""
+
+    def forward(self, x, other=None):
+        factor = self.prompt if is_long(x) else self.prompt * 2
+        h = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            h = block(self.between(h, number, x, other), factor)
+        return self.head(h) * factor
+
+
+@WAYS
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_no_part_writes_what_another_computed_into_a_parameter(cut, is_read, is_frozen):
+    model = Prompted(is_read)
+    model.prompt.requires_grad_(not is_frozen)
+    prompt, version = model.prompt.detach().clone(), model.prompt._version
+    parts = cut(model, rows())
+    with pytest.raises(PartitionError, match="the output is computed from what another part of the model computes"):
+        parts(rows(7))
+    torch.testing.assert_close(parts(rows()), model(rows()))
+    assert torch.equal(model.prompt, prompt) and model.prompt._version == version
 
 
 def test_copies_of_parts_begin_in_the_modes_that_the_model_was_told():
