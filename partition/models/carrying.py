@@ -185,13 +185,14 @@ def _read(
         reader: how many chains are before the part.
         next_keys: the arguments of the next block that it makes.
     """
-    blocks = sources.blocks
+    blocks, flow = sources.blocks, sources.run.flow
     offers: dict[int, list[tuple[int, ValueSlot]]] = {}
     for number in [chain.first for chain in chains[:reader]]:
         for key, node in blocks[number].nodes.items():
-            if is_whole(blocks[number].arguments[key]):  # of a slice the rest may be read as well
+            is_computed = flow.computed(node) not in flow.roots  # a part that reads a parameter has it
+            if is_computed and is_whole(blocks[number].arguments[key]):  # of a slice the rest may be read as well
                 offers.setdefault(node, []).append((blocks[number].begin, (number, key)))
-    nodes, until = sources.run.output, sources.run.flow.tick()
+    nodes, until = sources.run.output, flow.tick()
     if reader < len(chains):
         next_block = blocks[chains[reader].first]
         nodes = [next_block.nodes[key] for key in next_keys if key in next_block.nodes]

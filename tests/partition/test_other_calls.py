@@ -1054,6 +1054,20 @@ class Prompts(Base):
         return super().forward(x), self.prompt
 
 
+@pytest.mark.parametrize("is_read, count", [(False, 5), (True, 9)])
+def test_a_parameter_that_blocks_are_called_with_may_be_returned(is_read, count):
+    model = Prompts(is_read)
+    layers = to_sequential(model, rows())
+    found = []
+    for module in (layers, model):
+        model.zero_grad()
+        output, prompt = module(rows(7))
+        (output * prompt).square().sum().backward()
+        found.append((output, prompt, [parameter.grad for parameter in model.parameters()]))
+    torch.testing.assert_close(*found)
+    assert len(layers) == count
+
+
 class Prompted(Prompts):
     """A long call has the parameter itself where a short one has what is made of it."""
 
