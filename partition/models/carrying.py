@@ -93,7 +93,7 @@ def _carried(chain: BlockChain, runs: Sequence[Sources]) -> list[dict[ArgumentKe
                     for candidate in candidates
                     if isinstance(leaf, Tensor) and first_leaves[candidate] is leaf
                 ]
-                if number == chain.first and _is_plain(leaf):
+                if _is_plain(leaf):  # of the first: what Python was told breaks the chain before others
                     matches = [key]
                 if not matches:
                     raise NotCarriedError(number, block.name, key[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_iter, tree_map_only, tree_unflatten
 
 from partition.errors import PartitionError
-from partition.models.shapes import TensorShape
+from partition.models.shapes import poison
 
 Leaves: TypeAlias = list[Any]
 
@@ -38,8 +38,10 @@ class UnsentInput(Tensor):
     _name: str
 
     @staticmethod
-    def __new__(cls, shape: TensorShape, device: torch.device, leaf: int, name: str) -> UnsentInput:
-        tensor: UnsentInput = Tensor._make_wrapper_subclass(cls, shape.shape, dtype=shape.dtype, device=device)
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, leaf: int, name: str
+    ) -> UnsentInput:
+        tensor: UnsentInput = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         tensor._leaf, tensor._name = leaf, name
         return tensor
 
@@ -60,15 +62,13 @@ class UnsentInput(Tensor):
         if func.is_view or name in _CASTS:  # of its first argument
             unsent = args[0]
             on_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-            result = func(TensorShape.of(unsent).poison(torch.device("meta")), *args[1:], **on_meta)
-            device, leaf, label = kwargs.get("device") or unsent.device, unsent._leaf, unsent._name
-            if isinstance(result, Tensor):
-                return UnsentInput(TensorShape.of(result), device, leaf, label)
-            return tree_map_only(Tensor, lambda part: UnsentInput(TensorShape.of(part), device, leaf, label), result)
+            result = func(poison(unsent, torch.device("meta")), *args[1:], **on_meta)
+            rest = kwargs.get("device") or unsent.device, unsent._leaf, unsent._name
+            return tree_map_only(Tensor, lambda part: UnsentInput(part.shape, part.dtype, *rest), result)
         if not name.startswith("new_") and not name.endswith("_like"):
             unsent = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, UnsentInput))
             raise UnsentInputError(unsent._leaf, unsent._name, name)
-        args, kwargs = tree_map_only(UnsentInput, lambda leaf: TensorShape.of(leaf).poison(leaf.device), (args, kwargs))
+        args, kwargs = tree_map_only(UnsentInput, lambda leaf: poison(leaf, leaf.device), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -132,15 +132,15 @@ class ModelInputs(NamedTuple):
     def arrived(self, travelling: tuple[Any, ...], device: torch.device) -> Leaves:
         """The leaves again."""
         return [
-            UnsentInput(TensorShape(leaf[0], getattr(torch, leaf[1])), device, number, self.words(number))
-            if isinstance(leaf, tuple) and not is_read else leaf
+            leaf if is_read else UnsentInput(leaf[0], getattr(torch, leaf[1]), device, number, self.words(number))
             for number, (leaf, is_read) in enumerate(zip(travelling, self.read, strict=True))
         ]  # fmt: skip
 
     def words(self, number: int) -> str:
         """The name of a leaf, in words."""
-        are_leaves_named = self.names is not None and len(self.names) == len(self.read)
-        return f"input {self.names[number]!r}" if are_leaves_named and self.names else f"tensor {number} of the inputs"
+        if self.names is None or len(self.names) != len(self.read):
+            return f"tensor {number} of the inputs"
+        return f"input {self.names[number]!r}"
 
 
 def called_with(x: Any, always: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

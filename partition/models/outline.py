@@ -27,7 +27,7 @@ from partition.errors import PartitionError
 from partition.models.as_found import Hook, PutBacks, is_same, stays
 from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
-from partition.models.lost import LostTensor
+from partition.models.lost import LostTensor, as_lost
 from partition.models.passing import PassingPlan
 from partition.models.references import drop_others, hooks_of, plain_attributes, references_of, renew_references
 from partition.models.runs import (
@@ -41,7 +41,7 @@ from partition.models.runs import (
     containers_of,
     numbers_of,
 )
-from partition.models.shapes import MadeUpBuffer, TensorShape, is_without_memory
+from partition.models.shapes import MadeUpBuffer, is_without_memory, poison
 from partition.models.shares import unit_of
 from partition.models.stand_ins import (
     AbsentModule,
@@ -385,7 +385,7 @@ def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device; without memory there where it has none here."""
     if not is_without_memory(tensor):
         return tensor.to(device)
-    return without_numbers(TensorShape.of(tensor).poison(device))
+    return as_lost(poison(tensor, device))
 
 
 def _around_blocks(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +12,9 @@ from partition.contents import storage_of
 from partition.models.lost import poison_of
 
 
-class TensorShape(NamedTuple):
-    """A tensor of which only the shape and the type are known."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorShape:
-        """Those of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    def poison(self, device: torch.device) -> Tensor:
-        """A tensor without memory that no numbers may come from: nan, where there is one."""
-        return torch.full((), poison_of(self.dtype), dtype=self.dtype, device=device).expand(self.shape)
+def poison(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape and type, without memory, that no numbers may come from: nan, where there is one."""
+    return torch.full((), poison_of(tensor.dtype), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def form_in_memory(tensor: Tensor) -> tuple[Any, ...]:
@@ -57,9 +46,9 @@ def is_without_memory(tensor: Tensor) -> bool:
     return bool(strides) and not any(strides)
 
 
-def is_whole(value: Any) -> bool:
-    """Whether a value is a tensor in whose storage no other numbers lie. An expanded one has each once."""
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+def is_whole(tensor: Tensor) -> bool:
+    """Whether no other numbers lie in the storage of a tensor. An expanded one has each once."""
+    if tensor.layout is not torch.strided:
         return False
-    count = prod([size for size, stride in zip(value.shape, value.stride(), strict=True) if stride])
-    return storage_of(value) >= 0 and value.untyped_storage().nbytes() == count * value.element_size()
+    count = prod([size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride])
+    return storage_of(tensor) >= 0 and tensor.untyped_storage().nbytes() == count * tensor.element_size()

@@ -6,7 +6,6 @@ finds, so whatever would need its numbers is seen.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -23,7 +22,7 @@ from partition.models.as_found import Hook
 from partition.models.lost import as_lost, lost
 from partition.models.references import renew_references
 from partition.models.runs import Switches, this_run
-from partition.models.shapes import TensorShape, blank, form_in_memory
+from partition.models.shapes import blank, form_in_memory, poison
 from partition.opaque import opaque, remedy, type_name
 
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
@@ -83,7 +82,7 @@ class AbsentModule:
         for (owner, key), tensor in tables.items():
             if owner in copies:
                 vars(copies[owner])[key] = tensor.detach().to("meta")
-        self._meta_outputs: OrderedDict[str, Any] = OrderedDict()
+        self._meta_outputs: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # as a rule: ids of an embedding, say
@@ -102,7 +101,8 @@ class AbsentModule:
                     )
             if follows_from_shapes and not opaque(leaves):
                 self._meta_outputs[key] = meta_output
-                forget_oldest(self._meta_outputs)
+                if len(self._meta_outputs) > _MOST_FORMS:
+                    del self._meta_outputs[next(iter(self._meta_outputs))]  # the oldest
         return lost(meta_output, device) if isinstance(meta_output, Tensor) else tree_map_only(
             Tensor, lambda meta: lost(meta, device), meta_output
         )
@@ -125,7 +125,7 @@ class AbsentModule:
                 output = self._output_on(device, leaves, tree)
         except (DataDependentOutputException, DynamicOutputShapeException):  # experts that are called for some rows
             reads = any(map(_is_whole, leaves))
-            output = self._output_on(device, leaves, tree, _without_memory, keeps_whole=reads)
+            output = self._output_on(device, leaves, tree, poison, keeps_whole=reads)
         return tree_map_only(Tensor, lambda leaf: blank(leaf, torch.device("meta")), output), not reads
 
     def _output_on(
@@ -171,11 +171,7 @@ def copy_that_calls(
 
 def without_numbers(tensor: Tensor) -> Tensor:
     """The stand-in for a tensor that lies in another part."""
-    return as_lost(TensorShape.of(tensor).poison(tensor.device))
-
-
-def _without_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    return TensorShape.of(tensor).poison(device)
+    return as_lost(poison(tensor, tensor.device))
 
 
 def _is_whole(leaf: Any) -> bool:
@@ -254,7 +250,4 @@ def _are_plain(value: Any) -> bool:
     return all(leaf is None or isinstance(leaf, bool | int | float | str | ref) for leaf in tree_leaves(value))
 
 
-def forget_oldest(cache: OrderedDict[Any, Any], size: int = 32) -> None:
-    """Forget the oldest of what is known, until so much is left."""
-    while len(cache) > size:
-        cache.popitem(last=False)
+_MOST_FORMS = 32  # of arguments for which the form of an output is known
