@@ -226,8 +226,13 @@ def test_gradients_go_through_what_hooks_collect():
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_hooks_of_a_script_run_where_the_block_does_and_nowhere_else():
-    model, ids, found = Chain().eval(), torch.arange(8).view(2, 4), [[]]
+class Logged(Chain):
+    """A model of the package that its hooks are of."""
+
+
+@pytest.mark.parametrize("kind", [Chain, Logged], ids=["of a script", "of the model's own"])
+def test_hooks_that_the_model_does_not_read_run_where_the_block_does_and_nowhere_else(kind):
+    model, ids, found = kind().eval(), torch.arange(8).view(2, 4), [[]]
     collecting(model.blocks, found)
     layers = to_sequential(model, ids)
     found[0] = []
