@@ -37,10 +37,9 @@ def found_blocks(model: nn.Module, calls: Sequence[ModuleCall]) -> list[list[Mod
     for call in calls:
         calls_by_parent[call.name.rpartition(".")[0]].append(call)
     runs = []
-    for name, child_calls in calls_by_parent.items():
-        children = {child for _, child in model.get_submodule(name).named_children()}
-        modules, links = {model.get_submodule(call.name) for call in child_calls}, _links(child_calls)
-        if modules == children and len(set(map(type, modules))) == 1 and all(len(link) > 1 for link in links):
+    for child_calls in calls_by_parent.values():
+        kinds, links = {type(model.get_submodule(call.name)) for call in child_calls}, _links(child_calls)
+        if len(kinds) == 1 and all(len(link) > 1 for link in links):
             runs += links
     chains = [_continued(run, runs) for run in runs]
     # Rather what is called once; and layers rather than the stages that they fill.

@@ -1037,6 +1037,24 @@ def test_blocks_are_called_with_rows_of_a_parameter(cut, is_frozen):
     assert model.steps.weight._version == version
 
 
+class Shallow(Base):
+    """Its last block is not called."""
+
+    def forward(self, x, other=None):
+        h = self.embed(x)
+        for block in self.blocks[:-1]:
+            h = block(h)
+        return self.head(h)
+
+
+def test_a_row_of_which_not_all_are_called_is_a_row_of_blocks():
+    model = Shallow()
+    layers = to_sequential(model, rows())
+    names = [layer.in_model.names for layer in layers]
+    assert names == [("embed",), ("blocks.0",), ("blocks.1",), ("head", "blocks.2")]
+    assert torch.equal(layers(rows(7)), model(rows(7))) and list(layers.state_dict()) == list(model.state_dict())
+
+
 class Prompts(Base):
     """Blocks are called with a parameter, which the model returns as well; between two it may be read."""
 
