@@ -215,6 +215,11 @@ class Outline(nn.Module):
                 returned = copies[""](*args, **kwargs)
         except OutlineRunEnd:
             returned = None
+        except AttributeError as error:  # a copy has none that a forward sets
+            for name, module in copies.items():
+                if error.obj is module and error.name in self._volatile[name]:
+                    self._refuse_kept(name, error.name)
+            raise
         for (owner, name), value in self._kept(copies, given).items():
             before = earlier.get((owner, name))
             is_written = (owner, name) in versions and version_of(before) != versions[owner, name]

@@ -25,7 +25,7 @@ from partition.models.as_found import Hook
 from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, record_model
 from partition.models.carrying import AbsentUnitsError, LostValueError, NotCarriedError, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks, outermost_calls
-from partition.models.comparison import UnfitModelError, check_layers, check_undrawn, keeps
+from partition.models.comparison import UnfitModelError, check_layers, check_undrawn
 from partition.models.inputs import ModelInputs, UnsentInputError
 from partition.models.outline import Outline
 from partition.models.parts import Beginning, Block, End, Middle
@@ -198,10 +198,8 @@ def _cut(
     written = tuple([any(leaf is tensor for tensor in record.written) for leaf in leaves])
     inputs = ModelInputs(names, tree, always, read, written)
     own = {*map(id, record.written), *map(id, record.filled)}
-    containers: list[nn.Module] = []  # copies of these have nothing that is volatile
     try:
         blocks, chains, shares, part_names, passing = _divided(record, blocks)
-        containers = [model.get_submodule(name) for name in containers_of(model, chains)]
         shaping = _shaping(chains, passing, blocks)
         block_calls = [called_again(run.calls, blocks) for run in record.runs]
         passing = passing._replace(
@@ -221,9 +219,6 @@ def _cut(
     except PartitionError:
         raise
     except Exception as error:
-        missing = error.name if isinstance(error, AttributeError) else None
-        if missing and any((id(module), missing) in volatile for module in containers):
-            raise PartitionError(keeps(model, [missing])) from error
         raise PartitionError(
             f"{type(model).__name__}'s forward does not run without its blocks: {type(error).__name__}: {error}. "
             f"{_hint(record, blocks)}Cut it by hand, as an nn.Sequential."

@@ -962,6 +962,25 @@ def test_a_buffer_is_read_in_several_parts(cut):
 
 
 @WAYS
+@pytest.mark.parametrize("first", [0.0, None])
+def test_what_a_later_call_alone_reads_of_the_call_before_is_refused(cut, first):
+    class Remembers(Base):
+        def __init__(self):
+            super().__init__()
+            self.last = first
+
+        def forward(self, x, other=None):
+            h = super().forward(x + (self.last or 0.0) if is_long(x) else x)
+            self.last = h.detach().mean().item()
+            return h
+
+    parts = cut(Remembers(), rows())
+    parts(rows(4))
+    with pytest.raises(PartitionError, match="own forward keeps 'last' from one call to the next, and each part"):
+        parts(rows(7))
+
+
+@WAYS
 @pytest.mark.parametrize("longest", [5, torch.tensor(5), nn.Buffer(torch.tensor(5), persistent=False)])
 def test_what_a_later_call_alone_keeps_is_refused(cut, longest):
     class Grows(Base):
