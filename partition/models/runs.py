@@ -140,7 +140,8 @@ def _leaves_of(argument: int | str, value: Any, place: int) -> tuple[Leaves, Tre
     if place >= len(leaves):
         raise PartitionError(
             f"argument {argument!r} of a block holds {len(leaves)} values, and held {place + 1} or more on the sample "
-            "by which the model was cut. Cut it with a sample that is like this call."
+            "by which the model was cut. Cut it with a sample that is like this call; what blocks put into a list that "
+            "they are called with, let them return."
         )
     return leaves, tree
 
@@ -294,7 +295,7 @@ class OutlineRun:
             args: that it is called with.
             kwargs: that it is called with.
             absent: what returns nan in the shapes of its output. None: its output is its hidden state, in the shape
-                that it is called with; or nothing but blocks sees it.
+                that it is called with; or nothing but blocks sees it, and other tensors have that shape, too.
         """
         number = len(self.calls)
         if number not in numbers:
@@ -334,6 +335,10 @@ class OutlineRun:
                 leaves[place] = hidden = call[key]
                 if isinstance(hidden, Tensor):  # the numbers of the first one may be here
                     leaves[place] = lost(hidden, hidden.device) if number == chain.first else another(hidden)
+            states = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            for place, leaf in enumerate(leaves):
+                if leaf is None and place not in chain.none and states:
+                    leaves[place] = another(states[0])
         elif any(leaf is None and place not in outputs for place, leaf in enumerate(leaves)):
             leaves = chain.leaves(number, absent(*args, **kwargs))
         for place, leaf in outputs.items():

@@ -1056,6 +1056,36 @@ def test_blocks_are_called_with_rows_of_a_parameter(cut, is_frozen):
     assert model.steps.weight._version == version
 
 
+class Pair(Block):
+    def forward(self, x, factor=1.0):
+        h = super().forward(x, factor)
+        return h, h * 2
+
+
+class Gathers(Base):
+    """It gathers what blocks return beside, as far as they do. A long call reads that."""
+
+    def __init__(self):
+        super().__init__(Pair)
+
+    def forward(self, x, other=None):
+        h, gathered = self.embed(x), []
+        for block in self.blocks:
+            h, beside = block(h)
+            gathered += [] if beside is None else [beside]
+        return self.head(h + sum(gathered) if is_long(x) else h) * len(gathered)
+
+
+@WAYS
+def test_what_blocks_return_beside_is_there_for_all_parts_and_refused_where_a_later_call_alone_reads_it(cut):
+    model = Gathers()
+    parts = cut(model, rows())
+    torch.testing.assert_close(parts(rows(4)), model(rows(4)))
+    assert len(to_sequential(model, rows())) == 5
+    with pytest.raises(PartitionError, match="the output is computed from what another part of the model computes"):
+        parts(rows(7))
+
+
 class Shallow(Base):
     """Its last block is not called."""
 
