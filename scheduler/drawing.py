@@ -62,6 +62,7 @@ def duration(value: float, unit: str) -> str:
     >>> duration(33, "slots"), duration(0.004129, "s")
     ('33 slots', '4.13 ms')
     """
+    value = float(value)  # Fractions cannot be formatted in Python 3.11
     if unit != "s" or value == 0 or value >= 1:
         return f"{value:.6g} {unit}"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
@@ -69,8 +70,8 @@ def duration(value: float, unit: str) -> str:
 
 def measures(timeline: Timeline, peaks: Iterable[str]) -> str:
     """Makespan, bubble and peaks in flight in a line, the peaks as they are given."""
-    makespan, bubble = float(timeline.makespan), float(timeline.bubble)  # Fractions cannot be formatted in Python 3.11
-    return f"makespan {duration(makespan, timeline.unit)}, bubble {bubble:.1%}, peak in flight {' '.join(peaks)}"
+    makespan, bubble = duration(timeline.makespan, timeline.unit), float(timeline.bubble)
+    return f"makespan {makespan}, bubble {bubble:.1%}, peak in flight {' '.join(peaks)}"
 
 
 def take_turns(timeline: Timeline) -> list[str]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
 from math import ceil, inf
@@ -57,7 +58,7 @@ def plot(what: Schedule | Timeline, *, title: str | None = None, memory: bool = 
     """
     whole_number("width", width, least=400)
     refuse_unless_a("what", what, Schedule, Timeline)
-    timeline = simulate(what) if isinstance(what, Schedule) else what
+    timeline = _in_floats(simulate(what) if isinstance(what, Schedule) else what)
     row = max(9.0, min(27.0, 660 / timeline.lanes))  # pixels: the more lanes, the lower
     legend_rows = ceil((len(_kinds(timeline)) + 3) / _legend_columns(width))
     height = (1 + memory) * (row * timeline.lanes + 40) + 18 * legend_rows + 110
@@ -145,10 +146,10 @@ def _draw_bars(
 
 def _draw_shares(axes: Any, lane: int, events: Sequence[Event], timeline: Timeline, columns: int) -> None:
     """A lane as shares of time: in each column the kinds are stacked, and what is left is idle."""
-    edges = numpy.linspace(0, float(timeline.makespan), columns + 1)
+    edges = numpy.linspace(0, timeline.makespan, columns + 1)
     below = numpy.full(columns + 1, lane + 1 - _GAP)
     for kind in _kinds(timeline):
-        times = [float(time) for event in events if event.action.kind is kind for time in (event.start, event.end)]
+        times = [time for event in events if event.action.kind is kind for time in (event.start, event.end)]
         work = numpy.diff(times, prepend=0.0)
         work[::2] = 0.0  # before each start
         done = numpy.interp(edges, [0.0, *times], [0.0, *numpy.cumsum(work)])
@@ -177,7 +178,7 @@ def _draw_memory(axes: Any, timeline: Timeline, width: int, row: float) -> None:
     axes.xaxis.set_visible(False)
     noun = "chunks held" if set(timeline.held) <= {ChunkMemory()} else "held"
     axes.set_title(f"{noun} by each lane, and the maximum", loc="left", fontsize=7, color=_FAINT, pad=3)
-    peaks = [float(peak) for peak in timeline.peak_memory]
+    peaks = timeline.peak_memory
     most, is_dense = max(peaks), _is_dense(timeline, width)
     row_transform = axes.get_yaxis_transform()  # shares of the width across, lanes down
     for lane, steps in enumerate(timeline.memory):
@@ -208,6 +209,12 @@ def _bare(axes: Any, timeline: Timeline, row: float) -> None:
     axes.tick_params(axis="x", labelsize=7, colors=_FAINT)
 
 
+def _in_floats(timeline: Timeline) -> Timeline:
+    """The same, in the one type of numbers that matplotlib takes: times and sizes may be Fractions."""
+    events = tuple(Event(action, lane, float(start), float(end)) for action, lane, start, end in timeline.events)
+    return replace(timeline, events=events, held=tuple(ChunkMemory(*map(float, each)) for each in timeline.held))
+
+
 def _is_dense(timeline: Timeline, width: int) -> bool:
     """Whether there are too many actions to draw one by one: on a lane, or in all."""
     return max(map(len, timeline.by_lane)) * _NARROWEST > width or len(timeline.events) > _MOST
@@ -217,8 +224,8 @@ def _footer(timeline: Timeline, width: int) -> str:
     peaks = timeline.peak_in_flight
     extremes = " to ".join(map(str, sorted({min(peaks), max(peaks)})))
     facts = [
-        f"makespan {duration(float(timeline.makespan), timeline.unit)}",
-        f"bubble {float(timeline.bubble):.1%} (flush), {float(timeline.span_bubble):.1%} (span)",
+        f"makespan {duration(timeline.makespan, timeline.unit)}",
+        f"bubble {timeline.bubble:.1%} (flush), {timeline.span_bubble:.1%} (span)",
         f"peak in flight {' '.join(map(str, peaks)) if len(peaks) <= _LISTED else extremes}",
     ]
     if _is_dense(timeline, width):

@@ -73,12 +73,12 @@ class Found(NotebookResult):
     @property
     def gap(self) -> float:
         """The time by which the schedule exceeds the bound, as a share of the bound."""
-        return self.value / self.bound - 1 if self.bound else 0.0
+        return float(self.value / self.bound) - 1 if self.bound else 0.0
 
     @property
     def gain(self) -> float:
         """The time by which it is shorter than the best named one, as a share of that."""
-        return 1 - self.value / self.named_value if self.named_value else 0.0
+        return 1 - float(self.value / self.named_value) if self.named_value else 0.0
 
     def __str__(self) -> str:
         shortest = ", none is shorter" if self.gap < _SHORTEST else f", gap {self.gap:.2%}"
@@ -96,7 +96,7 @@ class Found(NotebookResult):
         return picture(self.timeline)
 
     def _said(self, value: float) -> str:
-        return f"{value:.6g}" if self.timeline.unit == "slots" else duration(value, self.timeline.unit)
+        return duration(value, self.timeline.unit).removesuffix(" slots")
 
 
 def search(

@@ -3,6 +3,7 @@
 They are read off matplotlib's own objects, not off a file."""
 
 import sys
+from fractions import Fraction
 from itertools import pairwise
 from xml.etree.ElementTree import fromstring
 
@@ -291,6 +292,14 @@ def test_nothing_and_no_time_are_drawn_too(timeline):
     figure = plot(timeline)
     assert any(text.startswith("makespan 0 ") for text in words(figure))
     assert len(list(bars(figure.axes[0]))) == len(timeline.events)
+
+
+@pytest.mark.parametrize("chunks", [4, 500])
+def test_fractions_are_drawn_as_floats_are(chunks):
+    numbers = dict(forward=0.25, input=0.5, weight=0.75, activation=1.5, kept=0.5)
+    exact = {name: Fraction(number) for name, number in numbers.items()}
+    texts = {svg(simulate(by_name("zb-h1", 2, chunks), Costs(**costs))) for costs in (numbers, exact)}
+    assert len(texts) == 1
 
 
 def test_a_lane_that_runs_nothing_is_left_white_where_actions_are_many():

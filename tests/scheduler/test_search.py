@@ -1,5 +1,6 @@
 """What is found is right, fits, is as long as it says, and is never worse than what others know."""
 
+from fractions import Fraction
 from functools import cache
 from math import inf
 from statistics import mean
@@ -206,6 +207,14 @@ def test_what_was_found_prints_in_three_lines():
     worse = Found(found.schedule, found.timeline, "flush", 18, 17.5, None, None)
     assert str(worse).splitlines()[1:] == ["lower bound 17.5, gap 2.86%", "best named: none fits"]
     assert worse.gap == pytest.approx(0.5 / 17.5)
+
+
+@pytest.mark.parametrize("unit", ["slots", "s"])
+def test_fractions_print_as_floats_do(unit):
+    floats, fractions = (
+        search(Costs(forward=number(0.25), weight=number(0.5), unit=unit), 2, 3) for number in (float, Fraction)
+    )
+    assert str(fractions) == str(floats)
 
 
 @pytest.mark.parametrize("wrong, words", [
