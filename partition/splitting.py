@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from partition.contiguous import balance_costs
 from partition.errors import PartitionError
@@ -69,6 +70,18 @@ def check_module(module: object) -> nn.Sequential:
     if not len(module):
         raise PartitionError(f"module has no layers ({kind}()), and a stage needs one. Give it one layer or more.")
     return module
+
+
+def check_shaped(model: nn.Module) -> None:
+    """Raise PartitionError if modules are lazy still: these get their shapes and their class from their first input."""
+    names = [
+        name or type(module).__name__ for name, module in model.named_modules()
+        if isinstance(module, LazyModuleMixin) and hasattr(module, "_initialize_hook")
+    ]  # fmt: skip
+    if names:
+        raise PartitionError(
+            f"lazy modules have not run yet: {', '.join(names[:5])}. Call the model with a batch first."
+        )
 
 
 def check_balance(balance: Iterable[int], layers: int) -> list[int]:

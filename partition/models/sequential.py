@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 
@@ -40,6 +39,7 @@ from partition.modes import Modes, modes_kept
 from partition.names import ModelLayers
 from partition.opaque import may_change, opaque, remedy, type_name
 from partition.randomness import generators_left
+from partition.splitting import check_shaped
 
 
 def to_sequential(
@@ -113,11 +113,7 @@ def to_sequential(
                 f"module {name!r} is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. "
                 "Cut the model before it is compiled."
             )
-    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
-    if lazy:
-        raise PartitionError(
-            f"{', '.join(lazy[:5])} have no shape before the model is called. Call it with a batch, then cut it."
-        )
+    check_shaped(model)
     for module in model.modules():
         for key, child in module._modules.items():
             if child is not None and not isinstance(getattr(module, key), nn.Module):

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
 from partition.names import LayeredModule, sequential
-from partition.splitting import check_balance
+from partition.splitting import check_balance, check_shaped
 from pipeline.common.accelerators import accelerators, moved_in_place
 from pipeline.common.arguments import check_limit
 from pipeline.common.errors import PLAIN
@@ -102,10 +101,8 @@ def check_plain(module: nn.Sequential) -> None:
             "wait for the others. Give the inner Pipe devices=[...], which keeps it in one process."
         )
     named = sequential(module._modules)
+    check_shaped(named)
     tensors = [*named.named_parameters(), *named.named_buffers()]
-    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
-    if lazy:
-        raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
     fake = [name for name, tensor in tensors if isinstance(tensor, FakeTensor)]
     if fake:
         raise ValueError(f"parameters without numbers: {fake[:5]}. Build the module outside of any FakeTensorMode.")

@@ -51,6 +51,12 @@ def with_buffer():
     return model
 
 
+def loaded():
+    model = nn.Sequential(nn.LazyLinear(2))
+    model.load_state_dict(nn.Sequential(nn.Linear(3, 2)).state_dict())
+    return model
+
+
 MODULES = {
     "a Linear": (lambda: nn.Linear(2, 2), TypeError, r"must be an nn\.Sequential.*got Linear.*nn\.Sequential\(layer"),
     "a list": (lambda: [nn.Linear(2, 2)], TypeError, r"must be an nn\.Sequential.*got list"),
@@ -63,13 +69,14 @@ MODULES = {
     "lazy": (
         lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)),
         ValueError,
-        r"without a shape: \['1\.weight', '1\.bias'\].*on a sample",
+        "lazy modules have not run yet: 1. Call the model with a batch first",
     ),
     "lazy buffer": (
         lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False)),
         ValueError,
-        r"without a shape: .*0\.running_mean.*on a sample",
+        "lazy modules have not run yet: 0. Call the model with a batch first",
     ),
+    "lazy, loaded": (loaded, ValueError, "lazy modules have not run yet: 0. Call the model with a batch first"),
 }
 
 
