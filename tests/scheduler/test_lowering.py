@@ -29,9 +29,9 @@ def messages_of(schedule):
 
 
 @law
-@given(schedules(), st.integers(0, 5))
-def test_every_result_that_another_lane_needs_is_sent_and_received_once_in_one_order(schedule, ahead):
-    program = lower(schedule, ahead)
+@given(schedules())
+def test_every_result_that_another_lane_needs_is_sent_and_received_once_in_one_order(schedule):
+    program = lower(schedule)
     found = []
     for (sender, receiver), channel in program.channels().items():
         assert [other_end(send) for send in channel.sends] == list(channel.receives)
@@ -42,9 +42,9 @@ def test_every_result_that_another_lane_needs_is_sent_and_received_once_in_one_o
 
 
 @law
-@given(schedules(), st.integers(0, 5))
-def test_what_is_computed_stays_and_messages_stand_after_what_they_send_and_before_what_needs_them(schedule, ahead):
-    program = lower(schedule, ahead)
+@given(schedules())
+def test_what_is_computed_stays_and_messages_stand_after_what_they_send_and_before_what_needs_them(schedule):
+    program = lower(schedule)
     assert program.schedule() == schedule
     for order in program.orders:
         place = {action: position for position, action in enumerate(order)}
@@ -60,9 +60,9 @@ def test_what_is_computed_stays_and_messages_stand_after_what_they_send_and_befo
 
 
 @law
-@given(schedules(), st.integers(0, 5))
-def test_a_lowered_schedule_passes_verify_at_any_window(schedule, ahead):
-    verify(lower(schedule, ahead))
+@given(schedules())
+def test_a_lowered_schedule_passes_verify(schedule):
+    verify(lower(schedule))
 
 
 def ends_hand_to_hand(program):
@@ -99,32 +99,7 @@ def test_named_schedules_lower_to_right_programs(name):
                 continue
             program = lower(schedule)
             verify(program)
-            verify(lower(schedule, 1))
             assert ends_hand_to_hand(program)
-
-
-def test_receives_are_posted_as_many_actions_ahead_as_asked_or_at_the_start():
-    schedule = by_name("1f1b", 4, 8)
-    for lane in range(4):
-        placed = distances(lower(schedule).orders[lane])
-        for ahead in (1, 2, 5, 99):
-            moved = distances(lower(schedule, ahead).orders[lane])
-            assert moved == {receive: max(0, number - ahead) for receive, number in placed.items()}
-
-
-def distances(order):
-    """For each RECV, how many actions that compute stand before it."""
-    found, number = {}, 0
-    for action in order:
-        if action.kind.is_receive:
-            found[action] = number
-        number += not (action.kind.is_send or action.kind.is_receive)
-    return found
-
-
-def test_a_window_that_is_no_count_is_refused():
-    with pytest.raises(ScheduleError, match="ahead is -1, but must be a whole number of at least 0"):
-        lower(by_name("1f1b", 2, 2), ahead=-1)
 
 
 def test_what_cannot_end_is_not_lowered():
@@ -142,9 +117,9 @@ def program(*rows, chunks=1, lanes="0 1"):
 
 
 @law
-@given(schedules(), st.integers(0, 3))
-def test_a_program_is_printed_as_it_is_parsed(schedule, ahead):
-    lowered = lower(schedule, ahead)
+@given(schedules())
+def test_a_program_is_printed_as_it_is_parsed(schedule):
+    lowered = lower(schedule)
     assert Program.parse(str(lowered)) == lowered
 
 
