@@ -22,7 +22,6 @@ from scheduler.chrome import chrome_trace
 from scheduler.command_line.options import (
     INPUT,
     OUTPUT,
-    Command,
     number,
     numbers,
     read_schedule,
@@ -67,20 +66,19 @@ def schedules() -> None:
     """
 
 
-def _with_files(*tables: str) -> Callable[[Command], Command]:
-    """--width, and the files that a schedule can be written to; `tables`: what that of a table is called."""
-    return with_all(
-        click.option("--width", type=int, metavar="N", help="Cut the makespan into N columns."),
-        click.option("--svg", "picture", type=OUTPUT, metavar="FILE", help="Write a figure."),
-        click.option("--chrome", type=OUTPUT, metavar="FILE", help="Write a trace for chrome://tracing or Perfetto."),
-        click.option(*tables, type=OUTPUT, metavar="FILE", help="Write a table with a row for each lane."),
-    )
+# --width, and the files that a schedule can be written to
+_with_files = with_all(
+    click.option("--width", type=int, metavar="N", help="Cut the makespan into N columns."),
+    click.option("--svg", "picture", type=OUTPUT, metavar="FILE", help="Write a figure."),
+    click.option("--chrome", type=OUTPUT, metavar="FILE", help="Write a trace for chrome://tracing or Perfetto."),
+    click.option("--to-csv", type=OUTPUT, metavar="FILE", help="Write a table with a row for each lane."),
+)
 
 
 @schedules.command(short_help="Draw a schedule as a grid.")
 @with_schedule
 @with_release
-@_with_files("--to-csv")
+@_with_files
 @with_costs("stage")
 def draw(schedule: Schedule, release: Release, costs: Costs, **files: Any) -> int:
     """Draws a schedule: a row for each lane, a cell for each slot of time.
@@ -105,7 +103,7 @@ def draw(schedule: Schedule, release: Release, costs: Costs, **files: Any) -> in
 @with_sizes(required=True)
 @click.option("--memory", type=numbers, metavar="CAP", help="Say which hold at most this: a number, or one a lane.")
 @click.option("--sort", type=click.Choice(("bubble", "memory", "step")), default="bubble", show_default=True)
-@click.option("--to-csv", "--csv", type=OUTPUT, metavar="FILE", help="Write the table, unrounded.")
+@click.option("--to-csv", type=OUTPUT, metavar="FILE", help="Write the table, unrounded.")
 @with_release
 @with_costs("lane")
 def compare(
@@ -190,7 +188,7 @@ def simulate(schedule: Schedule, why: tuple[int, float] | None, release: Release
 @click.option("--whole", is_flag=True, help="Split no backward into I and W.")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the random moves.")
 @click.option("--effort", type=number, default=1, show_default=True, metavar="X", help="2 searches twice as long.")
-@_with_files("--to-csv", "--csv")
+@_with_files
 @with_costs("stage")
 def search(
     lanes: int, chunks: int, objective: Literal["flush", "span"], memory: Caps, placement: str | None,

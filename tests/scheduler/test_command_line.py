@@ -152,7 +152,7 @@ def test_compare_says_what_a_chunk_costs(run):
 
 @pytest.mark.parametrize("sort, what", [("bubble", "bubble"), ("step", "makespan"), ("memory", "peak_memory")])
 def test_compare_sorts_by_what_is_asked_for_and_puts_what_is_not_defined_last(run, sort, what):
-    status, text, _ = run(f"compare --lanes 4 --chunks 7 --sort {sort} --csv rows.csv")
+    status, text, _ = run(f"compare --lanes 4 --chunks 7 --sort {sort} --to-csv rows.csv")
     rows = {row.name: row for row in compare(4, 7)}
     missing = [row for row in rows.values() if row.reason]
     shown = [getattr(rows[row["schedule"]], what) for row in table_in(text)]
@@ -182,7 +182,7 @@ def test_compare_says_what_fits(run, said, cap):
 
 
 def test_the_table_of_compare_as_a_file_is_unrounded(run):
-    run("compare --lanes 3 --chunks 5 --forward 0.1 --csv rows.csv")
+    run("compare --lanes 3 --chunks 5 --forward 0.1 --to-csv rows.csv")
     with open("rows.csv") as table:
         found = {row["name"]: row for row in csv.DictReader(table)}
     for row in compare(3, 5, Costs(forward=0.1)):
@@ -266,7 +266,7 @@ def test_outputs_of_blocks_are_released_as_asked(run, tmp_path):
     ],
 )
 def test_search_prints_what_search_finds(run, said, given):
-    status, text, _ = run(f"search --lanes 3 --chunks 5 --effort 0.01 --input 2 --csv found.csv --width 20 {said}")
+    status, text, _ = run(f"search --lanes 3 --chunks 5 --effort 0.01 --input 2 --to-csv found.csv --width 20 {said}")
     found = search(Costs(input=2), 3, 5, **{"effort": 0.01, **given})
     assert (status, text) == (0, f"{found}\n\n{draw(found.timeline, 20)}\n")
     with open("found.csv") as table:
@@ -345,7 +345,9 @@ def test_verify_prints_all_faults_and_ends_with_status_1(run, tmp_path):
         ("search --lanes 3 --chunks 6 --memory 1,2", "memory lists 2 numbers but there are 3 lanes"),
         ("search --lanes 3 --chunks 6 --forward 1,2", "forward lists 2 costs but there are 3 stages"),
         ("search --lanes 3 --chunks 6 --objective step", "Invalid value for '--objective': 'step' is not one of"),
-        ("compare --lanes 3 --chunks 6 --csv .", "Could not open file '.': Is a directory"),
+        ("compare --lanes 3 --chunks 6 --csv a.csv", "No such option '--csv'."),
+        ("search --lanes 3 --chunks 6 --csv a.csv", "No such option '--csv'."),
+        ("compare --lanes 3 --chunks 6 --to-csv .", "Could not open file '.': Is a directory"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words_on_stderr_with_status_2(run, tmp_path, command, words):
@@ -356,6 +358,7 @@ def test_what_cannot_be_is_refused_in_words_on_stderr_with_status_2(run, tmp_pat
     status, text, said = run(command)
     assert status == 2
     assert words in said and "Traceback" not in said
+    assert (tmp_path / "a.csv").read_text() == "0F0,0B0\n"
     assert "open file" in said or not text
 
 
