@@ -241,6 +241,7 @@ def read(kind: str, text: str) -> tuple[str, int, Placement, list[list[str]]]:
     >>> read("schedule", "schedule mine, chunks 1, stages on lanes 0 \\n lane 0: 0F0 0B0")[-1]
     [['0F0', '0B0']]
     """
+    refuse_unless_a("text", text, str)
     head, *rows = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
     match = re.fullmatch(rf"{kind} ({NAME}), chunks ([0-9]+), stages on lanes ([0-9]+(?: [0-9]+)*)", head)
     if match is None:

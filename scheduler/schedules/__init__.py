@@ -52,6 +52,9 @@ def by_name(name: str, lanes: int, chunks: int, **options: object) -> Schedule:
     lane 1: 1F0 3F0 3B0 1B0
     """
     lanes, chunks = whole_number("lanes", lanes, least=1), whole_number("chunks", chunks, least=1)
+    if name not in names():
+        near = get_close_matches(str(name).lower(), names(), n=1, cutoff=0.0)[0]
+        raise ScheduleError(f"there is no schedule {name!r}; there are {', '.join(names())}. Did you mean {near!r}?")
     if lanes * chunks > _MOST:
         raise ScheduleError(
             f"lanes is {lanes} and chunks {chunks}, but a schedule lists every action, so their product is at most "
@@ -98,11 +101,6 @@ def for_placement(placement: Placement, chunks: int) -> Iterator[tuple[str, dict
 @no_collecting()
 def _build(name: str, lanes: int, chunks: int, spelt: str, /, **options: Hashable) -> Schedule:
     # `spelt` is for the cache alone: (1, True) equals (1, 1), but only one of them is right
-    if name not in names():
-        near = get_close_matches(str(name).lower(), names(), n=1, cutoff=0.0)[0]
-        raise ScheduleError(
-            f"there is no schedule {name!r}; there are {', '.join(names())}. Did you mean {near!r}?"
-        )
     build = _builders()[name]
     _refuse_unknown(options, name, build)
     return build(lanes, chunks, **options)

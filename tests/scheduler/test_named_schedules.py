@@ -147,6 +147,12 @@ def test_lanes_and_chunks_that_are_not_counts_are_refused(name, number):
         by_name(name, 2, number)
 
 
+@pytest.mark.parametrize("name", ["1f1", None, ["1f1b"], {"1f1b": 2}])
+def test_an_unknown_name_is_refused_with_those_that_there_are(name):
+    with pytest.raises(ScheduleError, match=r"there is no schedule .*; there are 1f1b, .* Did you mean '"):
+        by_name(name, 2, 2)
+
+
 def test_an_unknown_option_is_refused_with_those_that_the_schedule_takes():
     with pytest.raises(ScheduleError, match="interleaved takes no option v; it takes stages_per_lane=2 by default"):
         by_name("interleaved", 2, 2, v=2)

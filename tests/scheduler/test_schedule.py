@@ -1,12 +1,13 @@
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 from cover import examples
 from hypothesis import given, settings
 from scheduler_strategies import schedules
 
-from scheduler import Action, Kind, Placement, Schedule, ScheduleError, by_name, lower, names, simulate, verify
+from scheduler import Action, Kind, Placement, Program, Schedule, ScheduleError, by_name, lower, names, simulate, verify
 
 
 @settings(derandomize=True, deadline=None, max_examples=examples(50))
@@ -109,6 +110,13 @@ def test_orders_for_another_number_of_lanes_are_refused():
 def test_text_without_a_head_is_refused(text):
     with pytest.raises(ScheduleError, match="does not begin a schedule. Write 'schedule NAME, chunks 2"):
         Schedule.parse(text)
+
+
+@pytest.mark.parametrize("kind", [Schedule, Program])
+@pytest.mark.parametrize("text", [None, Path("mine.txt"), b"schedule mine"])
+def test_what_is_no_text_is_not_parsed(kind, text):
+    with pytest.raises(ScheduleError, match=r"text is .*, but must be of type str. Give a file's text, for example"):
+        kind.parse(text)
 
 
 @pytest.mark.parametrize("row", ["lane 1: 0F0", "0F0 0B0", "lane 0 0F0", "lane 0"])
