@@ -63,11 +63,11 @@ def all_reduce(
     dense: list[int] = []
     sparse: list[int] = []
     for key, column in enumerate(columns):
-        layouts = {description.sparse > 0 for description in column if description.dtype}
+        layouts = {description.sparse for description in column if description.dtype}
         if strict and len(layouts) > 1:
             raise TypeError(mixed_layouts(slots[key].param))
         if layouts:
-            (sparse if False not in layouts else dense).append(key)
+            (dense if len(layouts) > 1 or 0 in layouts else sparse).append(key)
     for bucket in _buckets(dense, columns):
         _reduce_dense([slots[key] for key in bucket], _dtype(columns[bucket[0]]), group, op, world)
     for key in sparse:

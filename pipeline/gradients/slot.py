@@ -60,7 +60,7 @@ class GradientSum:
         self.sum = grad if grad is None else grad.to(sum_dtype(self.param.dtype, grad.dtype))
 
     def _check_layout(self, grad: Tensor) -> None:
-        if not self._densify and self.sum is not None and self.sum.is_sparse != grad.is_sparse:
+        if not self._densify and self.sum is not None and self.sum.sparse_dim() != grad.sparse_dim():
             raise TypeError(mixed_layouts(self.param))
 
 
@@ -77,18 +77,18 @@ def as_grad_of(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def plus(one: Tensor, other: Tensor) -> Tensor:
-    """one + other where `one` is, in place if that keeps its layout and type; sparse + dense is dense."""
+    """one + other where `one` is, in place if that keeps its layout and type; of several layouts the sum is dense."""
     dtype, other = sum_dtype(one.dtype, other.dtype), other.to(one.device)
-    if one.is_sparse and not other.is_sparse:
-        return other.to(dtype) + one.to(dtype)
+    if one.is_sparse and one.sparse_dim() != other.sparse_dim():
+        return other.to_dense().to(dtype) + one.to(dtype)
     return one.to(dtype).add_(other.to(dtype))
 
 
 def mixed_layouts(param: Tensor) -> str:
     """The error text for sparse and dense gradients of one parameter."""
     return (
-        f"a parameter of shape {list(param.shape)} got sparse and dense gradients. Their sum would be dense, which "
-        "sparse='error' refuses: make all of them sparse, or use sparse='densify'."
+        f"a parameter of shape {list(param.shape)} got sparse and dense gradients, or such as are sparse in several "
+        "ways. Their sum would be dense, which sparse='error' refuses: make all of them alike, or use sparse='densify'."
     )
 
 

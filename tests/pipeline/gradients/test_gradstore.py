@@ -535,13 +535,14 @@ def embedding_grads(table, *batches):
     return found
 
 
-@pytest.mark.parametrize("kinds", ["ss", "sd", "ds", "ssd", "dss", "sds"])
+@pytest.mark.parametrize("kinds", ["ss", "sd", "ds", "ssd", "dss", "sds", "es", "se", "ee", "eds"])
 @pytest.mark.parametrize("how", ["add", "merge"])
 def test_sparse_and_dense_contributions_add(kinds, how):
     table = nn.Embedding(6, 3, sparse=True).double()
     param = table.weight
     rows = [embedding_grads(table, [0, 2, 2])[0], embedding_grads(table, [2, 5])[0]]
     grads = [rows.pop() if kind == "s" else like(param) for kind in kinds]
+    grads = [grad.to_sparse() if kind == "e" else grad for kind, grad in zip(kinds, grads)]  # entries, not rows
     kept = [grad.clone() for grad in grads]
     store = GradStore([param])
     for grad in grads:
@@ -553,7 +554,7 @@ def test_sparse_and_dense_contributions_add(kinds, how):
             store.merge_(other)
     expected = sum(grad.to_dense() for grad in kept)
     found = store.get(param)
-    assert found.is_sparse == (set(kinds) == {"s"})
+    assert found.is_sparse == (set(kinds) in ({"s"}, {"e"}))
     torch.testing.assert_close(found.to_dense(), expected, rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(store.norm(), torch.linalg.vector_norm(expected), rtol=1e-14, atol=1e-14)
     for grad, value in zip(grads, kept, strict=True):

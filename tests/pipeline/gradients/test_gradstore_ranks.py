@@ -13,7 +13,7 @@ from pipeline import GradStore
 from pipeline.gradients import reduce as gradstore_ranks
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (), "d": (0, 2), "e": (6, 2)}
-# What each of the ranks has, by name: d dense, s sparse.
+# What each of the ranks has, by name: d dense, s sparse in rows, e in entries, 0 without any.
 CASES = {
     "all on both": ({"a": "d", "b": "d", "c": "d", "d": "d", "e": "d"},) * 2,
     "some on one": ({"a": "d", "c": "d"}, {"b": "d", "c": "d"}),
@@ -23,6 +23,8 @@ CASES = {
     "sparse on one": ({"a": "d"}, {"e": "s"}),
     "sparse and dense": ({"e": "d"}, {"e": "s", "b": "d"}),
     "sparse without entries": ({"e": "0"}, {"e": "0"}),
+    "sparse in entries": ({"e": "e", "a": "e"}, {"e": "e"}),
+    "sparse in rows and entries": ({"e": "s"}, {"e": "e"}),
 }
 KINDS = ("float32", "bfloat16", "complex128")
 BUCKETS = {"one bucket": gradstore_ranks.BUCKET_BYTES, "a few buckets": 100, "one by one": 1}
@@ -34,8 +36,9 @@ def params(dtype="float64"):
 
 def grad_of(name, kind, rank, dtype="float64"):
     generator = torch.Generator().manual_seed(100 * rank + sum(map(ord, name)))
-    if kind == "d":
-        return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
+    if kind in "de":
+        dense = torch.randn(SHAPES[name], generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
+        return dense.to_sparse() if kind == "e" else dense
     rows = [] if kind == "0" else [1, 3, 3] if rank == 0 else [3, 5, 0, 2]  # more on one rank than on the other
     values = torch.randn(len(rows), 2, generator=generator, dtype=torch.float64)
     return torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64), values, SHAPES[name], check_invariants=True)
@@ -146,8 +149,8 @@ def test_each_rank_has_the_sum_of_both_and_what_both_lack_is_absent(case, op, bu
         assert sums.keys() == expected.keys()
         for name, grad in expected.items():
             torch.testing.assert_close(sums[name].to_dense(), grad, rtol=1e-15, atol=1e-15)
-            is_dense = any(kinds.get(name) == "d" for kinds in CASES[case])
-            assert sums[name].is_sparse != is_dense
+            layouts = {kinds[name] for kinds in CASES[case] if name in kinds}
+            assert sums[name].is_sparse == (len(layouts) == 1 and "d" not in layouts)
     one, other = (found[case, op, buckets] for found in both_ranks)
     assert all(torch.equal(one[name].to_dense(), other[name].to_dense()) for name in one)
 

@@ -162,10 +162,11 @@ def sparse(param, row):
 
 
 @pytest.mark.parametrize("how", ["add", "merge"])
-@pytest.mark.parametrize("kinds", ["sd", "ds"])
+@pytest.mark.parametrize("kinds", ["sd", "ds", "se", "es"])
 def test_sparse_error_refuses_a_sparse_and_a_dense_gradient_of_one_parameter(kinds, how):
     param = parameter(4, 2)
-    grads = [sparse(param, 1) if kind == "s" else torch.ones(4, 2) for kind in kinds]
+    alike = {"s": sparse(param, 1), "d": torch.ones(4, 2), "e": torch.ones(4, 2).to_sparse()}
+    grads = [alike[kind] for kind in kinds]
     store, loose = GradStore([param], sparse="error"), GradStore([param])
     for grad in grads[:1] * 2:
         store.add_(param, grad)
