@@ -76,6 +76,7 @@ class Schedule(HasPlacement):
                 "receives."
             )
         refuse_unless_one_each(self.orders, self.placement)
+        object.__setattr__(self, "blocks", frozenset(map(tuple, self.blocks)))  # from here on: nobody else's set
         self._refuse_unless_blocks()
 
     @classmethod

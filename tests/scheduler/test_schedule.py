@@ -142,6 +142,14 @@ def test_blocks_are_written_with_a_plus_and_are_pairs_of_neighbours():
         Schedule("mine", Placement.linear(1), 2, orders, frozenset({(0, 0), (0, 1)}))
 
 
+@pytest.mark.parametrize("kind, pair", [(set, tuple), (list, tuple), (list, list)])
+def test_blocks_may_be_listed_in_any_collection(kind, pair):
+    schedule = by_name("dualpipev", 2, 4)
+    listed = kind(map(pair, schedule.blocks))
+    other = Schedule(schedule.name, schedule.placement, schedule.chunks, schedule.orders, listed)
+    assert other == schedule and hash(other) == hash(schedule) and str(other) == str(schedule)
+
+
 @pytest.mark.parametrize("row", ["0F0+", "+0F0", "0F0++0B0"])
 def test_half_a_block_is_refused(row):
     with pytest.raises(ScheduleError, match="'' is not an action"):
