@@ -1,4 +1,4 @@
-"""Refusals where torch would take one rank's part of a Pipe's parameters for all of them.
+"""Refusals, and a warning, where torch would take one rank's part of a Pipe's parameters for all of them.
 
     torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  -->  get_total_norm of this rank's gradients  -->  error
     torch.optim.LBFGS(pipe.parameters()).step(closure)      -->  inner products of this rank's gradients  -->  error
