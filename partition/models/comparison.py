@@ -39,7 +39,7 @@ class UnfitModelError(PartitionError):
 def check_layers(
     record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], part_names: Collection[str]
 ) -> None:
-    """See that the layers compute what the model computes, in eval mode, and under one seed in train mode.
+    """See that the layers compute what the model computes under one seed, in eval mode and in train mode.
 
     Args:
         record: of the model on the sample.
@@ -78,8 +78,7 @@ def _compare_in_mode(
     expected, attributes = _called(record, layers, partial(_made, record, make), [record.sample])
     if not in_training:
         _check_comparable(kind, expected)
-    # What is drawn in eval mode is to differ.
-    actual, _ = _called(record, layers, layers, [record.sample], seed=0 if in_training else 1)
+    actual, _ = _called(record, layers, layers, [record.sample])
     (theirs, their_tree), (ours, tree) = tree_flatten(expected), tree_flatten(actual)
     if tree != their_tree:
         counts = [sum(isinstance(leaf, Tensor) for leaf in leaves) for leaves in (theirs, ours)]
@@ -124,26 +123,6 @@ def _check_comparable(kind: str, expected: Any) -> None:
         )
     if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in leaves):
         raise UnfitModelError(f"{kind} itself returns NaN on the sample, which tells nothing. {_REMEDY}")
-
-
-def check_undrawn(record: ModelRecord, make: Callable[[Any], Any]) -> None:
-    """See that what a model returns in eval mode does not depend on what it draws.
-
-    Raises:
-        UnfitModelError: it is the same under one seed, and something else under another.
-    """
-
-    def returned(seed: int) -> Any:
-        torch.manual_seed(seed)
-        return _made(record, make, record.sample)
-
-    with torch.random.fork_rng(devices=[]), as_found([record.model], record.written):
-        first, again, other = returned(0), returned(0), returned(1)
-    if same_numbers(first, again) and not same_numbers(first, other):
-        raise UnfitModelError(
-            f"{type(record.model).__name__} draws random numbers in eval mode, too, and its parts draw others. Draw "
-            "them before, and call the model with them."
-        )
 
 
 def _compare_next(
@@ -206,12 +185,12 @@ def _made(record: ModelRecord, make: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _called(
-    record: ModelRecord, layers: nn.Sequential, run: Callable[[Any], Any], xs: Iterable[Any], seed: int = 0
+    record: ModelRecord, layers: nn.Sequential, run: Callable[[Any], Any], xs: Iterable[Any]
 ) -> tuple[Any, list[str]]:
-    """The value of the last of some calls of the model or its parts, each under a seed; the attributes that change."""
+    """The value of the last of some calls of the model or its parts, under one seed; the attributes that change."""
     with as_found([record.model, layers], record.written) as snapshot:
         for x in xs:
-            seed_host(seed)
+            seed_host(0)
             value = run(x)
         return value, snapshot.changed({key for key, is_done in record.volatile.items() if is_done})
 

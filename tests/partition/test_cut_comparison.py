@@ -67,63 +67,6 @@ def test_a_model_that_is_not_finite_on_the_sample_is_told_apart_from_one_that_ca
         to_sequential(Overflows(outputs), ids(4))
 
 
-class Noisy(Chain):
-    """It adds noise behind its blocks, in eval mode too."""
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out + torch.randn_like(out)
-
-
-class Noised(Chain):
-    """It draws before its blocks what it adds behind them, in eval mode too."""
-
-    def forward(self, x):
-        noise = torch.randn(*x.shape, 4)
-        return super().forward(x) + noise
-
-
-@pytest.mark.parametrize("model", [Noisy(), Noised()])
-def test_a_model_that_draws_in_eval_mode_is_told_so_and_draws_as_before(model):
-    torch.manual_seed(5)
-    x = ids(4)
-    state = torch.get_rng_state()
-    with pytest.raises(PartitionError, match="Nois(y|ed) draws random numbers in eval mode, too.*call the model with"):
-        to_sequential(model, x)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-class Shuffling(nn.Module):
-    """It shuffles the columns of each row, in eval mode too, by numbers that it draws where it is given none."""
-
-    def forward(self, x, numbers=None):
-        order = (torch.rand_like(x) if numbers is None else numbers).argsort(1)
-        return x.gather(1, order), order.argsort(1)
-
-
-class Shuffled(nn.Module):
-    """Columns are shuffled before the blocks and put back behind them, as patches are that an autoencoder masks."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.shuffling = nn.Linear(4, 4), Shuffling()
-        self.blocks, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2)
-
-    def forward(self, x, numbers=None):
-        x, back = self.shuffling(self.embed(x), numbers)
-        for block in self.blocks:
-            x = block(x).tanh()
-        return self.head(x.gather(1, back))
-
-
-def test_what_is_drawn_in_eval_mode_and_used_in_two_parts_is_drawn_before():
-    model, x = Shuffled().double(), torch.randn(5, 4, dtype=torch.float64)
-    with pytest.raises(PartitionError, match="draws random numbers in eval mode, too.*Draw them before, and call"):
-        to_sequential(model, x)
-    numbers = torch.rand_like(x)
-    assert torch.equal(to_sequential(model, (x, numbers))((x, numbers)), model(x, numbers))
-
-
 class Reenters(nn.Module):
     """A stage whose blocks are checkpointed by what no gradient can be asked of."""
 

@@ -1,0 +1,187 @@
+"""Law: what a model draws at random is the same in all its parts, in either mode, or the model is refused.
+
+The models here add what they draw in one place and take it away in another, so what they return depends on no draw.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from block_models import Chain, ids
+from torch import nn
+from torch.nn import functional
+
+from partition import PartitionError, to_sequential
+from pipeline import Pipe
+
+DRAWS = {
+    "noise": torch.randn_like,
+    "dropout": lambda x: functional.dropout(torch.ones_like(x), 0.5, training=True),
+    "one for all rows": lambda x: torch.randperm(x.shape[1]).to(x).expand_as(x),
+}
+PLACES = ("before, for all blocks", "before, for one block", "before, for the end", "between blocks", "for each block",
+          "in blocks", "behind")  # fmt: skip
+TRAVELS = "what is drawn at random is used behind block '.*', in another part of the model, and does not travel there"
+
+
+class Drawing(nn.Module):
+    """A module that draws, in some modes."""
+
+    def __init__(self, draw, modes):
+        super().__init__()
+        self.draw, self.modes = draw, modes
+
+    def forward(self, x):
+        return self.draw(x) if self.training in self.modes else torch.zeros_like(x)
+
+
+class Scaled(nn.Module):
+    """A block. It returns what it draws, if it does."""
+
+    def __init__(self, drawing=None):
+        super().__init__()
+        self.weight, self.drawing = nn.Parameter(torch.ones((), dtype=torch.float64)), drawing
+
+    def forward(self, x, noise=None):
+        if self.drawing is None:
+            return (x if noise is None else x + noise) * self.weight
+        noise = self.drawing(x)
+        return (x + noise) * self.weight, noise
+
+
+class Cancelling(nn.Module):
+    """It adds what it draws before, in or behind its blocks, and takes it away at the end."""
+
+    def __init__(self, place, draw, modes, in_module):
+        super().__init__()
+        self.place, self.draw, self.modes = place, draw, modes
+        self.embed, self.head = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 3, dtype=torch.float64)
+        self.inner = Drawing(draw, modes) if in_module else None
+        in_blocks = place == "in blocks"
+        self.blocks = nn.ModuleList(Scaled(Drawing(draw, modes) if in_blocks else None) for _ in range(4))
+
+    def drawing(self, x):
+        if self.inner is not None:
+            return self.inner(x)
+        return self.draw(x) if self.training in self.modes else torch.zeros_like(x)
+
+    def forward(self, x):
+        hidden, place = self.embed(x), self.place
+        early = self.drawing(hidden) if place.startswith("before") else 0
+        drawn = early * {"before, for all blocks": 4, "behind": 0}.get(place, 1)
+        hidden = hidden + early if place == "before, for the end" else hidden
+        for number, block in enumerate(self.blocks):
+            if place == "in blocks":
+                hidden, noise = block(hidden)
+                drawn = drawn + noise
+            elif place == "before, for all blocks" or place == "before, for one block" and number == 2:
+                hidden = block(hidden, early)
+            elif place == "for each block" or place == "between blocks" and number == 2:
+                noise = self.drawing(hidden)
+                hidden, drawn = block(hidden + noise), drawn + noise
+            else:
+                hidden = block(hidden)
+        if place == "behind":
+            drawn = self.drawing(hidden)
+            hidden = hidden + drawn
+        return self.head(hidden - drawn)
+
+
+@pytest.mark.parametrize("in_module", [True, False])
+@pytest.mark.parametrize("modes", [(False,), (True,), (False, True)])
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_drawn_is_the_same_in_all_parts(place, draw, modes, in_module):
+    torch.manual_seed(0)
+    model = Cancelling(place, DRAWS[draw], modes, in_module)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = model.head(model.embed(x))
+    is_lost = not in_module and (place.startswith("before") or place == "for each block")
+    if is_lost:
+        with pytest.raises(PartitionError, match=TRAVELS):
+            to_sequential(model, x[:4])
+        return
+    layers = to_sequential(model, x[:4])
+    for training in (False, True):
+        layers.train(training)
+        for checkpoint, schedule in (("never", "gpipe"), ("always", "1f1b")):
+            pipe = Pipe(layers, [2, len(layers) - 2], 3, checkpoint=checkpoint, schedule=schedule)
+            torch.testing.assert_close(pipe(x), expected, rtol=1e-12, atol=1e-12)
+
+
+class Noisy(Chain):
+    """It adds noise behind its blocks, in eval mode too."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out + torch.randn_like(out)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_draw_under_a_seed_what_the_model_draws_in_either_mode(training):
+    model, x = Noisy().train(training), ids(4)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    layers = to_sequential(model, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    outputs = []
+    for run in (model, layers):
+        torch.manual_seed(6)
+        outputs.append(run(x))
+    assert torch.equal(*outputs)
+
+
+class Shuffling(nn.Module):
+    """It shuffles the columns of each row, in eval mode too, and returns how to put them back."""
+
+    def forward(self, x):
+        order = torch.rand_like(x).argsort(1)
+        return x.gather(1, order), order.argsort(1)
+
+
+class Shuffled(nn.Module):
+    """Columns are shuffled before the blocks and put back behind them, as patches are that an autoencoder masks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.shuffling = nn.Linear(4, 4), Shuffling()
+        self.blocks, self.head = nn.ModuleList(Scaled() for _ in range(3)), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x, back = self.shuffling(self.embed(x))
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x.gather(1, back))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_shuffled_before_the_blocks_is_put_back_behind_them(training):
+    model, x = Shuffled().double().train(training), torch.randn(5, 4, dtype=torch.float64)
+    layers = to_sequential(model, x[:3])
+    torch.testing.assert_close(Pipe(layers, [2, len(layers) - 2], 2)(x), model(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_masked_autoencoder_of_transformers_is_masked_as_by_itself(training):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.ViTMAEConfig(
+        image_size=16, patch_size=4, **sizes, **{f"decoder_{key}": value for key, value in sizes.items()}
+    )
+    model = transformers.ViTMAEForPreTraining(config).double().train(training)
+    x = {"pixel_values": torch.randn(4, 3, 16, 16, dtype=torch.float64)}
+
+    def chosen(returned):
+        return {"logits": returned.logits, "mask": returned.mask}
+
+    layers = to_sequential(model, x, output=chosen)
+    by_model, by_layers, by_pipe = [], [], []
+    for run, outputs in ((lambda: chosen(model(**x)), by_model), (lambda: layers(x), by_layers)):
+        torch.manual_seed(6)
+        outputs.append(run())
+    assert all(torch.equal(by_layers[0][key], value) for key, value in by_model[0].items())
+    for balance in ([2, len(layers) - 2], [len(layers) - 2, 1, 1]):
+        torch.manual_seed(6)
+        by_pipe.append(Pipe(layers, balance, 2)(x))
+    assert all(torch.equal(by_pipe[1][key], value) for key, value in by_pipe[0].items())
+    assert by_pipe[0]["mask"].sum(1).tolist() == [12] * 4  # three quarters of 16 patches, in each row
