@@ -24,6 +24,7 @@ from partition.models.references import renew_references
 from partition.models.runs import Switches, this_run
 from partition.models.shapes import blank, form_in_memory, poison
 from partition.opaque import opaque, remedy, type_name
+from partition.randomness import generators_left
 
 # By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
 # have True there: the first forward alone sets that, since it does something once. transformers registers hooks so.
@@ -92,7 +93,8 @@ class AbsentModule:
         key = repr((tree, shapes, Switches.now().autocast))
         meta_output = self._meta_outputs.get(key)
         if meta_output is None:
-            meta_output, follows_from_shapes = self._meta_output(device, leaves, tree)
+            with generators_left({device}):  # what it draws is drawn in the part that has it
+                meta_output, follows_from_shapes = self._meta_output(device, leaves, tree)
             for leaf in opaque(tree_leaves(meta_output)):
                 if tensors_in(getattr(leaf, "__dict__", leaf)):
                     raise PartitionError(

@@ -109,6 +109,46 @@ def test_what_is_drawn_is_the_same_in_all_parts(place, draw, modes, in_module):
             torch.testing.assert_close(pipe(x), expected, rtol=1e-12, atol=1e-12)
 
 
+class Gate(nn.Module):
+    """A block that draws, and asks for a number."""
+
+    def __init__(self, modes):
+        super().__init__()
+        self.weight, self.modes = nn.Parameter(torch.rand(4)), modes
+
+    def forward(self, x):
+        noise = torch.rand_like(x) if self.training in self.modes else torch.ones_like(x)
+        return x * self.weight * noise * (2 if bool(x.sum() > 0) else 1), noise
+
+
+class Gated(nn.Module):
+    """What its blocks return is added to what they are called with, so parts ask for the shapes of it."""
+
+    def __init__(self, modes):
+        super().__init__()
+        self.blocks = nn.ModuleList(Gate(modes) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            gated, _ = block(x)
+            x = x + gated
+        return x
+
+
+@pytest.mark.parametrize("modes", [(False,), (True,), (False, True)])
+def test_finding_the_shapes_that_a_block_returns_draws_nothing(modes):
+    torch.manual_seed(0)
+    model, x = Gated(modes).double(), torch.randn(6, 4, dtype=torch.float64)
+    layers = to_sequential(model, x[:4])
+    for training in (False, True):
+        model.train(training)
+        outputs = []
+        for run in (model, layers, layers):
+            torch.manual_seed(6)
+            outputs.append(run(x))
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
 class Noisy(Chain):
     """It adds noise behind its blocks, in eval mode too."""
 
