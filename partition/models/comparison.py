@@ -88,14 +88,6 @@ def _compare_in_mode(
             "output_attentions out of the sample, say, or choose with output=..."
         )
     if not all(map(equal, ours, theirs)):
-        with as_found([model], record.written):
-            _made(record, make, record.sample)
-            made_names = {name for name, _ in model.named_parameters()} - set(names.values())
-        if made_names:
-            raise PartitionError(
-                f"{kind} makes parameters in its forward ({', '.join(sorted(made_names)[:5])}), and its parts make "
-                "others. Call it once before it is cut: with torch.no_grad(): model(...)."
-            )
         when, furthest = "in train mode" if in_training else "on the sample", _furthest(ours, theirs)
         raise PartitionError(f"{kind} does not return {when} what its parts return{furthest}: {_OUTSIDE}")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -326,22 +326,23 @@ class BuildsItself(nn.Module):
         return self.outer(x).tanh() + (self.inner(x) if self.what == "module" else x * self.inner)
 
 
-def test_modules_that_a_forward_makes_have_other_numbers_in_the_parts_and_parameters_may_have_the_same():
-    def model_of(what):
-        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*[BuildsItself(what) for _ in range(3)])).double()
-
+@pytest.mark.parametrize("what", ["module", "parameter"])
+@pytest.mark.parametrize("first", ["layers", "model", "pipe"])
+def test_what_layers_make_in_their_first_forward_is_made_by_the_first_call_and_is_the_models(what, first):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*[BuildsItself(what) for _ in range(3)])).double()
     x = torch.rand(4, 4, dtype=torch.float64)
-    model = model_of("module")
     found = state_of(model)
-    with pytest.raises(PartitionError, match=r"makes parameters in its forward \(1.0.inner.bias, .*Call it once"):
-        to_sequential(model, x)
-    assert_same_state(found, state_of(model))
-    model(x)
-    assert torch.equal(to_sequential(model, x)(x), model(x))
-    model = model_of("parameter")
     layers = to_sequential(model, x)
-    assert "1.0.inner" not in model.state_dict() and torch.equal(layers(x), model(x))
-    assert model.state_dict()["1.0.inner"].eq(2).all() and list(layers.state_dict()) == list(model.state_dict())
+    assert_same_state(found, state_of(model))
+    pipe = Pipe(layers, [2, len(layers) - 2], 2, checkpoint="never")
+    {"layers": layers, "model": model, "pipe": pipe}[first](x)
+    assert {f"1.{number}.inner" for number in range(3)} <= {
+        name.removesuffix(".weight") for name, _ in model.named_parameters()
+    }
+    assert list(layers.state_dict()) == list(model.state_dict())
+    expected = model(x)
+    assert torch.equal(layers(x), expected)
+    torch.testing.assert_close(pipe(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_sample_that_the_model_writes_is_as_it_was_for_each_part_too():
