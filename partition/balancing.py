@@ -65,7 +65,8 @@ def balance_by_size(
     """Choose a balance by the bytes that each layer holds in training.
 
     A layer counts the activations that its backward needs, of one chunk, and its parameters `param_scale` times: once
-    for themselves, once for their gradients, and once for each tensor of their shape that the optimizer keeps.
+    for themselves, once for their gradients (twice for those of half precision, which are summed in float32), and once
+    for each tensor of their shape that the optimizer keeps. Of parameters in float32:
 
         ===========================  ===========  =================================
         optimizer                    param_scale  beside parameter and gradient

@@ -78,7 +78,8 @@ class LayerProfile:
         name, kind: its name in the nn.Sequential, and its type's.
         work: what it takes.
         parameters: bytes; those that other layers have as well (tied weights) by number.
-        gradients: bytes of the gradients of parameters that need one.
+        gradients: bytes of the sums over chunks of the gradients of parameters that need one: of half precision in
+            float32.
         optimizer: bytes of the optimizer's state for these.
         buffers: bytes.
         saved: bytes that autograd holds for the backward: storages, each once and whole, without parameters and

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from partition.contents import nbytes_of, tensors_in
 from partition.errors import PartitionError
+from partition.precision import widened
 from partition.profiles.amounts import Bytes, MedianSpread
 from partition.profiles.measuring import VisitedLoss, each_layer
 from partition.profiles.optimizer_state import OptimizerLike, state_bytes
@@ -175,7 +176,7 @@ def _states(
     states = []
     for ids in map(dict.fromkeys, owners):
         sizes = [(owner, nbytes_of(tensor_of[owner])) for owner in ids]
-        grads = [(owner, size) for owner, size in sizes if owner in trained]
+        grads = [(owner, nbytes_of(widened(tensor_of[owner]))) for owner in ids if owner in state_of]
         optimizer_sizes = [(owner, state_of[owner]) for owner, _ in grads]
         states.append((_bytes(sizes, tied), _bytes(grads, tied), _bytes(optimizer_sizes, tied)))
     return states

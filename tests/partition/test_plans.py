@@ -280,6 +280,24 @@ def test_buffers_count_with_the_copies_of_them_that_a_pipe_holds(checkpoint: str
     assert [peak.state // size for peak in trial.peaks] == [2 * 3] * 2
 
 
+@pytest.mark.inline
+@pytest.mark.parametrize("schedule, dtype", [
+    ("1f1b", torch.float64), ("1f1b", torch.bfloat16), ("zb-h1", torch.float32), ("zb-h1", torch.float16),
+])  # fmt: skip
+def test_gradients_count_in_the_type_in_which_a_pipe_sums_them(schedule: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(16)]).to(dtype)
+    x = torch.rand(4, 256, dtype=dtype)
+    layers = profile(model, x, chunks=4, device="meta").layers
+    pipe = Pipe(model, [8, 8], 4, schedule=schedule, devices=["cpu", "cpu"])
+    for _ in range(2):  # calls 1 and 2 look at more
+        pipe.step(x, x, loss_fn=nn.functional.mse_loss)
+        model.zero_grad()
+    more = peak_bytes(lambda: pipe.step(x, x, loss_fn=nn.functional.mse_loss))
+    gradients = [layer.gradients.total for layer in layers]
+    on_their_way = 2 * max(gradients)  # of one weight, in its own type and in that of the sum
+    assert sum(gradients) <= more < sum(gradients) + on_their_way
+
+
 @pytest.mark.parametrize("chunks", [2, 5])
 def test_outputs_wait_on_the_last_device_for_their_loss(chunks: int) -> None:
     """In GPipe those of all chunks, with all that is saved; the first is consumed as the last backward begins."""
