@@ -1,4 +1,4 @@
-"""The precision in which float32 is multiplied: torch's switches of the process, and a block without lower ones.
+"""The precision in which layers compute: torch's switches for float32, and autocast; blocks without either.
 
 Where kernels round to fewer bits, what sums in another order change in the last place may change the third.
 """
@@ -6,7 +6,7 @@ Where kernels round to fewer bits, what sums in another order change in the last
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -52,3 +52,32 @@ def float32_in_full() -> Iterator[None]:
             switch.write("none")  # as a rule it comes from the backend's, or from that of all
             if switch.read() != precision:
                 switch.write(precision)
+
+
+@contextmanager
+def weights_cast_anew(grad: bool) -> Iterator[None]:
+    """At the end: clear the casts of weights that autocast caches for the length of a region.
+
+    They belong to leaves of one call, so no later call would use them, and they would pile up.
+    """
+    try:
+        yield
+    finally:
+        if grad and torch.is_autocast_cache_enabled() and torch._C._is_any_autocast_enabled():
+            torch.clear_autocast_cache()
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Within: no autocast, as in a training loop that calls backward() after its `with torch.autocast` block.
+
+    For what a step does besides forwards, recomputations and losses: a backward under autocast would multiply in
+    another type than its forward wherever a layer had switched autocast off.
+    """
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()
+
+
+@contextmanager
+def in_full_precision() -> Iterator[None]:
+    """Within: float32 is multiplied in float32: no autocast, and no lower precision that the user allows."""
+    with without_autocast(), float32_in_full():
+        yield

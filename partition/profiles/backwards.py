@@ -1,4 +1,4 @@
-"""The backward of one layer, whole or in two halves as a stage runs it (partition/halves.py).
+"""The backward of one layer, whole or in two halves as a stage runs it (partition/halves.py), without autocast.
 
     outputs, their gradients ──► B
     outputs, their gradients ──► I ──parts that wait──► W
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from partition.graph import nodes_of
 from partition.halves import LateGrads, add_late_gradients, ends_without, survey, waiting
+from partition.precision import without_autocast
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Sequence[Any]) -> None:
@@ -25,7 +26,8 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Se
         targets: tensors, or edges of the graph.
     """
     if outputs and targets:
-        torch.autograd.backward(outputs, gradients, inputs=targets)
+        with without_autocast():
+            torch.autograd.backward(outputs, gradients, inputs=targets)
 
 
 def first_half(
@@ -55,4 +57,5 @@ def _tell(on_wait: Callable[[Tensor], None], gradients: Sequence[Tensor | None])
 
 def second_half(parts: list[LateGrads]) -> None:
     """W; `parts` is empty afterwards."""
-    add_late_gradients(parts, "the layer", torch.autograd.backward)
+    with without_autocast():
+        add_late_gradients(parts, "the layer", torch.autograd.backward)

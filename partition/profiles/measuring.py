@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from partition.contents import tensors_in
 from partition.errors import PartitionError
+from partition.precision import weights_cast_anew
 from partition.profiles.alike import LikenessCache
 from partition.profiles.sandbox import Sandbox
 from partition.profiles.skips import renew, skips_of, skips_under
@@ -83,7 +84,7 @@ def _each_layer(
         # Not named_children(), which leaves out the second place of a layer that stands in two.
         for index, (name, layer) in enumerate(module._modules.items()):
             assert layer is not None  # a Sequential that runs has no None
-            with _noted(name, layer, sandbox):
+            with _noted(name, layer, sandbox), weights_cast_anew(True):
                 visited = VisitedLayer(index, sandbox, *skips_of(layer), [])
                 layer_copy = sandbox.copy(layer)
                 with sandbox.running():

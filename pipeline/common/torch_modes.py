@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from partition.precision import OPERATIONS, float32_in_full, precision_switch
+from partition.precision import OPERATIONS, precision_switch
 from pipeline.common.errors import PLAIN
 
 _T = TypeVar("_T")
@@ -104,35 +104,6 @@ def eagerly(function: Callable[..., _T], *args: Any) -> _T:
         opaque = torch.compiler.disable(function, reason=_PLAIN_MODULE)
         setattr(function, "opaque", opaque)
     return opaque(*args)
-
-
-@contextmanager
-def weights_cast_anew(grad: bool) -> Iterator[None]:
-    """At the end: clear the casts of weights that autocast caches for the length of a region.
-
-    They belong to leaves of one call, so no later call would use them, and they would pile up.
-    """
-    try:
-        yield
-    finally:
-        if grad and torch.is_autocast_cache_enabled() and torch._C._is_any_autocast_enabled():
-            torch.clear_autocast_cache()
-
-
-def without_autocast() -> AbstractContextManager[None]:
-    """Within: no autocast, as in a training loop that calls backward() after its `with torch.autocast` block.
-
-    For what a step does besides forwards, recomputations and losses: a backward under autocast would multiply in
-    another type than its forward wherever a layer had switched autocast off.
-    """
-    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()
-
-
-@contextmanager
-def in_full_precision() -> Iterator[None]:
-    """Within: float32 is multiplied in float32: no autocast, and no lower precision that the user allows."""
-    with without_autocast(), float32_in_full():
-        yield
 
 
 def without_function_modes() -> AbstractContextManager[None]:

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
+from partition.precision import without_autocast
 from pipeline.common.graph import explore, gradients
-from pipeline.common.torch_modes import without_autocast, without_function_modes
+from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss import Loss
 from pipeline.data.loss_comparison import are_rounding, are_same_grads
 from pipeline.data.microbatch import Batch, are_joinable, gather

@@ -22,8 +22,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from partition.precision import without_autocast
 from pipeline.common.graph import saved
-from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
 from pipeline.data.pytrees import span_of
 from pipeline.distributed.wrapped import OF_PARTS, refuse_parts

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from partition.precision import without_autocast
 from pipeline.common.graph import Roots, edge, gradients, refuse_marked, roots_of, sum_with
-from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss
 from pipeline.data.microbatch import Batch, refuse_layouts
 from pipeline.data.pytrees import Tree, copied, same_values, versions

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from partition.precision import without_autocast
 from pipeline.common.graph import explore
 from pipeline.common.interrupts import firm
-from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
 from pipeline.entry.step import RunWithLoss, Step
 from pipeline.execution.call import Call

@@ -19,10 +19,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from partition.precision import without_autocast
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import Roots, roots_of
 from pipeline.common.places import Place
-from pipeline.common.torch_modes import without_autocast
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Grads, Tree
 from pipeline.data.values import CALLER

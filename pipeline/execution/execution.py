@@ -18,10 +18,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from partition.precision import weights_cast_anew
 from pipeline.common.interrupts import deliver
 from pipeline.common.places import Place
 from pipeline.common.profiling import named
-from pipeline.common.torch_modes import Ambient, weights_cast_anew, within_checkpoint
+from pipeline.common.torch_modes import Ambient, within_checkpoint
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Grads
 from pipeline.data.values import CALLER

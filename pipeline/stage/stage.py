@@ -25,11 +25,12 @@ from torch.autograd.graph import GradientEdge
 
 from partition.graph import nodes_of
 from partition.halves import Site, ends_without, survey
+from partition.precision import without_autocast
 from partition.process_lock import run_in
 from pipeline.common.errors import CheckpointError, DroppedError
 from pipeline.common.graph import OF_SCRIPTS, Roots, holds, path_of, refuse_tangents, run_backward
 from pipeline.common.profiling import named
-from pipeline.common.torch_modes import Ambient, without_autocast
+from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_address, memory_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
 from pipeline.recompute.randomness import Seeder, unobserved

@@ -22,8 +22,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from partition.precision import without_autocast
 from pipeline.common.graph import gradients, mark, refuse_tangents
-from pipeline.common.torch_modes import without_autocast
 from pipeline.common.twice import refuse_once_differentiable
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, memory_address, memory_of, versions
 from pipeline.data.tangents import Inbox, LeafGrads, outbox

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from partition import PartitionError, balance_by_size, profile
 from partition.profiles.profiling import layer_bytes, layer_work
@@ -199,6 +200,48 @@ def test_one_copy_of_one_layer_lives_at_a_time(profile: Profile) -> None:
         assert set(alive) == {1} and all(copy() is None for copy in copies)
     finally:
         gc.enable()
+
+
+@profilers
+def test_no_cast_of_a_weight_outlives_its_layer_under_autocast(profile: Profile) -> None:
+    casts: list[StorageWeakRef] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        casts.extend([StorageWeakRef(tensor.untyped_storage())] * (tensor.dtype is torch.bfloat16))
+        return tensor
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert all(cast.expired() for cast in casts) or calls[-1:] == [self]
+            calls.append(self)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return super().forward(x)
+
+    calls: list[nn.Module] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        profile(nn.Sequential(*[Watched(4, 4) for _ in range(3)]), torch.rand(2, 4).requires_grad_())
+        calls.clear()
+        assert casts and all(cast.expired() for cast in casts)
+
+
+@profilers
+def test_a_backward_runs_without_autocast_as_in_a_pipe(profile: Profile) -> None:
+    switches: list[bool] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            switches.append(torch.is_autocast_enabled("cpu"))
+            return grad
+
+    with torch.autocast("cpu", torch.bfloat16):
+        profile(nn.Sequential(nn.Linear(4, 4), Lambda(Watched.apply)), torch.rand(2, 4))
+        assert torch.is_autocast_enabled("cpu")
+    assert switches and not any(switches)
 
 
 # ------------------------------------------------------------------------------------------- what is accepted

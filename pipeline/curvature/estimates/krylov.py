@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.common.torch_modes import in_full_precision
+from partition.precision import in_full_precision
 from pipeline.curvature.estimates.resume import from_host
 from pipeline.curvature.linear import if_finite
 from pipeline.curvature.space import HOST, Space, Vec, add_, scale_

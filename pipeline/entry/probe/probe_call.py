@@ -14,8 +14,8 @@ from torch.nn.modules import module as module_hooks
 
 from partition.contents import tensors_in
 from partition.modes import mode_of
+from partition.precision import weights_cast_anew
 from pipeline.common.accelerators import entered
-from pipeline.common.torch_modes import weights_cast_anew
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Tree, flatten, same_values
 from pipeline.entry.probe.rows import all_same
