@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from partition.contents import storage_of, tensors_in
+from partition.contents import storage_of, tensors_in, wraps
 from partition.models.parts import Block
 
 Attribute = tuple[str, str]  # path of a module in a layer, name
@@ -76,8 +76,10 @@ class LikenessCache:
             if arguments is None:
                 return visit()
             around, inner, layer = layer.around, copy.block, layer.block
-        form = _form((x, arguments, [[*module._parameters.values(), *module._buffers.values()]
-                                     for module in inner.modules()]))  # fmt: skip
+        form = _form((x, arguments, [
+            [_opened(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())]
+            for module in inner.modules()
+        ]))  # fmt: skip
         differing: frozenset[Attribute] = frozenset()
         for earlier in reversed(self._entries if form is not None else ()):
             if (earlier.form, earlier.around) == (form, around):
@@ -178,7 +180,7 @@ def _form(value: Any) -> list[Any] | None:
     places: dict[int, int] = {}  # by storage: of the first leaf that lies there
     form: list[Any] = [tree]
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not is_lazy(leaf):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not is_lazy(leaf) and not wraps(leaf):
             first = places.setdefault(storage_of(leaf), place)
             if leaves[first].dtype is not leaf.dtype:
                 return None
@@ -189,6 +191,15 @@ def _form(value: Any) -> list[Any] | None:
         else:
             return None
     return form
+
+
+def _opened(tensor: Tensor | None) -> Any:
+    """A parameter or buffer; of one that wraps others, these and all that it is told by beside them."""
+    if tensor is None or not wraps(tensor):
+        return tensor
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # as it wraps others
+    about = f"{type(tensor)} {names} {context}", tensor.dtype, tensor.size(), tensor.stride(), tensor.requires_grad
+    return [about, [_opened(getattr(tensor, name)) for name in names]]
 
 
 def _like(earlier: Likeness, x: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from partition.contents import rewrapped, wraps
 from partition.errors import PartitionError
 from partition.models.outline import Outline
 from partition.models.parts import Part
@@ -137,7 +138,10 @@ class Sandbox:
         return moved.requires_grad_(tensor.requires_grad)
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        size, stride = tensor.size(), tensor.stride()
-        with self._mode:
-            fake = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
+        if wraps(tensor):
+            fake = rewrapped(tensor, self._fake)
+        else:
+            size, stride = tensor.size(), tensor.stride()
+            with self._mode:
+                fake = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

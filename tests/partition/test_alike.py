@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_profiles import halved, models
+from test_profiles import halved, models, wrapping
 from torch import Tensor, nn
 
 from partition import Profile, profile, to_sequential
@@ -66,6 +66,7 @@ def of_blocks() -> dict[str, Callable[[], nn.Sequential]]:
         "tables": lambda: nn.Sequential(*[Keeps(table) for _ in range(3)], *[Keeps(torch.rand(6)) for _ in range(3)]),
         "settings": lambda: nn.Sequential(*mixed, *mixed), "frozen": lambda: nn.Sequential(*frozen),
         "tied": lambda: nn.Sequential(tied, nn.ReLU(), tied, nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU()),
+        "wrapping": lambda: nn.Sequential(*[wrapping(depth, depth > 1) for depth in (1, 1, 2, 2, 0, 1)]),
     }  # fmt: skip
 
 

@@ -150,6 +150,28 @@ def test_one_tensor_under_two_names_travels_twice() -> None:
     assert [measured.stage(start, 5).read for start in range(1, 5)] == [size, 3 * size, 3 * size, 2 * size]
 
 
+def wrapping(depth: int, trains: bool) -> nn.Linear:
+    """A layer whose weight wraps 2 ** depth others."""
+
+    def wrapped(depth: int) -> Tensor:
+        return TwoTensor(wrapped(depth - 1), wrapped(depth - 1)) if depth else torch.rand(6, 6)
+
+    layer = nn.Linear(6, 6)
+    layer.weight = nn.Parameter(wrapped(depth), trains)
+    return layer
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_weight_that_wraps_others_has_their_bytes_with_numbers_and_without(device: str) -> None:
+    """A quantised weight counted on "meta" as one of the type in which it computes."""
+    depths = [0, 1, 2, 2, 1, 0]
+    for trains in (False, True):
+        layers = profile(nn.Sequential(*[wrapping(depth, trains) for depth in depths]), torch.rand(4, 6), device=device,
+                         timeout=0).layers  # fmt: skip
+        assert [layer.parameters.total for layer in layers] == [2**depth * 144 + 24 for depth in depths]
+        assert [layer.gradients.total for layer in layers] == [trains * 2**depth * 144 + 24 for depth in depths]
+
+
 def test_optimizer_state_of_a_parameter_that_wraps_others_is_that_of_its_parts() -> None:
     """As of a DTensor, whose shape is that of all ranks together."""
     wrapping = TwoTensor(torch.zeros(3, 4), torch.zeros(3, 4))
