@@ -28,7 +28,7 @@ def balance_by_time(
     Args:
         stages: how many stages to cut, from 1 to the number of layers.
         module: the layers in order, run in the mode (train, eval) they are in; it is left as it was.
-        sample: what the first layer takes, best of the size of a chunk: a tensor [batch / chunks, ...] or any pytree.
+        sample: what a Pipe takes, best of the size of a chunk: a tensor [batch / chunks, ...] or any pytree.
         timeout: seconds to measure for, in all; at least one pass over the layers is finished.
         device: where to run the layers (default: where the module's parameters are, or the CPU).
 

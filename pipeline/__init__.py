@@ -8,9 +8,9 @@ __version__ = "0.1.0"
 
 import sys
 
+from partition.rows import NoChunk
 from pipeline.common.errors import CheckpointError, StuckError
 from pipeline.common.places import Place
-from pipeline.data.microbatch import NoChunk
 from pipeline.distributed.agreement import MismatchError
 from pipeline.distributed.failure.errors import RankError
 from pipeline.distributed.one_process import as_one_process

@@ -22,12 +22,12 @@ from partition import Plan, split
 from partition.hardware.sampling import DeviceSampling
 from partition.models.sequential import to_sequential
 from partition.names import sequential
+from partition.rows import bare
 from partition.splitting import check_module, runs_in_order
 from pipeline.common.arguments import check_count, check_flags, shown
 from pipeline.common.places import Place, places_for
 from pipeline.common.torch_modes import eagerly
 from pipeline.data.loss import LossFn
-from pipeline.data.microbatch import bare
 from pipeline.data.values import chain
 from pipeline.distributed.agreement import shapes_in_words
 from pipeline.distributed.data_parallel.replicas import Replicas, check_where, find_replicas

@@ -18,6 +18,7 @@ from torch import nn
 from partition.models.sequential import to_sequential
 from partition.plans import planning
 from partition.profiles import profiling
+from partition.rows import bare
 from scheduler.command_line.options import OUTPUT, number, numbers, with_all
 from scheduler.command_line.running import CommandError
 from scheduler.command_line.targets import value_at
@@ -60,6 +61,8 @@ _of_layers = with_all(  # what both commands take
     click.option("--device", help="Where to measure; meta: count bytes and FLOPs, run nothing."),
     click.option("--optimizer", type=_optimizer, default="adam", show_default=True, metavar="NAME|FACTOR",
                  help="sgd, momentum, adam, adamw, or bytes of state for a byte of parameter."),
+    click.option("--batch-dim", type=int, default=0, show_default=True, metavar="N",
+                 help="The dim that counts the rows of the sample."),
     click.option("--timeout", type=float, metavar="SECONDS", help="How long to measure, in all."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     click.option("--save", "file", type=OUTPUT, metavar="FILE", help="Write JSON to a file as well."),
@@ -136,7 +139,7 @@ def _answered(
     model, sample, *loss = value
     if loss:
         options["loss_fn"], options["target"] = loss
-    layers = model if isinstance(model, nn.Sequential) else to_sequential(model, sample)
+    layers = model if isinstance(model, nn.Sequential) else to_sequential(model, bare(sample))
     answer = ask(layers, sample, **{name: value for name, value in options.items() if value is not None})
     try:
         if file is not None:

@@ -73,6 +73,7 @@ class Plan(NotebookResult):
         costs: what actions take and chunks hold: `pipe.report(steps, plan)` compares. A stage that recomputes some
             chunks has a share of a recomputation for each.
         notes: sentences: the runner-up and why it lost, what is faster but does not fit, what could not be tried.
+        batch_dim: the dim that counts the rows of the mini-batch.
     """
 
     balance: tuple[int, ...]
@@ -86,6 +87,7 @@ class Plan(NotebookResult):
     expected: ExpectedStep
     costs: Costs
     notes: tuple[str, ...] = ()
+    batch_dim: int = 0
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -95,7 +97,10 @@ class Plan(NotebookResult):
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments of `Pipe`, beside the module."""
-        settings: dict[str, Any] = {"balance": list(self.balance), "chunks": self.chunks, "schedule": self.schedule}
+        settings: dict[str, Any] = {
+            "balance": list(self.balance), "chunks": self.chunks, "schedule": self.schedule,
+            "batch_dim": self.batch_dim,
+        }  # fmt: skip
         if self.devices:
             settings["devices"] = [self.devices[lane] for lane in self.lane_of]
         return {**settings, "checkpoint": self.checkpoint}

@@ -31,8 +31,9 @@ from partition.plans.trials import (
 from partition.profiles.amounts import spelt_bytes, spelt_work
 from partition.profiles.optimizer_state import OptimizerLike
 from partition.profiles.profile import Profile
-from partition.profiles.profiling import profile, rows_of, with_rows
+from partition.profiles.profiling import profile
 from partition.profiles.sandbox import DeviceLike, device_named
+from partition.rows import rows_of, with_rows
 from partition.splitting import check_module
 from scheduler import Costs, Schedule, ScheduleError, by_name, names, search
 from scheduler.errors import one_each, plain, refuse_unless_finite, whole, whole_number
@@ -48,6 +49,7 @@ def plan(
     memory: float | Sequence[float] | None = None,
     rows: int | None = None,
     chunks: int | Iterable[int] | None = None,
+    batch_dim: int = 0,
     schedules: Iterable[str] | None = None,
     optimizer: OptimizerLike = 2.0,
     loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -67,11 +69,12 @@ def plan(
 
     Args:
         module: the layers in order; its parameters may be on the meta device.
-        sample: a mini-batch of any number of rows: its rows are repeated or left out to make chunks.
+        sample: a mini-batch of any number of rows, as for `profile`: its rows are repeated or left out to make chunks.
         devices: how many (ranks), or their names, or a Choice of `partition.devices()`. Rank k is device k of the plan.
         memory: bytes that each may hold: a number for all, or one for each. None: a Choice's free memory, or any.
         rows: of the mini-batch to plan for (default: the sample's).
         chunks: the number, or those to choose from (default: some of those that divide the rows).
+        batch_dim: the dim that counts the rows of sample and target, as for `Pipe`.
         schedules: names to choose from (default: all).
         optimizer: what keeps state, as for `profile`. The default is two numbers for each parameter, as Adam keeps.
         loss_fn, target: as for `profile`. Without them the plan counts neither the loss's time nor its memory.
@@ -105,15 +108,17 @@ def plan(
     if flops is not None:
         refuse_unless_finite("flops", flops, above=True, error=PartitionError)
     labels, speeds, caps, messages = _devices(devices, memory, speed, link)
-    count = rows_of(sample) if rows is None else whole_number("rows", rows, least=1, error=PartitionError)
+    batch_dim = whole_number("batch_dim", batch_dim, least=0, error=PartitionError)
+    sample_rows = rows_of(sample, batch_dim)
+    count = sample_rows if rows is None else whole_number("rows", rows, least=1, error=PartitionError)
     chunk_counts = _chunks(chunks, count, len(speeds))
     schedule_names = _names(schedules, len(speeds))
 
     def profile_of(rows: int) -> Profile:
         """The profile for chunks of so many rows."""
         return profile(
-            module, with_rows(sample, rows), device=device, optimizer=optimizer, loss_fn=loss_fn,
-            target=None if target is None else with_rows(target, rows, rows_of(sample)),
+            module, with_rows(sample, rows, sample_rows, batch_dim), batch_dim=batch_dim, device=device,
+            optimizer=optimizer, loss_fn=loss_fn, target=with_rows(target, rows, sample_rows, batch_dim),
             timeout=timeout / len(chunk_counts),
         )  # fmt: skip
 
@@ -154,7 +159,7 @@ def plan(
     return Plan(
         best.balance, schedule.chunks, best.setup.pipe_schedule, schedule.placement.lane_of, best.checkpoint, count,
         labels, caps if min(caps) < math.inf else (), _expected(best), _costs(best),
-        tuple(notes),
+        tuple(notes), batch_dim,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from partition.precision import weights_cast_anew
 from partition.profiles.alike import LikenessCache
 from partition.profiles.sandbox import Sandbox
 from partition.profiles.skips import renew, skips_of, skips_under
+from partition.rows import bare
 
 T = TypeVar("T")
 Visit = Callable[[nn.Module, Any, "VisitedLayer"], tuple[T, Any]]
@@ -80,7 +81,7 @@ def _each_layer(
     results = []
     cache = LikenessCache()
     with sandbox.within():
-        x = sandbox.moved(sample)
+        x = sandbox.moved(bare(sample))
         # Not named_children(), which leaves out the second place of a layer that stands in two.
         for index, (name, layer) in enumerate(module._modules.items()):
             assert layer is not None  # a Sequential that runs has no None
@@ -133,7 +134,7 @@ class _LossLayer(nn.Module):
         super().__init__()
         function = loss.function
         self.function = sandbox.copy(function) if isinstance(function, nn.Module) else function
-        self.target = sandbox.moved(loss.target)
+        self.target = sandbox.moved(bare(loss.target))
 
     def forward(self, output: Any) -> Any:
         return self.function(output, self.target)

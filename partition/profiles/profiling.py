@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
-from partition.contents import nbytes_of, tensors_in
+from partition.contents import nbytes_of
 from partition.errors import PartitionError
 from partition.precision import widened
 from partition.profiles.amounts import Bytes, MedianSpread
@@ -24,6 +23,7 @@ from partition.profiles.profile import LayerProfile, Profile, Work
 from partition.profiles.sandbox import DeviceLike, Sandbox, device_of
 from partition.profiles.storages import SavedBytes, Storages
 from partition.profiles.working import Pass, counted, timed
+from partition.rows import rows_of, with_rows
 from partition.splitting import check_module
 from scheduler.errors import refuse_unless_finite, whole_number
 
@@ -33,6 +33,7 @@ def profile(
     sample: Any,
     *,
     chunks: int = 1,
+    batch_dim: int = 0,
     device: DeviceLike = None,
     optimizer: OptimizerLike = 0,
     loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -52,8 +53,10 @@ def profile(
     Args:
         module: the layers in order; those of other models come from `to_sequential`. Its parameters may be on the meta
             device, if it is profiled there.
-        sample: a mini-batch: a tensor [rows, ...] or any pytree.
+        sample: a mini-batch, as a Pipe takes it: a tensor [rows, ...] or any pytree; what every chunk gets whole stands
+            in NoChunk(...).
         chunks: how many chunks Pipe makes of it; the largest of them is profiled.
+        batch_dim: the dim that counts the rows of sample and target, as for `Pipe`.
         device: where to run (default: where the module's parameters are, or the CPU).
         optimizer: what keeps state for each trained parameter: a factor on its bytes (0: none, 1: SGD with momentum, 2:
             Adam), an optimizer's class, a function that makes one of parameters, or an optimizer.
@@ -67,7 +70,8 @@ def profile(
 
     Raises:
         TypeError, PartitionError: `module` is not the plain nn.Sequential that check_module asks for.
-        PartitionError: `timeout` is negative, nan or infinite; there are no rows; `chunks` is no whole number from 1.
+        PartitionError: `timeout` is negative, nan or infinite; there are no rows; `chunks` or `batch_dim` is no whole
+            number, or too small a one.
 
     Example:
         >>> import torch
@@ -84,10 +88,11 @@ def profile(
     refuse_unless_finite("timeout", timeout, error=PartitionError)
     if loss_fn is not None and not callable(loss_fn):
         raise PartitionError(f"loss_fn is {loss_fn!r}, which is not callable. Give (output, target) -> loss, or None.")
-    rows = rows_of(sample)
+    batch_dim = whole_number("batch_dim", batch_dim, least=0, error=PartitionError)
+    rows = rows_of(sample, batch_dim)
     count = math.ceil(rows / whole_number("chunks", chunks, least=1, error=PartitionError))
-    chunk = with_rows(sample, count)
-    loss = None if loss_fn is None else VisitedLoss(loss_fn, with_rows(target, count, rows))
+    chunk = with_rows(sample, count, rows, batch_dim)
+    loss = None if loss_fn is None else VisitedLoss(loss_fn, with_rows(target, count, rows, batch_dim))
     run_device = device_of(module, device)
     saved, entry = layer_bytes(module, chunk, run_device, loss)
     works, unit = layer_work(module, chunk, run_device, timeout, loss)
@@ -130,36 +135,6 @@ def layer_work(
 
 def _work(passes: Sequence[Pass]) -> Work:
     return Work(*map(MedianSpread.of, zip(*passes)))
-
-
-def rows_of(sample: Any) -> int:
-    """The rows of a mini-batch: the length of its first tensor along dim 0.
-
-    Raises:
-        PartitionError: it has no tensor, or no rows.
-    """
-    lengths = [len(tensor) for tensor in tensors_in(sample) if tensor.dim()]
-    if not lengths or not lengths[0]:
-        raise PartitionError("the sample has no rows: give a mini-batch of tensors with rows along dim 0.")
-    return lengths[0]
-
-
-def with_rows(sample: Any, rows: int, have: int | None = None) -> Any:
-    """A mini-batch with another number of rows: some of those there are, again and again if they are too few.
-
-    Tensors with another length than `have` (the first tensor's, by default) belong to no row, and stay.
-    """
-    have = rows_of(sample) if have is None else have
-
-    def cut(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or len(tensor) != have:
-            return tensor
-        if rows <= have:
-            return tensor.detach()[:rows].requires_grad_(tensor.requires_grad)
-        many = tensor.detach().repeat(math.ceil(rows / have), *[1] * (tensor.dim() - 1))[:rows]
-        return many.requires_grad_(tensor.requires_grad)
-
-    return pytree.tree_map_only(Tensor, cut, sample)
 
 
 def _states(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from partition.contents import tensors_in
-from pipeline.data.microbatch import bare
+from partition.rows import bare
 from pipeline.distributed.agreement import digest, values_in_words
 
 

@@ -24,43 +24,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from partition.contents import tensors_in
+from partition.rows import NoChunk, row_dim
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.pytrees import Activations, Grads, Tree, add_grads, detached, flatten, memory_of, same_structure
 from pipeline.data.values import CALLER
-
-
-@dataclass(frozen=True, eq=False)
-class NoChunk:
-    """Marks a part of the input that every chunk gets whole.
-
-    Args:
-        value: a tensor, or a pytree of tensors and plain values.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from pipeline import NoChunk, Pipe
-        >>> class Scale(nn.Module):
-        ...     def forward(self, pair):
-        ...         x, scale = pair
-        ...         return x * scale
-        >>> pipe = Pipe(nn.Sequential(Scale()), [1], chunks=2)
-        >>> pipe((torch.ones(4, 2), NoChunk(torch.tensor([2.0, 3.0]))))[3]
-        tensor([2., 3.])
-    """
-
-    value: Any
-
-
-def bare(value: Any) -> Any:
-    """A value without the marks for what is not cut.
-
-    Example:
-        >>> bare((1, NoChunk(2)))
-        (1, 2)
-    """
-    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, NoChunk))
-    return pytree.tree_unflatten([leaf.value if isinstance(leaf, NoChunk) else leaf for leaf in leaves], spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,11 +110,6 @@ class Batch:
             joined_grads(column, pieces, self.batch_dim) if cut else reduce(add_grads, column)
             for column, pieces, cut in columns
         ])
-
-
-def row_dim(tensor: Tensor, batch_dim: int) -> int:
-    """The dim of a tensor that counts rows: `batch_dim`, or 0 where it has no such dim."""
-    return batch_dim if tensor.dim() > batch_dim else 0
 
 
 def joined_grads(grads: Sequence[Tensor | None], pieces: Sequence[Tensor], batch_dim: int) -> Tensor | None:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from partition.process_lock import LockHold
+from partition.rows import row_dim
 from pipeline.common.accelerators import beside, current_streams, use_here
 from pipeline.common.call_lock import turn
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import marked_under_way
-from pipeline.data.microbatch import joined_grads, row_dim
+from pipeline.data.microbatch import joined_grads
 from pipeline.data.pytrees import Grads, versions
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator

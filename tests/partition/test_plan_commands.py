@@ -24,6 +24,9 @@ def build():
 def trained():
     return *build(), nn.functional.mse_loss, torch.rand(8, 16)
 
+def timed():
+    return build()[0], torch.rand(3, 8, 16)
+
 wrong = 3
 """
 
@@ -48,6 +51,9 @@ def test_profile_prints_the_profile_and_writes_json(script: str, tmp_path: Path,
     assert Profile.from_json(capsys.readouterr().out) == expected == Profile.load(tmp_path / "p.json")
     assert main(["profile", f"{script}:trained", "--timeout", "0", "--optimizer", "0"]) == 0
     assert "loss" in capsys.readouterr().out
+    expected = profile(given()[0], torch.rand(3, 8, 16), chunks=4, batch_dim=1, device="meta")
+    words = [f"{script}:timed", "--chunks", "4", "--batch-dim", "1", "--device", "meta", "--optimizer", "0"]
+    assert main(["profile", *words]) == 0 and capsys.readouterr().out == f"{expected}\n"
 
 
 def test_plan_prints_the_plan_which_a_pipe_takes(script: str, capsys: Any) -> None:
@@ -83,7 +89,7 @@ def test_plan_takes_links_and_the_order_of_devices(script: str, capsys: Any) -> 
     (["plan", "{}:build", "--devices", "2", "--memory", "1.2.3GB"], "'1.2.3GB' is no size such as 24GiB, nor a list"),
     (["plan", "{}:build", "--devices", "2", "--schedules", "best"], "there is no schedule 'best'"),
     (["profile", "{}:wrong"], "gives a int, and not (model, sample)"),
-    (["profile", "{}:missing"], "has no 'missing'. It has build, trained"),
+    (["profile", "{}:missing"], "has no 'missing'. It has build, trained, timed"),
     (["profile", "{}:build", "--optimizer", "adamant"], "'adamant' is none of sgd, momentum, adam, adamw, and no"),
     (["profile", "{}:build", "--chunks", "0"], "chunks is 0, but must be a whole number of at least 1"),
 ], ids=str)  # fmt: skip

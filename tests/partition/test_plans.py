@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import combinations, permutations
 from math import inf
 from typing import Any
@@ -37,7 +38,7 @@ from partition.plans.trials import (
 )
 from partition.profiles.amounts import Bytes, MedianSpread
 from partition.profiles.profile import SplitBackwardBytes, Work
-from partition.profiles.profiling import with_rows
+from partition.rows import with_rows
 from pipeline import Pipe, Place
 from pipeline.stage.split_backward import SplitBackward
 from scheduler import Found, Link, Schedule, by_name, search
@@ -131,7 +132,7 @@ def blocks() -> tuple[nn.Sequential, Tensor]:
 def test_activation_bytes_are_those_that_autograd_saves_in_a_pipe(name: str, schedule: str, checkpoint: str) -> None:
     model, x = tall() if name == "tall" else blocks() if name == "blocks" else models()[name]
     model = nn.Sequential(*[layer for layer in model if not isinstance(layer, nn.BatchNorm1d)])  # see memory.py
-    x = with_rows(x, 12)
+    x = with_rows(x, 12, len(x))
     loss_fn = nn.functional.mse_loss
     target = torch.rand_like(model(x))
     chunked = profile(model, x, chunks=4, timeout=0, loss_fn=loss_fn, target=target)
@@ -421,6 +422,39 @@ def test_devices_that_a_pipe_of_a_plan_is_given_are_listed_by_their_numbers_in_t
         assert planned.settings_with({"devices": places})["devices"] == [places[lane] for lane in planned.lane_of]
         with pytest.raises(ValueError, match="is for 2 devices, but devices lists 3. List one for each"):
             Pipe.from_plan(model, planned, devices=["cpu"] * 3)
+
+
+class TimeFirst(nn.Module):
+    """Layers on [time, rows, ...]: each row's values over time are mixed."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.gru = nn.GRU(8, 8, batch_first=not first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.gru(x)[0]
+        return output
+
+
+def test_rows_of_another_dim_are_planned_for_and_the_pipe_of_the_plan_cuts_along_it() -> None:
+    """A plan cut time-first data along its time."""
+    x, plans = torch.rand(6, 16, 8), []
+    for batch_dim in (0, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[TimeFirst(batch_dim == 1) for _ in range(4)])
+        sample = x if batch_dim else x.transpose(0, 1).contiguous()
+        target = torch.zeros_like(sample)
+        planned = plan(
+            model, sample[:, :5] if batch_dim else sample[:5], devices=["cpu", "cpu"], rows=16, batch_dim=batch_dim,
+            device="meta", loss_fn=nn.functional.mse_loss, target=target[:, :5] if batch_dim else target[:5],
+        )  # fmt: skip
+        assert planned.rows == 16 and Plan.from_json(planned.to_json()) == planned
+        plans.append(planned)
+        pipe = Pipe.from_plan(model, planned)
+        assert torch.allclose(pipe(sample), model(sample)) and pipe.batch_dim == batch_dim
+    assert replace(plans[1], batch_dim=0) == plans[0]
+    with pytest.raises(PartitionError, match="batch_dim is -1, but must be a whole number"):
+        plan(model, x, devices=2, batch_dim=-1)
 
 
 def test_every_action_has_the_overhead_and_a_device_without_a_limit_none() -> None:

@@ -15,9 +15,9 @@ from partition import PartitionError, Profile, halves, profile, to_sequential
 from partition.profiles import working
 from partition.profiles.amounts import MedianSpread, sum_of_bytes
 from partition.profiles.optimizer_state import state_bytes
-from partition.profiles.profiling import with_rows
 from partition.profiles.working import counter
-from pipeline import Pipe
+from partition.rows import with_rows
+from pipeline import NoChunk, Pipe
 from pipeline.skip import pop, skippable, stash
 from pipeline.stage.stage import StageRun
 
@@ -386,11 +386,47 @@ def test_the_spread_is_from_quartile_to_quartile() -> None:
 
 
 def test_rows_are_repeated_or_left_out_and_what_has_no_rows_stays() -> None:
-    sample = {"x": torch.arange(3), "whole": torch.ones(5), "n": 7, "number": torch.tensor(1.0)}
-    assert with_rows(sample, 2)["x"].tolist() == [0, 1] and with_rows(sample, 7)["x"].tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert len(with_rows(sample, 2)["whole"]) == 5 and with_rows(sample, 2)["n"] == 7
+    marked = NoChunk(torch.ones(3))  # as long as there are rows, by chance
+    sample = {"x": torch.arange(3), "whole": torch.ones(5), "n": 7, "number": torch.tensor(1.0), "marked": marked}
+    fewer, more = with_rows(sample, 2, 3), with_rows(sample, 7, 3)
+    assert fewer["x"].tolist() == [0, 1] and more["x"].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert len(fewer["whole"]) == 5 and fewer["n"] == 7 and fewer["marked"] is marked
+    timed = torch.arange(6).view(2, 3)
+    assert with_rows((timed, torch.arange(3)), 4, 3, batch_dim=1)[0].tolist() == [[0, 1, 2, 0], [3, 4, 5, 3]]
+    assert with_rows((timed, torch.arange(3)), 4, 3, batch_dim=1)[1].tolist() == [0, 1, 2, 0]
     with pytest.raises(PartitionError, match="the sample has no rows"):
         profile(nn.Sequential(nn.ReLU()), torch.tensor(1.0))
+
+
+class Shapes(nn.Module):
+    """Scales its input, and keeps the shapes of all that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[torch.Size, ...]] = set()
+        self.linear = nn.Linear(4, 4)
+
+    def __deepcopy__(self, memo: Any) -> "Shapes":
+        return self
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x, scale = pair
+        self.seen.add((x.shape, scale.shape))
+        return self.linear(x) * scale.sum()
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_layer_gets_the_chunks_that_it_gets_in_a_pipe(chunks: int, batch_dim: int) -> None:
+    sample, target = (torch.rand(8, 8, 4), NoChunk(torch.ones(8))), torch.rand(8, 8, 4)
+    profiled, piped, loss_fn = Shapes(), Shapes(), nn.functional.mse_loss
+    profile(nn.Sequential(profiled, nn.Tanh()), sample, chunks=chunks, batch_dim=batch_dim, timeout=0, loss_fn=loss_fn,
+            target=target)  # fmt: skip
+    pipe = Pipe(nn.Sequential(piped, nn.Tanh()), [2], chunks, batch_dim=batch_dim)
+    for _ in range(3):  # calls 1 and 2 look at other chunks too
+        piped.seen.clear()
+        pipe.step(sample, target, loss_fn=loss_fn)
+    assert profiled.seen == piped.seen and len(profiled.seen) == 1
 
 
 def test_a_model_without_numbers_is_profiled_on_meta_only() -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partition.rows import row_dim
 from pipeline.curvature.space import HOST
 from pipeline.data.loss import Loss, LossFn
-from pipeline.data.microbatch import Batch, halved, row_dim
+from pipeline.data.microbatch import Batch, halved
 from pipeline.data.pytrees import Grads, Tree
 from pipeline.entry.chunk_losses import ChunkLosses
 from pipeline.execution.execution import Execution

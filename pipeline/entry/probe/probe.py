@@ -37,9 +37,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from partition.compilation import uncompiled
 from partition.contents import unwritten, wraps
 from partition.modes import mode_of, modes_of
+from partition.rows import row_dim
 from pipeline.common.module_tables import modules_of, training_flags
 from pipeline.common.torch_modes import without_counting_modes, without_function_modes
-from pipeline.data.microbatch import Batch, check_structure, row_dim, row_sizes
+from pipeline.data.microbatch import Batch, check_structure, row_sizes
 from pipeline.data.pytrees import Tree
 from pipeline.entry.probe.probe_call import LayerRun, ProbeCall
 from pipeline.entry.probe.rows import RowComparison, all_same, any_differs, is_mixed, is_moved, same_rows

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from partition.rows import row_dim
 from pipeline.common.torch_modes import without_function_modes
-from pipeline.data.microbatch import row_dim
 from pipeline.data.pytrees import Activations, Tree, computable
 
 _ROUNDING = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}

@@ -128,7 +128,7 @@ def test_a_message_says_which_tensors_want_a_gradient_and_has_no_graph():
         (None, ValueError, "nothing to cut"),
         ((torch.ones(2), object()), TypeError, "the input holds a builtins.object"),
         ((torch.ones(2), NoChunk(object())), TypeError, "the input holds a builtins.object"),
-        ((torch.ones(2), NoChunk(NoChunk(2))), TypeError, "holds a pipeline.data.microbatch.NoChunk"),
+        ((torch.ones(2), NoChunk(NoChunk(2))), TypeError, "holds a partition.rows.NoChunk"),
         (packed(1), TypeError, "the input holds a PackedSequence, .* Give the padded tensor and its lengths"),
         ((torch.ones(2), [packed(2)]), TypeError, "the input holds a PackedSequence"),
         (Alike(torch.ones(2), torch.ones(3)), ValueError, r"a container of \[Tensor\[2\], Tensor\[3\]\] \(rows"),
