@@ -24,6 +24,7 @@ from partition.cuts.sharing import loosest_caps, shared
 from partition.cuts.windows import DeviceStages, HeldChunks, StageSpec, Windows
 from partition.errors import PartitionError
 from partition.profiles.profile import Profile
+from scheduler import Link
 
 
 def cut(
@@ -67,9 +68,8 @@ def cut(
     if any([not isinstance(spec, StageSpec) for spec in specs]):
         raise PartitionError(f"stages is {specs}. Give the number of stages, or a StageSpec for each.")
     layers = layers_of(profile)
-    if not (latency >= 0 and bandwidth > 0):
-        raise PartitionError(f"latency is {latency} and bandwidth {bandwidth}. Give 0 or more, and a number above 0.")
-    numbers = range(len(specs)) if lane_of is None else lane_of
+    link = Link(latency, bandwidth)
+    numbers = list(range(len(specs)) if lane_of is None else lane_of)
     if len(numbers) != len(specs):
         raise PartitionError(f"lane_of has {len(numbers)} numbers for {len(specs)} stages. Give one for each.")
     lanes = []
@@ -84,7 +84,7 @@ def cut(
         lanes.append(
             DeviceStages(hosted, memory.pop(), (tuple([HeldChunks(specs[s].kept, specs[s].inputs) for s in hosted]),))
         )
-    messages = [2 * (latency + size / bandwidth) for size in layers.message]
+    messages = [2 * link.time(size) for size in layers.message]
     between = [[0.0] * len(messages) if device == next_device else messages
                for device, next_device in zip(numbers, numbers[1:])]  # fmt: skip
     return cut_layers(layers, specs, between, lanes)

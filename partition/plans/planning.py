@@ -35,7 +35,7 @@ from partition.profiles.profiling import profile
 from partition.profiles.sandbox import DeviceLike, device_named
 from partition.rows import rows_of, with_rows
 from partition.splitting import check_module
-from scheduler import Costs, Schedule, ScheduleError, by_name, names, search
+from scheduler import Costs, Link, Schedule, ScheduleError, by_name, names, search
 from scheduler.errors import one_each, plain, refuse_unless_finite, whole, whole_number
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.formulation import pose
@@ -186,8 +186,9 @@ def _devices(
         count = len(labels)
     if count < 1:
         raise PartitionError(f"devices is {devices!r}, but there must be one or more. Give a number, or their names.")
-    if isinstance(link, int | float):
-        refuse_unless_finite("link", link, error=PartitionError)
+    for one in link.values() if isinstance(link, Mapping) else [link or 0.0]:
+        if not isinstance(one, Link):
+            refuse_unless_finite("link", one, error=PartitionError)
     caps = _each("memory", math.inf if memory is None else memory, count)
     return labels, _each("speed", speed, count), caps, link or 0.0
 

@@ -329,9 +329,13 @@ def test_stages_are_a_number_or_specs() -> None:
         cut(layers, [1, 2])
     with pytest.raises(PartitionError, match="stages must be a whole number, 1 or more; got 2.0"):
         cut(layers, 2.0)
-    for latency, bandwidth in ((-1, 1), (float("nan"), 1), (0, 0)):
-        with pytest.raises(PartitionError, match=f"latency is {latency} and bandwidth {bandwidth}. Give 0 or more"):
+    for latency, bandwidth, words in (
+        (-1, 1, "latency is -1, but"), (float("nan"), 1, "latency is nan"), ("1", 1, "latency is '1'"),
+        (0, 0, "bandwidth is 0, but must be a finite number above 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
             cut(layers, 2, latency, bandwidth)
+    assert cut(layers, 2, lane_of=iter([0, 1])) == cut(layers, 2)
 
 
 def test_times_that_cannot_be_are_refused() -> None:
