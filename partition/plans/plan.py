@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from partition.errors import PartitionError
 from partition.plans.memory import DevicePeak
 from partition.profiles.amounts import spelt_bytes, spelt_work
-from partition.profiles.profile import frozen
+from partition.profiles.profile import WorkUnit
+from partition.reading import typed, typed_fields
 from scheduler import Costs, Link, Schedule
 from scheduler.aligning import aligned
 from scheduler.notebook import NotebookResult
@@ -51,7 +52,7 @@ class ExpectedStep(NamedTuple):
     step: float
     bubble: float
     bound: float
-    unit: str
+    unit: WorkUnit
     busy: tuple[float, ...]
     peaks: tuple[DevicePeak, ...]
 
@@ -140,22 +141,19 @@ class Plan(NotebookResult):
             PartitionError: the text is something else.
         """
         try:
-            fields = frozen(json.loads(text))
-            schedule, checkpoint = fields.pop("schedule"), fields.pop("checkpoint")
-            expected, costs = fields.pop("expected"), fields.pop("costs")
-            memory = tuple([inf if limit is None else limit for limit in fields.pop("memory")])
-            peaks = tuple([DevicePeak(**peak) for peak in expected.pop("peaks")])
-            read = cls(
-                **fields,
-                memory=memory,
-                schedule=Schedule.parse(schedule["text"]) if isinstance(schedule, Mapping) else schedule,
-                checkpoint=RecomputedStages(**checkpoint) if isinstance(checkpoint, Mapping) else checkpoint,
-                expected=ExpectedStep(**expected, peaks=peaks),
+            fields = json.loads(text)
+            schedule, checkpoint, costs = [fields.pop(name) for name in ("schedule", "checkpoint", "costs")]
+            is_named = not isinstance(schedule, Mapping)
+            memory = typed(tuple[float | None, ...], fields.pop("memory"), "memory")
+            plan = cls(
+                **typed_fields(cls, fields),
+                memory=tuple([inf if limit is None else limit for limit in memory]),
+                schedule=typed(str, schedule, "schedule") if is_named else Schedule.parse(schedule["text"]),
+                checkpoint=typed(str if isinstance(checkpoint, str) else RecomputedStages, checkpoint, "checkpoint"),
                 costs=Costs(**{**costs, "link": _link_of(costs["link"])}),
             )
-            # These take values of other kinds, or other numbers of them, for none.
-            str(read), read.settings_with({"devices": read.order})
-            return read
+            str(plan), plan.settings_with({"devices": plan.order})  # these take other numbers of values for none
+            return plan
         except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
             raise PartitionError(
                 f"this is no plan ({type(error).__name__}: {error}). Give what Plan.to_json has written."
@@ -174,7 +172,7 @@ class Plan(NotebookResult):
         gap = f", {expected.step / expected.bound - 1:.1%} above" if expected.bound else ""
         order, limits = list(self.order), self.memory or (inf,) * count
         rows: list[tuple[str, ...]] = [("device", "stages", "layers", "busy", "state", "saved", "inputs", "peak", "of")]
-        for lane, (peak, busy) in enumerate(zip(expected.peaks, expected.busy)):
+        for lane, peak, busy in zip(range(count), expected.peaks, expected.busy, strict=True):
             stages = [stage for stage, host in enumerate(self.lane_of) if host == lane]
             rows.append((
                 self.devices[lane] if self.devices else str(lane), " ".join(map(str, stages)),
@@ -204,7 +202,7 @@ def _plain(part: Any) -> dict[str, Any]:
 
 def _link_of(text: Any) -> Any:
     if isinstance(text, Mapping) and "lanes" in text:
-        return {(source, target): _link_of(link) for source, target, link in text["lanes"]}
+        return {typed(tuple[int, int], lanes, "link"): _link_of(link) for *lanes, link in text["lanes"]}
     return Link(**text) if isinstance(text, Mapping) else text
 
 

@@ -20,7 +20,7 @@ from partition.cuts.windows import DeviceStages, StageSpec, Windows
 from partition.errors import PartitionError
 from partition.plans.memory import DevicePeak, moments_of, peaks, values_between
 from partition.plans.plan import RecomputedStages
-from partition.profiles.profile import Profile, StageProfile
+from partition.profiles.profile import Profile, StageProfile, WorkUnit
 from scheduler import Costs, Link, Schedule, Timeline, simulate
 from scheduler.collecting import no_collecting
 from scheduler.costs import between
@@ -48,7 +48,7 @@ class Machine(NamedTuple):
     link: PlanLinks
     rate: float
     overhead: float
-    unit: str
+    unit: WorkUnit
 
 
 class TrialSetup(NamedTuple):

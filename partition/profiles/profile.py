@@ -11,12 +11,15 @@ from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, MedianSpread, spelt_bytes, spelt_work, sum_of_bytes
+from partition.reading import typed
 from scheduler.aligning import aligned
 from scheduler.notebook import NotebookResult
+
+WorkUnit: TypeAlias = Literal["s", "FLOP"]
 
 
 class Work(NamedTuple):
@@ -152,7 +155,7 @@ class Profile(NotebookResult):
 
     layers: tuple[LayerProfile, ...]
     rows: int
-    unit: str
+    unit: WorkUnit
     device: str
     entry: tuple[tuple[int, int], ...]
     loss: LayerProfile | None = None
@@ -215,13 +218,10 @@ class Profile(NotebookResult):
             PartitionError: the text is something else.
         """
         try:
-            fields = frozen(json.loads(text))
-            layers, loss = tuple(map(_layer, fields.pop("layers"))), fields.pop("loss")
-            read = cls(**fields, layers=layers, loss=None if loss is None else _layer(loss))
-            # These take values of other kinds, or other numbers of them, for none.
-            str(read), read.loss_bytes(0), [read.message(cut) for cut in range(1, len(layers))]
-            return read
-        except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
+            profile: Profile = typed(cls, json.loads(text))
+            profile.skips  # what is taken was stashed
+            return profile
+        except (ValueError, TypeError, LookupError) as error:
             raise PartitionError(
                 f"this is no profile ({type(error).__name__}: {error}). Give what Profile.save or to_json has written."
             ) from None
@@ -291,22 +291,3 @@ def _split(layers: Sequence[LayerProfile], aside: Container[int]) -> tuple[int, 
 
 
 _COLUMNS = ("layer", "kind", "F", "I", "W", "B", "parameters", "gradients", "optimizer", "saved", "output")
-
-
-def frozen(value: Any) -> Any:
-    """A value that JSON gave, with tuples for its lists."""
-    if isinstance(value, dict):
-        return {name: frozen(item) for name, item in value.items()}
-    return tuple(map(frozen, value)) if isinstance(value, list) else value
-
-
-_AMOUNTS = ("parameters", "gradients", "optimizer", "saved")
-
-
-def _layer(fields: dict[str, Any]) -> LayerProfile:
-    work = Work(*[MedianSpread(*numbers) for numbers in fields["work"]])
-    amounts = {name: Bytes(*fields[name]) for name in _AMOUNTS}
-    inputs, *counts = fields["waits"]
-    waits = SplitBackwardBytes(Bytes(*inputs), *counts)
-    skips = SkipTraffic(*fields["skips"])
-    return LayerProfile(**{**fields, **amounts, "work": work, "skips": skips, "waits": waits})

@@ -19,7 +19,7 @@ from partition.precision import widened
 from partition.profiles.amounts import Bytes, MedianSpread
 from partition.profiles.measuring import VisitedLoss, each_layer
 from partition.profiles.optimizer_state import OptimizerLike, state_bytes
-from partition.profiles.profile import LayerProfile, Profile, Work
+from partition.profiles.profile import LayerProfile, Profile, Work, WorkUnit
 from partition.profiles.sandbox import DeviceLike, Sandbox, device_of
 from partition.profiles.storages import SavedBytes, Storages
 from partition.profiles.working import Pass, counted, timed
@@ -121,7 +121,7 @@ def layer_bytes(
 
 def layer_work(
     module: nn.Sequential, chunk: Any, device: Any, timeout: float, loss: VisitedLoss | None = None
-) -> tuple[list[Work], str]:
+) -> tuple[list[Work], WorkUnit]:
     """The seconds or FLOPs of each layer, the loss behind them; and the unit."""
     if device.type == "meta":
         return [_work([pass_]) for pass_ in each_layer(module, chunk, Sandbox(device), counted, loss)], "FLOP"
