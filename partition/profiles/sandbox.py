@@ -17,13 +17,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parameter import is_lazy
 
 from partition.contents import rewrapped, wraps
 from partition.errors import PartitionError
 from partition.models.outline import Outline
 from partition.models.parts import Part
 from partition.randomness import generators_left
+from partition.splitting import check_shaped
 
 DeviceLike = torch.device | str | int | None
 
@@ -95,7 +95,7 @@ class Sandbox:
         """A copy of a layer; of a part of a model its own, with an outline that is not the caller's.
 
         Raises:
-            PartitionError: it has no numbers, and is to run with numbers; or not even shapes, and is to run without.
+            PartitionError: it has no numbers, and is to run with numbers; or is lazy, and is to run without.
         """
         memo: dict[int, Any] = {}
         for part in layer.modules():
@@ -106,12 +106,7 @@ class Sandbox:
             if isinstance(tensor, Tensor) and not tensor.is_leaf:  # an activation that a forward has left
                 memo[id(tensor)] = self._moved(tensor.detach())
         if self.fake:
-            lazy = [name for name, tensor in (*layer.named_parameters(), *layer.named_buffers()) if is_lazy(tensor)]
-            if lazy:
-                raise PartitionError(
-                    f"{', '.join(lazy[:5])} of {type(layer).__name__} {'has' if len(lazy) == 1 else 'have'} no shape "
-                    "before the model is called. Call it with a batch, then profile it on 'meta'."
-                )
+            check_shaped(layer)
             for tensor in (*layer.parameters(), *layer.buffers()):
                 memo[id(tensor)] = self._fake(tensor)
             return copy.deepcopy(layer, memo)
