@@ -8,6 +8,7 @@ code that asks where it is, so that the kernels of that device are chosen, and w
 """
 
 import copy
+import pickle
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -50,7 +51,7 @@ def device_named(device: torch.device | str | int) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(".")
         raise PartitionError(f"{device!r} is no device: {reason}. Give a name such as cpu, cuda:0 or meta.") from None
 
 
@@ -95,7 +96,8 @@ class Sandbox:
         """A copy of a layer; of a part of a model its own, with an outline that is not the caller's.
 
         Raises:
-            PartitionError: it has no numbers, and is to run with numbers; or is lazy, and is to run without.
+            PartitionError: it has no numbers, and is to run with numbers; is lazy, and is to run without; or holds
+                what cannot be copied.
         """
         memo: dict[int, Any] = {}
         for part in layer.modules():
@@ -109,14 +111,14 @@ class Sandbox:
             check_shaped(layer)
             for tensor in (*layer.parameters(), *layer.buffers()):
                 memo[id(tensor)] = self._fake(tensor)
-            return copy.deepcopy(layer, memo)
+            return _copied(layer, memo)
         bare = [name for name, tensor in (*layer.named_parameters(), *layer.named_buffers()) if tensor.is_meta]
         if bare:
             raise PartitionError(
                 f"{', '.join(bare[:5])} {'is' if len(bare) == 1 else 'are'} on the meta device, so there are no "
                 f"numbers to compute with on {self.device}. Use device='meta', which counts bytes and FLOPs without."
             )
-        return copy.deepcopy(layer, memo).to(self.device)
+        return _copied(layer, memo).to(self.device)
 
     def moved(self, value: Any) -> Any:
         """A copy of all tensors of a value, which need gradients as they did."""
@@ -140,3 +142,13 @@ class Sandbox:
             with self._mode:
                 fake = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _copied(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(layer, memo)
+    except (TypeError, pickle.PicklingError) as error:  # as of a lock, a file, a process group
+        raise PartitionError(
+            f"{type(layer).__name__} holds what cannot be copied ({error}), and a profile runs a copy of each layer. "
+            "Keep it outside of the module, or give the module's class a __deepcopy__ whose copies share it."
+        ) from error

@@ -3,6 +3,7 @@
 import gc
 import pickle
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -181,6 +182,15 @@ def test_lazy_layers_stay_lazy(profile: Profile) -> None:
         balance_by_size(2, module, torch.rand(4, 2), device="meta")
     profile(module, torch.rand(2, 4))
     assert isinstance(module[0], nn.LazyLinear) and module[0].has_uninitialized_params()
+
+
+@profilers
+def test_a_layer_that_holds_what_cannot_be_copied_is_refused_in_words(profile: Profile) -> None:
+    module = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+    module[1].lock = threading.Lock()
+    with pytest.raises(PartitionError, match="Linear holds what cannot be copied .*lock.* a __deepcopy__") as refused:
+        profile(module, torch.rand(4, 2))
+    assert "while profiling layer '1' (Linear)" in refused.value.__notes__[0]
 
 
 @profilers
