@@ -200,8 +200,8 @@ class Pipe(FixedModule, StateDictMixin):
 
         Args:
             module: the model that was planned for.
-            plan: its balance, chunks, schedule, checkpoint, and devices where it names them; without names the stages
-                go to the ranks, under torchrun, or to all accelerators.
+            plan: its balance, chunks, schedule, batch_dim, checkpoint, and devices where it names them; without names
+                the stages go to the ranks, under torchrun, or to all accelerators.
             settings: other arguments of `Pipe`, or in the place of the plan's. `devices` are those of the plan, by
                 their numbers there.
 

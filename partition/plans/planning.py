@@ -186,11 +186,12 @@ def _devices(
         count = len(labels)
     if count < 1:
         raise PartitionError(f"devices is {devices!r}, but there must be one or more. Give a number, or their names.")
-    for one in link.values() if isinstance(link, Mapping) else [link or 0.0]:
+    link = 0.0 if link is None else link
+    for one in link.values() if isinstance(link, Mapping) else [link]:
         if not isinstance(one, Link):
             refuse_unless_finite("link", one, error=PartitionError)
     caps = _each("memory", math.inf if memory is None else memory, count)
-    return labels, _each("speed", speed, count), caps, link or 0.0
+    return labels, _each("speed", speed, count), caps, link
 
 
 def _each(name: str, setting: Any, count: int) -> tuple[float, ...]:

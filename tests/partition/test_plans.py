@@ -548,6 +548,7 @@ def test_what_cannot_be_planned_is_said() -> None:
         "link is 'fast', but must be a finite number": {"link": "fast"},
         "link is .0.001., but must be a finite number": {"link": [0.001]},
         "link is <built-in function max>, but must be": {"link": max, "flops": 1e9},
+        r"link has nothing for lanes \(\d, \d\)": {"link": {}, "flops": 1e9},
         "link is '1', but must be a finite number": {"link": {(0, 1): "1", (1, 0): 1.0}},
         "flops is 0, but must be a finite number above 0": {"flops": 0},
         "memory is '7MiB', but must be a number above 0": {"memory": "7MiB"},
