@@ -63,6 +63,10 @@ class Timeline:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lanes", whole_number("lanes", self.lanes, least=1))
         refuse_unless_finite("outside", self.outside)
+        if any([lane not in range(self.lanes) for group in self.turns for lane in group]):
+            raise ScheduleError(
+                f"turns is {self.turns}, but there are {self.lanes} lanes, numbered from 0. Give groups of these."
+            )
         latest: float = 0
         free: list[float] = [0] * self.lanes
         for action, lane, start, end in self.events:

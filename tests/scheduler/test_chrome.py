@@ -135,6 +135,10 @@ def test_arrows_of_several_steps_stay_within_their_step():
     ("", "JSONDecodeError"), ("[]", "TypeError"), ("{}", "KeyError: 'otherData'"), ("3", "TypeError"),
     ('{"otherData": {"unit": "ms", "lanes": 1, "held": []}, "traceEvents": []}', "the unit is 'ms', not one of slots"),
     ('{"otherData": {"unit": "s", "clocked": true, "lanes": 0, "held": []}, "traceEvents": []}', "lanes is 0"),
+    ('{"otherData": {"unit": "s", "clocked": true, "lanes": 2, "held": [], "turns": [[0, 2]]}, "traceEvents": []}',
+     "turns is ..0, 2.,., but there are 2 lanes"),
+    ('{"otherData": {"unit": "s", "clocked": true, "lanes": 2, "held": [], "turns": ["ab"]}, "traceEvents": []}',
+     "turns is ..'a', 'b'.,., but there are 2 lanes"),
 ])
 def test_what_is_no_trace_of_a_timeline_is_refused(text, words):
     with pytest.raises(ScheduleError, match=f"this is not the trace of a timeline .*{words}.*what chrome_trace wrote"):
