@@ -236,9 +236,9 @@ def unrolled(tensor: Tensor) -> Tensor:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as the original does: with its gaps, at the same offset in a cache line.
+    """A copy that lies in memory as the original does: with its gaps or expanded, at the same offset in a cache line.
 
-    Of one that is expanded, or wraps others, it is a dense copy. Where a tensor lies otherwise kernels add in another
+    Of one that wraps others, or has no memory, it is torch's. Where a tensor lies otherwise kernels add in another
     order, and numbers differ in their last bits.
 
     Example:
@@ -247,10 +247,10 @@ def copied(tensor: Tensor) -> Tensor:
         >>> copy.stride(), copy.data_ptr() % 64, columns.clone().stride()
         ((8, 1), 4, (4, 1))
     """
-    if tensor.layout is not torch.strided or 0 in (*tensor.shape, *tensor.stride()) or wraps(tensor):
+    if tensor.layout is not torch.strided or 0 in tensor.shape or wraps(tensor):
         return tensor.clone()
-    span, offset = span_of(tensor.shape, tensor.stride()), line_offset(tensor)
-    if span < tensor.numel() or span == tensor.numel() and not offset:
+    offset = line_offset(tensor)
+    if not offset and tensor.is_contiguous():
         return tensor.clone()
     memory = unrolled(tensor) if offset else unrolled(tensor).clone()
     return memory.as_strided(tensor.shape, tensor.stride(), offset)

@@ -434,6 +434,43 @@ def test_a_gradient_crosses_the_cut_as_it_is_laid_out(name: str, checkpoint: str
     assert strides_of_gradients(stage, checkpoint) == strides_of_gradients(stage, None)
 
 
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "by columns": lambda x: x.t().contiguous().t(),
+    "expanded": lambda x: x[:, :1].expand(-1, 33),
+    "expanded in two dims": lambda x: x[:, :3, None, None].expand(-1, 3, 5, 7),
+    "expanded, with as many numbers as its span": lambda x: x[:, ::3, None].expand(-1, 2, 2),
+    "with gaps": lambda x: x[:, ::2],
+    "with wide gaps": lambda x: x.repeat(1, 9)[:, :4],
+}
+
+
+@pytest.mark.parametrize("entry", ["forward", "step", "evaluate"])
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_crosses_the_cut_as_it_is_laid_out_in_every_call(name: str, entry: str) -> None:
+    """In another layout kernels would round differently."""
+    seen: list[Any] = []
+
+    def see(x: Tensor) -> Tensor:
+        seen.append((x.stride(), x.data_ptr() % 64))
+        return x.flatten(1).sum(1, keepdim=True)
+
+    model = nn.Sequential(linear(), Apply(VALUES[name]), Apply(see))
+    pipe = Pipe(model, [1, 1, 1], 3, checkpoint="never")
+    for call in range(CALLS):
+        x = torch.randn(9, 4)
+        [model(part) for part in x.tensor_split(3)]
+        expected = seen.copy()
+        seen.clear()
+        if entry == "forward":
+            pipe(x)
+        elif entry == "step":
+            pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum", grads="store")
+        else:
+            pipe.evaluate(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
+        assert seen[-3:] == expected, call
+        seen.clear()
+
+
 class WithGaps(torch.autograd.Function):
     """Identity; its gradient has gaps between the rows."""
 
