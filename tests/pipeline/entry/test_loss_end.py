@@ -1,0 +1,106 @@
+"""What loss_fn gets in a step is the output of the last stage, whether or not the step keeps or compares it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline import Pipe
+
+CALLS = 6  # numbers 1, 2, 4 compare
+Views = Callable[[Tensor], Tensor]
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+LAYOUTS: dict[str, Views] = {
+    "itself": lambda x: x.sin(),
+    "a view": lambda x: x.sin().view(-1, 1, 5),
+    "by columns": lambda x: x.sin().t().contiguous().t(),
+    "with gaps": lambda x: x.sin()[:, ::2],
+    "at an offset": lambda x: x.sin()[:, 1:4],
+    "a linear layer's in three dims": lambda x: nn.functional.linear(x[..., None], x.new_ones(4, 1), x.new_ones(4)),
+}
+EXPANDED: dict[str, Views] = {
+    "expanded": lambda x: x[:, :1].expand(-1, 129),
+    "expanded in two dims": lambda x: x[:, :3, None, None].expand(-1, 3, 5, 7),
+}
+
+
+def model_of(last: Views) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 5), Apply(last))
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.gelu(output).mean() + (output.flatten(1)[:, :1] - target).square().mean()
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", [*LAYOUTS, *EXPANDED])
+def test_every_step_has_the_same_bits_however_the_output_is_laid_out(name: str, chunks: int) -> None:
+    model = model_of({**LAYOUTS, **EXPANDED}[name])
+    pipe, results = Pipe(model, [1, 1], chunks), []
+    x, y = torch.randn(9, 5), torch.randn(9, 1)
+    for call in range(CALLS):
+        step = pipe.step(x, y, loss_fn=mean, outputs=call == 4)
+        results.append([step.loss, *[param.grad for param in model.parameters() if param.grad is not None]])
+        pipe.zero_grad()
+    assert all([all(map(torch.equal, result, results[0])) for result in results])
+
+
+def writing(output: Tensor, target: Tensor) -> Tensor:
+    return (output.mul_(2.0).flatten(1)[:, :1] - target).square().mean()
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_loss_fn_may_write_an_output_in_place_in_every_step(name: str, chunks: int) -> None:
+    model = model_of(LAYOUTS[name]).double()
+    x, y = torch.randn(9, 5).double(), torch.randn(9, 1).double()
+    loss = writing(model(x), y)
+    expected = torch.autograd.grad(loss, model[0].parameters())
+    pipe = Pipe(model, [1, 1], chunks)
+    for call in range(CALLS):
+        step = pipe.step(x, y, loss_fn=writing, outputs=call == 4)
+        torch.testing.assert_close(step.loss, loss, rtol=1e-12, atol=0)
+        for param, grad in zip(model[0].parameters(), expected, strict=True):
+            torch.testing.assert_close(param.grad, grad, rtol=1e-11, atol=1e-13)
+        pipe.zero_grad()
+        torch.testing.assert_close(pipe.evaluate(x, y, loss_fn=writing).loss, loss, rtol=1e-12, atol=0)
+
+
+PAIRS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "two views": lambda x: (x.view(-1, 1, 5), x.view(-1, 5, 1)),
+    "one and its view": lambda x: (x, x.view(-1, 1, 5)),
+    "a view and its base": lambda x: (x.view(-1, 1, 5), x),
+    "one and its numbers": lambda x: (x, x.detach()),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", PAIRS)
+def test_loss_fn_may_not_write_one_of_two_outputs_that_share_memory(name: str, chunks: int) -> None:
+    """The plain module sees both written; a step that keeps or compares outputs gave another loss."""
+
+    def loss_fn(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        written, read = outputs
+        return written.mul_(2.0).mean() + read.square().mean()
+
+    pipe = Pipe(nn.Sequential(nn.Linear(5, 5), Apply(lambda x: PAIRS[name](x.sin()))), [1, 1], chunks)
+    for call in range(CALLS):
+        with pytest.raises(RuntimeError, match="loss_fn writes an output .* another output shares memory with it"):
+            pipe.step(torch.randn(9, 5), loss_fn=loss_fn, outputs=call == 4)
+        with pytest.raises(RuntimeError, match="loss_fn writes an output .* another output shares memory with it"):
+            pipe.evaluate(torch.randn(9, 5), loss_fn=loss_fn)
