@@ -26,7 +26,7 @@ from torch import Tensor
 from partition.contents import rewrapped, wraps
 from pipeline.common.accelerators import entered_streams, is_accelerator, use_in
 from pipeline.common.places import Place
-from pipeline.data.pytrees import line_offset, resolved, span_of, unrolled
+from pipeline.data.pytrees import copied, line_offset, resolved, span_of, unrolled
 
 
 class Parcel(NamedTuple):
@@ -86,13 +86,13 @@ class Local:
         if wraps(tensor):
             return rewrapped(tensor, lambda inner: self._moved(inner, source, target, streams))
         tensor = resolved(tensor)  # of a conjugate torch would make a copy at each use, record_stream too
-        if _lies_otherwise(tensor):
-            moved = self._moved(unrolled(tensor), source, target, streams)
-            return moved.as_strided(tensor.shape, tensor.stride(), line_offset(tensor))
         source_device, target_device = tensor.device, target.device
         reads, writes = is_accelerator(source_device), is_accelerator(target_device)
         if source_device == target_device and not reads:
-            return tensor.clone()
+            return copied(tensor)
+        if _lies_otherwise(tensor):
+            moved = self._moved(unrolled(tensor), source, target, streams)
+            return moved.as_strided(tensor.shape, tensor.stride(), line_offset(tensor))
         if reads and writes:
             return self._between_accelerators(tensor, target_device, streams)
         if source_device.type == "cpu" and writes and tensor.layout is torch.strided:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class Packing:
 
     """
 
-    __slots__ = ("specs", "nbytes", "_has_gaps", "_spans")
+    __slots__ = ("specs", "nbytes", "_has_gaps", "_spans", "_leaves_gaps")
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = tuple(specs)
@@ -50,11 +51,13 @@ class Packing:
         self._has_gaps = False
         end = 0
         for part in chain.from_iterable(map(part_specs, self.specs)):
-            gap = -end % LINE + part.offset * part.dtype.itemsize if part.span else 0
-            self._spans.append(_ByteSpan(part, part.span, end + gap, part.span * part.dtype.itemsize))
+            numbers = prod(part.shape) if part.has_wide_gaps else part.span
+            gap = -end % LINE + part.offset * part.dtype.itemsize if numbers else 0
+            self._spans.append(_ByteSpan(part, numbers, end + gap, numbers * part.dtype.itemsize))
             self._has_gaps |= gap > 0
             end = self._spans[-1].begin + self._spans[-1].nbytes
         self.nbytes = end
+        self._leaves_gaps = any([span.spec.has_wide_gaps for span in self._spans])
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> Packing:
@@ -70,7 +73,7 @@ class Packing:
 
         The bytes are copied without an operator of torch: three of them took longer than a small message is under way.
         """
-        parts, start = _on_host(list(memories(tensors)), self._spans), len(header)
+        parts, start = _on_host(self._parts(tensors), self._spans), len(header)
         make = torch.zeros if self._has_gaps else torch.empty
         buffer = make(start + self.nbytes, dtype=_UINT8, device=_HOST)
         address = buffer.data_ptr()
@@ -87,7 +90,7 @@ class Packing:
         """A new buffer on a device: the tensors, which fit, on whatever device. The host waits for none of them."""
         nothing = torch.zeros(2 * LINE, dtype=_UINT8, device=device) if self._has_gaps else None
         pieces, end = list[Tensor](), 0
-        for part, (_, count, begin, nbytes) in zip(memories(tensors), self._spans, strict=True):
+        for part, (_, count, begin, nbytes) in zip(self._parts(tensors), self._spans, strict=True):
             if nothing is not None and begin > end:
                 pieces.append(nothing[: begin - end])
             if count:
@@ -106,12 +109,20 @@ class Packing:
         parts = self._on_host(buffer, start) if device.type == "cpu" else self._on_device(buffer, start, device)
         return tuple([None if spec is None else built(spec, parts) for spec in self.specs])
 
+    def _parts(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """The tensors in memory, whose numbers that travel lie side by side."""
+        parts = list(memories(tensors))
+        if not self._leaves_gaps:
+            return parts
+        pairs = zip(parts, self._spans, strict=True)
+        return [part.contiguous() if span.spec.has_wide_gaps else part for part, span in pairs]
+
     def _on_host(self, buffer: Tensor, start: int) -> Iterator[Tensor]:
         memory = buffer.numpy()
         for part, count, begin, _ in self._spans:
             if count:  # a storage of its own, unlike a view of the buffer
                 numbers = torch.frombuffer(memory, dtype=part.dtype, count=count, offset=start + begin)
-                yield numbers.as_strided_(part.shape, part.stride)
+                yield _laid_out(numbers, part)
             else:
                 yield torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=_HOST)
 
@@ -121,16 +132,24 @@ class Packing:
         for part, _, begin, nbytes in self._spans:
             piece = payload[begin : begin + nbytes]
             numbers = (piece if len(self._spans) == 1 else piece.clone()).view(part.dtype)
-            yield numbers.as_strided(part.shape, part.stride).detach()
+            yield _laid_out(numbers.detach(), part)
 
 
 class _ByteSpan(NamedTuple):
-    """The memory of a part: what it is, how many numbers, where it begins in the payload, and how long it is there."""
+    """The memory of a part: what it is; how many numbers travel, where these begin in the payload, and their bytes."""
 
     spec: StridedSpec
     numbers: int
     begin: int
     nbytes: int
+
+
+def _laid_out(numbers: Tensor, spec: StridedSpec) -> Tensor:
+    """The tensor of the numbers that have travelled, in their memory, or in memory that has its gaps."""
+    if not spec.has_wide_gaps:
+        return numbers.as_strided_(spec.shape, spec.stride)
+    memory = numbers.new_empty(spec.offset + spec.span)
+    return memory.as_strided_(spec.shape, spec.stride, spec.offset).copy_(numbers.view(spec.shape))
 
 
 def _bytes_of(part: Tensor, count: int) -> Tensor:

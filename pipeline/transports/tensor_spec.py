@@ -4,13 +4,15 @@
                                                  --memories--> the tensors in memory that they are made of
 
 Strides stay as they are, and the offset in a cache line: a dense tensor travels as its memory lies there; an expanded
-one (the gradient of a sum) or one with gaps as the span of memory that it covers. A sparse tensor (COO) travels as its
+one (the gradient of a sum) or one with gaps as the span of memory that it covers, or without gaps that would be most of
+it, and gets them on arrival. A sparse tensor (COO) travels as its
 indices and values; one of a compressed layout (CSR, CSC, BSR, BSC) is refused, with the conversion to COO as remedy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -39,6 +41,11 @@ class StridedSpec(NamedTuple):
     def span(self) -> int:
         """The span of its memory, in numbers: more than it has where there are gaps, less where it is expanded."""
         return span_of(self.shape, self.stride)
+
+    @property
+    def has_wide_gaps(self) -> bool:
+        """Whether most of that span would be gaps, without which the tensor travels."""
+        return self.span > 2 * prod(self.shape)
 
 
 class SparseSpec(NamedTuple):
@@ -124,10 +131,7 @@ def _settled(tensor: Tensor, label: str) -> Tensor:
         raise TypeError(f"{label} holds {reason}")
     if tensor.layout is not _STRIDED:
         return tensor
-    tensor = tensor.resolve_conj().resolve_neg()
-    if _in_memory(tensor).span > 2 * tensor.numel():  # most of it would be gaps
-        return tensor.clone()
-    return tensor
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _unsendable(tensor: Tensor) -> str | None:

@@ -231,7 +231,8 @@ class Kinds(nn.Module):
         more = {str(dtype): small.to(dtype) for dtype in DTYPES}
         shapes = {
             "number": x.sum(), "empty": x[:0], "no columns": x[:, :0], "transposed": x.t(), "sliced": x[:, ::2],
-            "expanded": x[:1].expand(3, 4), "row": x[0], "twice": (x, x), "of plain": torch.tensor(2.5, dtype=x.dtype),
+            "column": x[:, 1], "gaps": x.repeat(1, 9)[:, 1::8], "expanded": x[:1].expand(3, 4), "row": x[0],
+            "twice": (x, x), "of plain": torch.tensor(2.5, dtype=x.dtype),
         }  # fmt: skip
         return {"x": x, **more, **shapes, "plain": PLAIN, "nest": ({},)}
 
@@ -249,7 +250,7 @@ class Gather(nn.Module):
             if isinstance(each, Tensor):
                 assert name not in map(str, DTYPES) or str(each.dtype) == name
                 real = torch.view_as_real(each) if each.is_complex() else each
-                total = total + real.to(total.dtype).square().sum()
+                total = total + real.to(total.dtype).square().sum() + sum(each.stride())
         return total + value["twice"][1]
 
 

@@ -92,11 +92,9 @@ def test_any_tensors_arrive_each_at_its_place_of_a_cache_line_and_with_memory_of
 
 
 @given(drawn)
-def test_strides_are_those_that_a_move_to_another_device_keeps(tensor):
+def test_strides_stay_as_they_are(tensor):
     (found,) = over([tensor])
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    kept = tensor.numel() == 0 or span <= 2 * tensor.numel()
-    assert found.stride() == (tensor.stride() if kept else tensor.clone().stride())
+    assert found.stride() == tensor.stride()
 
 
 def test_the_gradient_of_a_sum_travels_as_one_number():
@@ -110,9 +108,9 @@ def test_what_is_mostly_gaps_travels_without_them():
     column = torch.randn(100, 100)[:, 0]
     assert Packing.of(sendable([column], "it")).nbytes == 400
     assert torch.equal(over([column])[0], column)
-    for step, kept in ((2, 2), (3, 1)):
-        (found,) = over([torch.arange(30)[::step]])
-        assert found.stride() == (kept,) and torch.equal(found, torch.arange(30)[::step])
+    for step, nbytes in ((2, 29), (3, 10)):
+        packing = Packing.of([torch.arange(30, dtype=torch.uint8)[::step]])
+        assert packing.nbytes == nbytes
 
 
 def test_channels_last_stays_channels_last():
