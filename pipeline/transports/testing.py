@@ -151,6 +151,11 @@ def _what_is_sent_arrives_whole_up_to_4_megabytes(way: _Way) -> None:
         _end(way, [sent], [way.send(sent)], [way.post(size)])
 
 
+def _hundreds_of_any_length_arrive_in_order(way: _Way) -> None:
+    sent = [_bytes(max(way.least, 7919 * seed % 20_011), seed) for seed in range(300)]
+    _end(way, sent, [way.send(buffer) for buffer in sent], [way.post(len(buffer)) for buffer in sent])
+
+
 def _what_is_sent_need_not_be_kept_by_the_sender(way: _Way) -> None:
     gone = [way.send(_bytes(10_000, seed)) for seed in range(10)]
     gc.collect()
@@ -184,8 +189,20 @@ def _handles_may_be_waited_for_in_any_order_and_again(pair: ChannelEnds) -> None
     posted = [torch.zeros_like(buffer) for buffer in sent]
     sends = [pair.outgoing.send(buffer) for buffer in sent]
     receives = [pair.incoming.post(buffer) for buffer in posted]
-    _wait(receives[::-1], sends[::-1])
+    _wait(receives[::-1], sends[3:])
+    for handle in sends[::-1]:
+        handle.collect()
     _wait(receives, sends)
+    _assert_same("buffer", posted, sent)
+
+
+def _what_is_told_arrives_in_order(pair: ChannelEnds) -> None:
+    sent = [_bytes(100 + seed, seed) for seed in range(6)]
+    posted = [torch.zeros_like(buffer) for buffer in sent]
+    for buffer, original in zip(posted, sent, strict=True):
+        handle = pair.incoming.post(buffer)
+        pair.outgoing.tell(original.clone())
+        handle.wait()
     _assert_same("buffer", posted, sent)
 
 
@@ -256,10 +273,12 @@ CHECKS: tuple[Callable[[ChannelEnds], None], ...] = (
     _on_each_way(_what_is_sent_arrives_in_order),
     _on_each_way(_what_is_sent_may_be_expected_before),
     _on_each_way(_what_is_sent_arrives_whole_up_to_4_megabytes),
+    _on_each_way(_hundreds_of_any_length_arrive_in_order),
     _on_each_way(_what_is_sent_need_not_be_kept_by_the_sender),
     _no_way_waits_for_another,
     _what_is_sent_fills_the_beginning_of_a_longer_buffer,
     _handles_may_be_waited_for_in_any_order_and_again,
+    _what_is_told_arrives_in_order,
     _what_has_been_waited_for_may_change,
     _giving_up_wakes_whoever_waits_and_refuses_the_rest,
     _giving_up_wakes_whoever_waits_for_a_send,

@@ -166,6 +166,35 @@ class LosesTheEndOfMegabytes(Ends):
         return super().send(buffer, extra)
 
 
+class ChangesAByteOfSomeLengths(Ends):
+    def send(self, buffer, extra=False):
+        buffer = buffer.clone()
+        if 8000 < buffer.numel() < 9000:
+            buffer[77] ^= 1
+        return super().send(buffer, extra)
+
+
+class Counts(Ends):
+    """Goes wrong once it has sent more than a few."""
+
+    sent = 0
+
+    def send(self, buffer, extra=False):
+        self.sent += 1
+        return self.late(buffer, extra) if self.sent == 250 else super().send(buffer, extra)
+
+
+class LosesALateOne(Counts):
+    def late(self, buffer, extra):
+        return Done()
+
+
+class DoublesALateOne(Counts):
+    def late(self, buffer, extra):
+        Ends.send(self, buffer, extra)
+        return Ends.send(self, buffer, extra)
+
+
 class DropsTheExtraStream(Ends):
     def send(self, buffer, extra=False):
         return Done() if extra else super().send(buffer)
@@ -223,6 +252,26 @@ class WaitsOnce(Ends):
 
     def post(self, buffer, extra=False):
         return self.Once(super().post(buffer, extra))
+
+
+class CannotCollect(Ends):
+    class Uncollected(Handle):
+        def __init__(self, handle):
+            self.wait = handle.wait
+
+        def wait(self):
+            pass
+
+        def collect(self):
+            raise NotImplementedError
+
+    def send(self, buffer, extra=False):
+        return self.Uncollected(super().send(buffer, extra))
+
+
+class DropsWhatIsTold(Ends):
+    def tell(self, buffer):
+        pass
 
 
 class IsDeafToAbort(Ends):
@@ -386,6 +435,7 @@ class UsesTheMemoryOfPayloadsAnew(EndsWithPayloads):
 
 
 IN_ORDER, BEFORE = "what is sent arrives in order", "what is sent may be expected before"
+HUNDREDS = "hundreds of any length arrive in order"
 PAYLOAD_FAULTS = {
     HasPayloadsAtOneEnd: "both ends .* or neither has: AssertionError: one end of the channel has payloads, and the",
     ReordersPayloads: f"{IN_ORDER}: AssertionError: payload 0 of 20",
@@ -405,6 +455,9 @@ FAULTS = {
     Truncates: f"{IN_ORDER}: AssertionError: buffer 0 of 20",
     ClearsWhatItFills: "what is sent fills the beginning of a longer buffer: AssertionError: what lies beyond",
     LosesTheEndOfMegabytes: "what is sent arrives whole up to 4 megabytes: AssertionError: buffer 0 of 1",
+    ChangesAByteOfSomeLengths: f"{HUNDREDS}: AssertionError: buffer 39 of 300",
+    LosesALateOne: f"{HUNDREDS}: .* bytes were sent where",
+    DoublesALateOne: f"{HUNDREDS}: .* bytes were sent where",
     DropsTheExtraStream: f"{IN_ORDER}: not done after 2.0 s",
     HasOneStream: "no way waits for another: .*",
     BlocksInSend: f"{IN_ORDER}: not done after 2.0 s",
@@ -413,6 +466,8 @@ FAULTS = {
     IsDoneBeforeItHasCome: "giving up .* refuses the rest: AssertionError: a waiting receive ended with None",
     IsDoneBeforeItHasGone: "what has been waited for may change: AssertionError: buffer 0 of 3",
     WaitsOnce: "handles may be waited for in any order and again: AttributeError",
+    CannotCollect: "handles may be waited for in any order and again: NotImplementedError",
+    DropsWhatIsTold: "what is told arrives in order: not done after 2.0 s",
     IsDeafToAbort: "giving up wakes whoever waits and refuses the rest: not done after 2.0 s",
     AbortsWithAnotherError: r"giving up .*: a waiting receive ended with ValueError\('aborted'\)",
     AbortsSendsWithAnotherError: r"giving up .* for a send: .*a send ended with ValueError\('aborted'\)",
