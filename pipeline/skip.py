@@ -168,7 +168,7 @@ class Skippable(nn.Module):
         """Run the decorated module, and do what it asks for.
 
         Raises:
-            RuntimeError: a name that is not declared, not stashed before, or declared and then left out.
+            RuntimeError: a name that is not declared, not stashed before, popped twice, or declared and then left out.
             TypeError: the module yielded something else than stash or pop.
         """
         commands = self.module(*args, **kwargs)
@@ -200,6 +200,8 @@ class Skippable(nn.Module):
                 raise RuntimeError(
                     f"'{command.name}' has not been declared as poppable. Declare it: @skippable(pop=[...])."
                 )
+            if command.name in popped:
+                raise RuntimeError(f"'{command.name}' has been popped twice. A skip is popped once: keep its value.")
             popped.add(command.name)
             return Skips.take(self._key(command.name))
         raise TypeError(f"{command!r} is not a command of @skippable. Yield stash(name, value) or pop(name).")

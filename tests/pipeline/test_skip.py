@@ -196,10 +196,11 @@ def test_a_skip_is_popped_once() -> None:
 
     for cut in ([2], [1, 1]):
         model = nn.Sequential(Stash(), Twice())
+        for module in (Pipe(model, cut, 2), model):
+            with pytest.raises(RuntimeError, match=r"'a' has been popped twice\. A skip is popped once: keep"):
+                module(torch.rand(2))
         with pytest.raises(RuntimeError, match=r"'a' has not been stashed\. A layer before must `yield stash\('a'"):
-            Pipe(model, cut, 2)(torch.rand(2))
-        with pytest.raises(RuntimeError, match="'a' has not been stashed"):
-            model(torch.rand(2))
+            model[1](torch.rand(2))
 
 
 def test_what_a_layer_stashed_before_it_failed_is_not_kept() -> None:
