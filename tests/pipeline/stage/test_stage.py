@@ -471,6 +471,22 @@ def test_a_value_crosses_the_cut_as_it_is_laid_out_in_every_call(name: str, entr
         seen.clear()
 
 
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_part_of_an_expanded_value_is_written_as_in_the_plain_module(checkpoint: str) -> None:
+    """All its numbers are one in memory: on a dense copy one column alone was written."""
+
+    def write(x: Tensor) -> Tensor:
+        x[:, 1] = 0.0
+        return x.sum(1, keepdim=True) + 1
+
+    model = nn.Sequential(linear(), Apply(lambda x: x[:, :1].expand(-1, 4)), Apply(write))
+    pipe = Pipe(model, [1, 1, 1], 2, checkpoint=checkpoint)
+    for _ in range(CALLS):
+        x = torch.randn(6, 4)
+        with torch.no_grad():
+            assert torch.equal(pipe(x), model(x))
+
+
 class WithGaps(torch.autograd.Function):
     """Identity; its gradient has gaps between the rows."""
 
