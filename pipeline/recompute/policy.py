@@ -139,7 +139,7 @@ class SavingNothing:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _checkpointing.reset(self._token)
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        if error is not None and NO_HOOKS in str(error):
+        if isinstance(error, RuntimeError) and NO_HOOKS in str(error):
             raise DroppedError(_DROPPED) from error
 
 

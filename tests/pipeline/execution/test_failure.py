@@ -114,6 +114,21 @@ WHERE = {  # where it fails, how often it gets there first, the note
 }
 
 
+class MuteError(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("where,count", WHERE)
+def test_an_exception_whose_message_cannot_be_had_is_raised_as_it_is(where, count, checkpoint):
+    if where != "recomputation" or checkpoint == "always":
+        pipe = Pipe(net(), [3, 2, 2], CHUNKS, checkpoint=checkpoint)
+        pipe[4].set(where, count, MuteError)
+        with pytest.raises(MuteError):
+            run("step", pipe, *batch())
+
+
 @pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("entry", ["forward", "step"])
