@@ -103,7 +103,8 @@ def check_balance(balance: Iterable[int], layers: int) -> list[int]:
         entries: list[object] = list(balance)
     except TypeError:
         raise TypeError(
-            f"balance must be the layers of each stage, such as [{layers}] for one; got {balance!r}."
+            f"balance must be the layers of each stage, as a list; got {balance!r}. "
+            f"{_remedy(whole(balance) or 1, layers)}"
         ) from None
     counts = [whole(count) for count in entries]
     faults = [f"balance[{s}] is {entries[s]!r}, not an int" for s, count in enumerate(counts) if count is None]

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -103,8 +104,15 @@ def test_a_balance_that_does_not_fit_is_refused(name):
     balance, words = BALANCES[name]
     with pytest.raises(PartitionError, match=words):
         Pipe(net(), balance, 2)
-    with pytest.raises(TypeError, match="balance must be the layers of each stage.*got 3"):
-        Pipe(net(), 3, 2)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 30])
+def test_a_number_of_stages_in_the_place_of_a_balance_is_told_a_balance_of_so_many(stages):
+    words = rf"balance must be the layers of each stage, as a list; got {stages}\. Use balance=\[(.*)\], or"
+    with pytest.raises(TypeError, match=words) as raised:
+        Pipe(net(), stages, 2)
+    told = [int(count) for count in re.search(words, str(raised.value))[1].split(", ")]
+    assert len(told) == min(stages, 3) and Pipe(net(), told, 2).balance == told
 
 
 def test_more_stages_than_devices_are_refused():
