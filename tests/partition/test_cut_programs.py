@@ -1,7 +1,7 @@
 """Law: whatever a model does between its modules, its parts compute what it computes.
 
-It is refused where what dropout has drawn between blocks is used in several parts, or what a module computes there that
-is called several times. A model is a list of instructions: blocks of several kinds, values kept for later, what is
+It is refused where what is drawn between blocks is used in several parts, or what a module computes there that is
+called several times. A model is a list of instructions: blocks of several kinds, values kept for later, what is
 computed between blocks, what Python is told.
 """
 
@@ -40,14 +40,22 @@ class Given(nn.Module):
         return self.linear(x).tanh() + (other.pop() if isinstance(other, list) else other)
 
 
+class Noisy(nn.Linear):
+    """A block that draws in eval mode, too, and returns what it has drawn."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        noise = torch.rand_like(x)
+        return super().forward(x).tanh() * noise, noise
+
+
 BLOCKS = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH), "norm": lambda: nn.BatchNorm1d(WIDTH),
-    "pair": lambda: Pair(WIDTH, WIDTH),
+    "pair": lambda: Pair(WIDTH, WIDTH), "noisy": lambda: Noisy(WIDTH, WIDTH),
     "given": Given, "given kept": Given, "given a list": Given, "dropout": lambda: nn.Dropout(0.4),
 }  # fmt: skip
 BETWEEN = [
-    "half", "drop", "keep", "add kept", "add first", "add condition", "add aside", "shared", "fill where kept", "tell",
-    "do as told",
+    "half", "drop", "drop always", "noise", "keep", "add kept", "add first", "add condition", "add aside", "shared",
+    "fill where kept", "tell", "do as told",
 ]  # fmt: skip
 
 
@@ -84,8 +92,10 @@ class Program(nn.Module):
     def between(
         self, step: str, hidden: Tensor, condition: Tensor, first: Tensor, kept: list[Tensor], aside: Tensor
     ) -> Tensor:
-        if step == "drop":
-            return F.dropout(hidden, 0.3, self.training)
+        if step.startswith("drop"):
+            return F.dropout(hidden, 0.3, self.training or step == "drop always")
+        if step == "noise":
+            return hidden + torch.randn_like(hidden)
         if step == "fill where kept":
             return hidden.masked_fill(kept[-1] > 1, 0.5)
         if step == "add kept":
@@ -115,7 +125,7 @@ def test_the_parts_of_any_program_compute_what_it_computes(steps: list[str], sca
     try:
         layers = to_sequential(model, torch.randn(4, 2).double() * scale)
     except PartitionError as error:
-        is_drawn = "drawn at random" in str(error) and {"drop", "dropout"} & set(steps)
+        is_drawn = "drawn at random" in str(error) and {"drop", "drop always", "noise", "dropout"} & set(steps)
         assert is_drawn or "what 'shared' computes" in str(error) and steps.count("shared") > 1, error
         return
     start = copy.deepcopy(model.state_dict())
