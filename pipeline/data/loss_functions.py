@@ -131,7 +131,10 @@ class LossCall(NamedTuple):
     @property
     def is_token_mean(self) -> bool:
         """Whether it is a mean over tokens. That by class probabilities is one over rows."""
-        return self.is_mean and self.function.name in _TOKEN_MEANS and not self.args[-1].is_floating_point()
+        if not self.is_mean or self.function.name not in _TOKEN_MEANS:
+            return False
+        target = self.args[-1]
+        return isinstance(target, Tensor) and not target.is_floating_point()  # torch refuses what is no tensor
 
     @property
     def takes_all(self) -> bool:

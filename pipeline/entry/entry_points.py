@@ -23,7 +23,7 @@ from pipeline.data.microbatch import scatter
 from pipeline.distributed.wrapped import refuse_sharded
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
-from pipeline.entry.minibatches import cut_mini_batches, is_loader, pairs, read_before
+from pipeline.entry.minibatches import cut_mini_batches, is_loader, noting_pairs, pairs, read_before
 from pipeline.entry.runtime import Request, Runtime
 from pipeline.entry.sinks import GradSink, LossSink, OptimizerSink, Sink, StoreSink, clip_grads
 from pipeline.entry.step import RunWithLoss, Step
@@ -96,13 +96,14 @@ def _run(
     start = perf_counter()
     arguments.check()
     check_hooks(runtime.module, "pipe.step" if request.grad else "pipe.evaluate")
-    batch, target = cut_mini_batches(runtime.settings, arguments.x, arguments.target)
-    if arguments.optimizer is not None:
-        arguments.check_holds(list(runtime.module.named_parameters()), batch.tensors)
     recorder = runtime.recorder() if arguments.trace else None
-    with modes:
-        execution = Execution(runtime.agreed(request, batch, communicator, target, recorder), batch)
-        result = sink.run(RunWithLoss(runtime, execution, arguments, target))
+    with noting_pairs(arguments.x, arguments.target):
+        batch, target = cut_mini_batches(runtime.settings, arguments.x, arguments.target)
+        if arguments.optimizer is not None:
+            arguments.check_holds(list(runtime.module.named_parameters()), batch.tensors)
+        with modes:
+            execution = Execution(runtime.agreed(request, batch, communicator, target, recorder), batch)
+            result = sink.run(RunWithLoss(runtime, execution, arguments, target))
     end = perf_counter()
     for trace in execution.setup.traces:
         trace.steps.append((start, end))

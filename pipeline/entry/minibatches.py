@@ -10,6 +10,7 @@ chunks may differ in shape. Activations are held as the schedule says, and its b
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.utils._pytree as pytree
@@ -47,6 +48,17 @@ def pairs(loader: Iterable[Any], target: Any, entry: str) -> Iterator[tuple[Any,
         yield _pair(item, number, entry)
     if number < 0:
         raise ValueError("the loader gave no mini-batch. Give one that can be gone through again, or look at its data.")
+
+
+@contextmanager
+def noting_pairs(x: Any, target: Any) -> Iterator[None]:
+    """Within: an error says that a list is one mini-batch, where x is a list of pairs and there is no target."""
+    try:
+        yield
+    except Exception as error:
+        if target is None and isinstance(x, list) and all([isinstance(item, tuple) and len(item) == 2 for item in x]):
+            error.add_note("x is a list, which is one mini-batch. If it holds several, (x, target), give iter(x).")
+        raise
 
 
 def read_before(runtime: Runtime, entry: str, read: Callable[[], _T]) -> _T:

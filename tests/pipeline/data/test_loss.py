@@ -885,6 +885,25 @@ def test_without_a_target_the_loss_gets_none(entry):
     torch.testing.assert_close(getattr(pipe, entry)(x, loss_fn=loss_fn).loss, model()(x).square().mean().detach())
 
 
+@pytest.mark.parametrize("target", [None, [0, 1, 0, 1]])
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_a_token_loss_whose_target_is_no_tensor_is_refused_by_torch(entry, target):
+    x, _ = data(4)
+    with pytest.raises(TypeError, match="argument 'target' .* must be Tensor, not (NoneType|list)"):
+        getattr(pipe_of(model()), entry)(x, target, loss_fn=F.cross_entropy)
+
+
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_a_list_of_mini_batches_is_told_to_be_one_mini_batch(entry):
+    pipe = pipe_of(model())
+    batches = [data(4), data(6)]
+    with pytest.raises((TypeError, ValueError)) as raised:
+        getattr(pipe, entry)(batches, loss_fn=F.mse_loss)
+    note = "x is a list, which is one mini-batch. If it holds several, (x, target), give iter(x)."
+    assert raised.value.__notes__[-1] == note
+    getattr(pipe, entry)(iter(batches), loss_fn=F.mse_loss)
+
+
 def test_a_number_as_target_goes_to_every_chunk():
     x, _ = data(6)
     assert_near(
