@@ -11,23 +11,22 @@ they are right in all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
 from partition.precision import without_autocast
-from pipeline.common.graph import explore, gradients
+from pipeline.common.graph import edge, explore, gradients
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss import Loss
 from pipeline.data.loss_comparison import are_rounding, are_same_grads
 from pipeline.data.microbatch import Batch, are_joinable, gather
-from pipeline.data.pytrees import Grads, Tree
+from pipeline.data.pytrees import Grads, Tree, copied, memory_address, same_values, versions
 from pipeline.execution.execution import Execution
 from pipeline.recompute.reachable import ReachableState
 
@@ -44,6 +43,7 @@ class ChunkLosses:
     Attributes:
         is_flat: whether no comparison has met a gradient, or without gradients a loss. On the flat side of a hinge any
             loss is a mean.
+        writes_output: whether loss_fn has written an output in place.
     """
 
     def __init__(self, execution: Execution, loss: Loss, target: Batch, compares: bool) -> None:
@@ -56,9 +56,10 @@ class ChunkLosses:
         self._left = target.chunks  # so many are to come
         self._differences: list[str] = []
         self._has_gaps = False  # two chunks, one after the other, could not be joined
+        self.writes_output = False
 
     def computed(
-        self, loss: Loss, chunk: int, tree: Tree, loss_inputs: Sequence[Tensor], ends: Sequence[Tensor | GradientEdge]
+        self, loss: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor], is_apart: bool = True
     ) -> tuple[Tensor, float, dict[int, Tensor]]:
         """Compute the loss of a chunk.
 
@@ -66,18 +67,36 @@ class ChunkLosses:
             loss: adds it up.
             chunk: which.
             tree: its output.
-            loss_inputs: the tensors on which loss_fn computes, in the place of the output's.
-            ends: where their graph ends.
+            tensors: where the loss begins, in the place of the output's.
+            is_apart: whether these have to stay as they are, though loss_fn may write what it gets.
 
         Returns:
             The tensor to differentiate, the factor that makes it the chunk's part of the whole, and the leaves that it
             depends on besides the output, by id.
+
+        Raises:
+            RuntimeError: loss_fn writes one of two outputs that share memory.
         """
         target = self._target.value(chunk)
         device = tree.tensors[0].device if tree.tensors else None
         if any([piece[chunk].device != device for piece in self._target.pieces]):
             target = self.beside(target, tree)
+        ends = [edge(tensor) for tensor in tensors if tensor.requires_grad]
+        is_copied = is_apart and (chunk == 0 or self.writes_output)  # chunk 0 shows whether loss_fn writes its output
+        loss_inputs = tensors
+        if is_copied or any([tensor._is_view() for tensor in tensors]):
+            values = [copied(tensor.detach()) if is_copied else tensor for tensor in tensors]
+            loss_inputs = tuple(map(_loss_input, tensors, values))
+        versions_before = versions(loss_inputs)
         value, weight = loss.chunk(chunk, tree.build(loss_inputs), target, self._target.batch_dim)
+        is_written = versions(loss_inputs) != versions_before or is_copied and _differ(loss_inputs, tensors)
+        if is_written and len(set(map(memory_address, tensors))) < len(tensors):
+            raise RuntimeError(
+                "loss_fn writes an output of the last stage in place, and another output shares memory with it: the "
+                "plain module would see both written. Write to a copy (x * 2 instead of x.mul_(2)), or return a clone "
+                "from the last layer."
+            )
+        self.writes_output |= is_written
         return value, weight, explore([value], until=ends) if value.requires_grad else {}
 
     def beside(self, target: Any, tree: Tree) -> Any:
@@ -217,3 +236,24 @@ def _or_zeros(grad: Tensor | None, leaf: Tensor, scale: float | None = None) -> 
     """A gradient at a leaf, unscaled."""
     filled = torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
     return filled if scale is None else filled / scale
+
+
+class _LossInput(torch.autograd.Function):
+    """An output as loss_fn gets it: no view, so that it may be written. Its gradient is the output's."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, values: Tensor) -> Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pragma: no cover
+        return grad, None
+
+
+_loss_input: Callable[[Tensor, Tensor], Tensor] = _LossInput.apply
+
+
+def _differ(loss_inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Whether inference tensors, which count no writes, have other values than those that they are copies of."""
+    pairs = zip(loss_inputs, outputs, strict=True)
+    return any([one.is_inference() and not same_values(one, other) for one, other in pairs])

@@ -6,17 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from partition.precision import without_autocast
-from pipeline.common.graph import Roots, edge, gradients, refuse_marked, roots_of, sum_with
+from pipeline.common.graph import Roots, gradients, refuse_marked, roots_of, sum_with
 from pipeline.data.loss import Loss
 from pipeline.data.microbatch import Batch, refuse_layouts
-from pipeline.data.pytrees import Tree, copied, memory_address, same_values, versions
+from pipeline.data.pytrees import Tree, versions
 from pipeline.entry.chunk_losses import ChunkLosses
 from pipeline.execution.communicator import Pair
 from pipeline.execution.execution import Execution
@@ -46,36 +45,26 @@ class LossEnd(ChunkLosses):
         self._scaler = scaler
         self.reads: set[int] = set()  # the ids of leaves that the loss reads
         self.sums: dict[int, Pair] = {}  # the gradients of those of them that do not come through a stage, by id
-        self._writes_output = False  # loss_fn writes its output
         has_all = all([execution.communicator.topology.has(stage) for stage in range(len(execution.setup.stages))])
         self._buffers = {} if has_all else _buffers_of(loss.loss_fn)
         self._state = self.state_of_loss() if execution.has_threads else None  # for a call that runs a second time
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
         is_apart = self._is_apart or not any([tensor.requires_grad for tensor in tree.tensors])
-        tensors = loss_inputs = tree.tensors
+        tensors = tree.tensors
         if is_apart:
-            tensors = loss_inputs = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
-        is_copied = is_apart and (chunk == 0 or self._writes_output)  # chunk 0 shows whether loss_fn writes its output
-        if is_copied or any([tensor._is_view() for tensor in tensors]):
-            values = [copied(tensor.detach()) if is_copied else tensor for tensor in tensors]
-            loss_inputs = tuple(map(_loss_input, tensors, values))
-        versions_before = versions(loss_inputs)
+            tensors = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         refuse_layouts(differentiable)
-        ends = [edge(tensor) for tensor in differentiable]
-        loss, weight, external = self.computed(self.loss, chunk, tree, loss_inputs, ends)
-        is_written = versions(loss_inputs) != versions_before or is_copied and _differ(loss_inputs, tensors)
-        if is_written and len(set(map(memory_address, tensors))) < len(tensors):
-            raise RuntimeError(
-                "loss_fn writes an output of the last stage in place, and another output shares memory with it: the "
-                "plain module would see both written. Write to a copy (x * 2 instead of x.mul_(2)), or return a clone "
-                "from the last layer."
-            )
+        loss, weight, external = self.computed(self.loss, chunk, tree, tensors, is_apart)
         if not self.compares and self.loss.is_new:
+            if self.writes_output:
+                raise RuntimeError(
+                    "loss_fn computes something in this step that it did not in those before, so its chunks are to be "
+                    "compared with their outputs joined; but it has written the output in place. Write to a copy "
+                    "(x * 2 instead of x.mul_(2)), or call step again: the next one compares from the beginning."
+                )
             self.compares = self._is_apart = is_apart = True
-        elif is_apart and chunk == 0:
-            self._writes_output = is_written
         if not loss.requires_grad:
             if self.compares:
                 self.compare(chunk, tree, ())
@@ -136,24 +125,3 @@ def _buffers_of(loss_fn: object) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
 
 def _is_as_before(before: tuple[Tensor, tuple[int, ...]], after: tuple[Tensor, tuple[int, ...]] | None) -> bool:
     return after is not None and after[0] is before[0] and after[1] == before[1]
-
-
-class _LossInput(torch.autograd.Function):
-    """An output as loss_fn gets it: no view, so that it may be written. Its gradient is the output's."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, values: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pragma: no cover
-        return grad, None
-
-
-_loss_input: Callable[[Tensor, Tensor], Tensor] = _LossInput.apply
-
-
-def _differ(loss_inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """Whether inference tensors, which count no writes, have other values than those that they are copies of."""
-    pairs = zip(loss_inputs, outputs, strict=True)
-    return any([one.is_inference() and not same_values(one, other) for one, other in pairs])

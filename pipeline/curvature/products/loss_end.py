@@ -74,8 +74,7 @@ class LossProduct(ChunkLosses):
 
     def _evaluate(self, loss_sum: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self._seed(chunk)
-        ends = [tensor for tensor in tensors if tensor.requires_grad]
-        loss, weight, external = self.computed(loss_sum, chunk, tree, tensors, ends)
+        loss, weight, external = self.computed(loss_sum, chunk, tree, tensors)
         for leaf in external.values():
             raise RuntimeError(
                 f"loss_fn computes with a tensor of shape {list(leaf.shape)} that requires a gradient and is no "
@@ -127,7 +126,7 @@ class LossProduct(ChunkLosses):
             pairs = zip(tensors, tree.tensors, strict=True)
             leaves = [tensor.detach().requires_grad_(whole.requires_grad) for tensor, whole in pairs]
             wanted = [tensor for tensor in leaves if tensor.requires_grad]
-            loss, weight, _ = halves.computed(halves.loss, half, tree, leaves, wanted)
+            loss, weight, _ = halves.computed(halves.loss, half, tree, leaves)
             grads = gradients_of([loss], wanted, [torch.full_like(loss, weight)])
             halves.compare(half, Tree(tuple(leaves), tree.skeleton), grads)
         halves.check_all()
@@ -166,8 +165,8 @@ class LossProduct(ChunkLosses):
 
         leaves = [of_rows(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
         self._seed(chunk)
-        own_loss = self.loss.anew([len(rows)])
-        loss, _ = own_loss.chunk(0, tree.build(leaves), self._rows_of(chunk, tree, rows))  # their mean, or sum
+        own_loss, copies = self.loss.anew([len(rows)]), [leaf.clone() for leaf in leaves]  # which loss_fn may write
+        loss, _ = own_loss.chunk(0, tree.build(copies), self._rows_of(chunk, tree, rows))  # their mean, or sum
         wanted = [tensor for tensor in leaves if tensor.requires_grad]
         row_grads = gradients_of([loss], wanted, [torch.ones_like(loss)])
         share = self.loss.factor(len(rows)) * self._relative

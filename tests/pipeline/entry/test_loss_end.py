@@ -1,4 +1,4 @@
-"""What loss_fn gets in a step is the output of the last stage, whether or not the step keeps or compares it."""
+"""What loss_fn gets is the output of the last stage, whether or not a step or a product keeps or compares it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import Pipe
+from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
 
 CALLS = 6  # numbers 1, 2, 4 compare
 Views = Callable[[Tensor], Tensor]
@@ -64,6 +65,10 @@ def writing(output: Tensor, target: Tensor) -> Tensor:
     return (output.mul_(2.0).flatten(1)[:, :1] - target).square().mean()
 
 
+def not_writing(output: Tensor, target: Tensor) -> Tensor:
+    return writing(output * 1.0, target)
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_loss_fn_may_write_an_output_in_place_in_every_step(name: str, chunks: int) -> None:
@@ -104,3 +109,46 @@ def test_loss_fn_may_not_write_one_of_two_outputs_that_share_memory(name: str, c
             pipe.step(torch.randn(9, 5), loss_fn=loss_fn, outputs=call == 4)
         with pytest.raises(RuntimeError, match="loss_fn writes an output .* another output shares memory with it"):
             pipe.evaluate(torch.randn(9, 5), loss_fn=loss_fn)
+
+
+def test_a_loss_that_takes_another_way_and_writes_is_refused_in_that_step() -> None:
+    """Its chunks are to be compared, but the output is written. That was called no mean over rows."""
+    ways = [torch.square]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return ways[-1](output.mul_(2.0) - target).mean()
+
+    pipe = Pipe(model_of(LAYOUTS["itself"]), [1, 1], chunks=3)
+    x, y = torch.randn(9, 5), torch.randn(9, 5)
+    for _ in range(4):
+        pipe.step(x, y, loss_fn=loss_fn)
+    ways.append(torch.abs)
+    with pytest.raises(RuntimeError, match="but it has written the output in place"):
+        pipe.step(x, y, loss_fn=loss_fn)
+    expected = torch.abs(pipe.to_sequential()(x) * 2 - y).mean()
+    torch.testing.assert_close(pipe.step(x, y, loss_fn=loss_fn).loss, expected)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("matrix", [Hessian, GaussNewton, EmpiricalFisher])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_loss_fn_may_write_an_output_in_every_product(name: str, matrix: type[Hessian], chunks: int) -> None:
+    """It was refused as no mean over rows, or as a write to a leaf."""
+    pipe = Pipe(model_of(LAYOUTS[name]).double(), [1, 1], chunks)
+    x, y = torch.randn(9, 5).double(), torch.randn(9, 1).double()
+    v = torch.randn(sum([param.numel() for param in pipe.parameters()])).double()
+    for data in ([(x, y)], [(x[:4], y[:4]), (x[4:], y[4:])]):
+        written, kept = [matrix(pipe, loss_fn=loss_fn, data=data) for loss_fn in (writing, not_writing)]
+        for _ in range(CALLS):
+            torch.testing.assert_close(written @ v, kept @ v, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_loss_fn_may_not_write_one_of_two_outputs_that_share_memory_in_a_product(name: str) -> None:
+    def loss_fn(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        written, read = outputs
+        return written.mul_(2.0).mean() + read.square().mean()
+
+    pipe = Pipe(nn.Sequential(nn.Linear(5, 5), Apply(lambda x: PAIRS[name](x.sin()))), [1, 1], 3)
+    with pytest.raises(RuntimeError, match="loss_fn writes an output .* another output shares memory with it"):
+        Hessian(pipe, loss_fn=loss_fn, data=[(torch.randn(9, 5), None)]) @ torch.randn(30)
