@@ -57,6 +57,7 @@ class ChunkLosses:
         self._differences: list[str] = []
         self._has_gaps = False  # two chunks, one after the other, could not be joined
         self.writes_output = False
+        self._target_versions = versions(target.tensors)
 
     def computed(
         self, loss: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor], is_apart: bool = True
@@ -208,6 +209,11 @@ class ChunkLosses:
         if not self.compares and not self.loss.is_proven or self._has_gaps and not self.loss.is_weighed:
             raise self.loss.unproven()
         for difference in self._differences:
+            if versions(self._target.tensors) != self._target_versions:
+                raise RuntimeError(
+                    f"{difference}: loss_fn has written its target in place, and the comparison calls it once more on "
+                    "what it wrote. Write to a copy (target - 1 instead of target.sub_(1))."
+                )
             raise self.loss.neither(difference)
 
 

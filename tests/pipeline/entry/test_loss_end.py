@@ -152,3 +152,20 @@ def test_loss_fn_may_not_write_one_of_two_outputs_that_share_memory_in_a_product
     pipe = Pipe(nn.Sequential(nn.Linear(5, 5), Apply(lambda x: PAIRS[name](x.sin()))), [1, 1], 3)
     with pytest.raises(RuntimeError, match="loss_fn writes an output .* another output shares memory with it"):
         Hessian(pipe, loss_fn=loss_fn, data=[(torch.randn(9, 5), None)]) @ torch.randn(30)
+
+
+def test_a_write_to_the_target_that_the_comparison_repeats_is_named() -> None:
+    """It was called no mean over rows."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target.sub_(1.0)).square().mean()
+
+    pipe = Pipe(model_of(LAYOUTS["itself"]), [1, 1], chunks=3)
+    x, y = torch.randn(9, 5), torch.randn(9, 5)
+    for call in (
+        lambda: pipe.step(x, y, loss_fn=loss_fn),
+        lambda: pipe.evaluate(x, y, loss_fn=loss_fn),
+        lambda: Hessian(pipe, loss_fn=loss_fn, data=[(x, y)]) @ torch.randn(30),
+    ):
+        with pytest.raises(RuntimeError, match="loss_fn has written its target in place"):
+            call()
