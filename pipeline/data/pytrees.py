@@ -197,18 +197,24 @@ def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """A tensor whose memory holds its values: torch may defer a conjugate or a negative, and mark the tensor."""
+    """A tensor whose memory holds its values: torch may defer a conjugate, a negative or zeros, and mark the tensor."""
+    if tensor._is_zerotensor():
+        return tensor.clone()
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def memory_address(tensor: Tensor) -> int:
-    """The address of a tensor's storage: equal for tensors that share it. A sparse or empty tensor shares none.
+    """The address of a tensor's storage: equal for tensors that share it. One without (sparse, empty, zeros that torch
+    has not written) shares none.
 
     Of one that wraps others it is that of the first of these.
     """
     if type(tensor) is not Tensor:
         tensor = next(unwrapped(tensor), tensor)
-    place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    try:
+        place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    except RuntimeError:  # of zeros; to ask each tensor first takes longer
+        place = 0
     return place or id(tensor)
 
 

@@ -144,3 +144,30 @@ def test_an_error_names_a_layer_by_its_number_and_type():
     with pytest.raises(RuntimeError, match=re.escape("cannot be multiplied")) as caught:
         pipe(torch.rand(2, 4))
     assert caught.value.__notes__[0] == "layer 1 (Sequential)"
+
+
+ZEROS = torch._efficientzerotensor  # as forward-mode AD makes them: they have no memory
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_zeros_that_torch_has_not_written_are_zeros(chunks, checkpoint):
+    """Their address was asked for: "invalid python storage"."""
+
+    class WithZeros(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), ZEROS((len(x), 3))
+
+    class Sum(nn.Module):
+        def forward(self, pair):
+            return pair[0] + pair[1]
+
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), WithZeros(4, 3), Sum()), [2, 1], chunks, checkpoint=checkpoint)
+    plain, loss_fn = pipe.to_sequential(), nn.functional.mse_loss
+    for _ in range(3):
+        torch.testing.assert_close(pipe(ZEROS((6, 4))), plain(torch.zeros(6, 4)))
+        loss = pipe.step(ZEROS((6, 4)), ZEROS((6, 3)), loss_fn=loss_fn).loss
+        torch.testing.assert_close(loss, loss_fn(plain(torch.zeros(6, 4)), torch.zeros(6, 3)))
+        pipe.zero_grad()
+        pipe(torch.ones(6, 4)).backward(ZEROS((6, 3)))
+        assert not any([param.grad.any() for param in pipe.parameters()])
