@@ -34,7 +34,8 @@ def state_bytes(optimizer: OptimizerLike, parameters: Sequence[Tensor]) -> list[
 
     Raises:
         TypeError: it is no optimizer.
-        PartitionError: a factor is negative or not finite, or the optimizer cannot step without numbers.
+        PartitionError: a factor is negative or not finite, or the optimizer takes no such parameters, or cannot step
+            without numbers.
 
     Example:
         >>> state_bytes(torch.optim.Adam, [torch.empty(3, 4)])  # two moments, and a counter of steps
@@ -76,17 +77,28 @@ def _stepped(optimizer: Any, kinds: Sequence[tuple[torch.Size, torch.dtype]]) ->
 
 
 def _instance(optimizer: Any, fakes: list[nn.Parameter]) -> torch.optim.Optimizer:
-    instance = optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        names = inspect.signature(type(optimizer)).parameters
-        settings: Mapping[str, Any] = {**optimizer.defaults, **optimizer.param_groups[0]}
-        arguments = {name: settings[name] for name in names if name in settings and name != "params"}
-        instance = type(optimizer)(fakes, **arguments)
-    elif callable(optimizer):
-        instance = optimizer(fakes)
+    try:
+        instance = _made(optimizer, fakes)
+    except Exception as error:
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise PartitionError(
+            f"no {kind.__name__} can be made of parameters like the model's ({type(error).__name__}: {error}), so its "
+            "state is not known. Give a function that makes one of those that it takes (lambda params: "
+            "Muon([param for param in params if param.dim() == 2])), which counts no state of the others; or a factor: "
+            "bytes of state for a byte of parameter, such as 1 for one moment."
+        ) from error
     if not isinstance(instance, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a factor, a torch.optim.Optimizer, its class or a function from parameters to one; got "
             f"{optimizer!r}, which makes {type(instance).__name__}."
         )
     return instance
+
+
+def _made(optimizer: Any, fakes: list[nn.Parameter]) -> Any:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        names = inspect.signature(type(optimizer)).parameters
+        settings: Mapping[str, Any] = {**optimizer.defaults, **optimizer.param_groups[0]}
+        arguments = {name: settings[name] for name in names if name in settings and name != "params"}
+        return type(optimizer)(fakes, **arguments)
+    return optimizer(fakes) if callable(optimizer) else optimizer

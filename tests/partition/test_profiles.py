@@ -215,6 +215,11 @@ def test_optimizers_that_are_none_are_refused() -> None:
 
     with pytest.raises(PartitionError, match="Looks cannot step without numbers.*Give a factor"):
         profile(model, x, optimizer=Looks)
+    with pytest.raises(PartitionError, match="no Muon can be made of parameters like the model's.*Give a function"):
+        profile(model, x, optimizer=torch.optim.Muon)
+    of_matrices = profile(model, x, optimizer=lambda p: torch.optim.Muon([param for param in p if param.dim() == 2]))
+    matrices = [sum(p.nbytes for p in layer.parameters() if p.dim() == 2) for layer in model]
+    assert [layer.optimizer.total for layer in of_matrices.layers] == matrices
 
 
 def test_flops_are_two_for_each_weight_and_row_and_attention_counts() -> None:
