@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
+
+T = TypeVar("T", bound=Tensor)
 
 
 class Contents:
@@ -175,6 +177,25 @@ def rewrapped(tensor: Any, change: Callable[[Tensor], Tensor]) -> Tensor:
     inner = {name: change(value) if isinstance(value := getattr(tensor, name), Tensor) else value for name in names}
     other: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
     return other
+
+
+def with_attributes(stand_in: T, tensor: Tensor, change: Callable[[Any], Any] = lambda value: value) -> T:
+    """A tensor that stands for another, with what layers have set on that; what it wraps is its own.
+
+    Args:
+        stand_in: gets them.
+        tensor: has them.
+        change: what becomes of each.
+
+    Example:
+        >>> weight = torch.zeros(2)
+        >>> weight.is_wide = True
+        >>> with_attributes(torch.ones(2), weight).is_wide
+        True
+    """
+    own = vars(stand_in)
+    own.update({name: change(value) for name, value in vars(tensor).items() if name not in own})
+    return stand_in
 
 
 def nbytes_of(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partition.contents import tensors_in
+from partition.contents import tensors_in, with_attributes
 from partition.errors import PartitionError
 from partition.models.shapes import MadeUpBuffer
 
@@ -85,8 +85,8 @@ def twin_of(model: nn.Module, sample: Any) -> Twin | None:
 def _like(tensor: Tensor, number: Tensor) -> Tensor:
     """A number in the place of a parameter, or of a buffer."""
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(number, tensor.requires_grad)
-    return number.as_subclass(MadeUpBuffer)
+        return with_attributes(nn.Parameter(number, tensor.requires_grad), tensor)
+    return with_attributes(number.as_subclass(MadeUpBuffer), tensor)
 
 
 def _numbers(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tensor]:

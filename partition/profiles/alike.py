@@ -141,6 +141,8 @@ def _differences(one: nn.Module, other: nn.Module) -> frozenset[Attribute] | Non
             return None
         if any([_places(values[table]) != _places(others[table]) for table in _TABLES]):
             return None
+        if not all([_is_same(_set_on(values[table]), _set_on(others[table])) for table in ("_parameters", "_buffers")]):
+            return None
         attributes.update(
             (path, name) for name in values if name not in _TABLES and not _is_same(values[name], others[name])
         )
@@ -153,6 +155,11 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 def _places(table: Mapping[str, Any]) -> dict[str, bool]:
     """The names in a table, and whether something stands there."""
     return {name: entry is not None for name, entry in table.items()}
+
+
+def _set_on(table: Mapping[str, Tensor | None]) -> dict[str, dict[str, Any]]:
+    """Attributes that are set on the tensors in a table. Those of tensors that wrap others the form of a layer has."""
+    return {name: vars(entry) for name, entry in table.items() if entry is not None and not wraps(entry)}
 
 
 def _is_same(one: Any, other: Any) -> bool:

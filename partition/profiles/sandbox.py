@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from partition.contents import rewrapped, wraps
+from partition.contents import rewrapped, with_attributes, wraps
 from partition.errors import PartitionError
 from partition.models.outline import Outline
 from partition.models.parts import Part
@@ -111,14 +111,22 @@ class Sandbox:
             check_shaped(layer)
             for tensor in (*layer.parameters(), *layer.buffers()):
                 memo[id(tensor)] = self._fake(tensor)
-            return _copied(layer, memo)
+            return self._with_attributes(_copied(layer, memo), layer)
         bare = [name for name, tensor in (*layer.named_parameters(), *layer.named_buffers()) if tensor.is_meta]
         if bare:
             raise PartitionError(
                 f"{', '.join(bare[:5])} {'is' if len(bare) == 1 else 'are'} on the meta device, so there are no "
                 f"numbers to compute with on {self.device}. Use device='meta', which counts bytes and FLOPs without."
             )
-        return _copied(layer, memo).to(self.device)
+        return self._with_attributes(_copied(layer, memo).to(self.device), layer)
+
+    def _with_attributes(self, layer_copy: nn.Module, layer: nn.Module) -> nn.Module:
+        """The copy of a layer, whose parameters and buffers get copies of what is set on the layer's."""
+        copies = _tensors_of(layer_copy)
+        for name, tensor in _tensors_of(layer).items():
+            if vars(tensor) and name in copies:
+                with_attributes(copies[name], tensor, self.moved)
+        return layer_copy
 
     def moved(self, value: Any) -> Any:
         """A copy of all tensors of a value, which need gradients as they did."""
@@ -142,6 +150,11 @@ class Sandbox:
             with self._mode:
                 fake = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _tensors_of(layer: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a layer, by their names."""
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
 def _copied(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from partition.contents import with_attributes
 from partition.names import sequential
 from partition.precision import HALF
 from pipeline.common.errors import CheckpointError
@@ -340,7 +341,4 @@ def _alias(real: Tensor, local: Tensor, trains: bool, description: str) -> Tenso
         alias = local.detach().requires_grad_(trains)
     if trains and real.dtype in HALF:
         alias.grad_dtype = torch.float32  # so the sum over chunks is rounded once, at the end
-    attributes = vars(real)
-    if attributes:  # that layers have set on their parameter; what an alias wraps is its own
-        vars(alias).update({name: value for name, value in attributes.items() if name not in vars(alias)})
-    return mark(alias, description)
+    return mark(with_attributes(alias, real) if vars(real) else alias, description)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from partition import PartitionError, balance_by_size, profile
+from partition import PartitionError, balance_by_size, profile, to_sequential
 from partition.profiles.profiling import layer_bytes, layer_work
 from partition.profiles.sandbox import device_of
 
@@ -447,3 +447,42 @@ def test_on_cuda_sizes_are_those_on_the_cpu_and_the_generator_is_left_alone() ->
     assert on_cuda[::2] == layer_sizes(module, torch.rand(3, 5))[::2]  # Dropout saves a mask of another dtype
     assert all(seconds > 0 for seconds in layer_times(module, torch.rand(3, 5), timeout=0, device="cuda:0"))
     assert torch.equal(torch.cuda.get_rng_state(), generator)
+
+
+class WideWhereItsWeightSaysSo(nn.Linear):
+    def __init__(self, is_wide: bool) -> None:
+        super().__init__(5, 5)
+        self.weight.is_wide, self.weight.scale = is_wide, torch.rand(5)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.cat([x, x, x]) * self.weight.scale if self.weight.is_wide else x
+        return super().forward(wide).tanh().sum(1, keepdim=True)[: len(x)].expand(-1, 5).contiguous()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_what_is_set_on_a_parameter_is_on_its_copy_in_a_profile(device: str) -> None:
+    """A Pipe's aliases have it. A profile's copies lacked it: "'Parameter' object has no attribute"."""
+    x = torch.rand(4, 5)
+    widths = [True, False, False, True, False]
+    together = profile(nn.Sequential(*map(WideWhereItsWeightSaysSo, widths)), x, device=device, timeout=0).layers
+    for is_wide, layer in zip(widths, together):
+        (alone,) = profile(nn.Sequential(WideWhereItsWeightSaysSo(is_wide)), x, device=device, timeout=0).layers
+        assert layer.saved.total == alone.saved.total
+    assert together[0].saved.total > together[1].saved.total
+
+
+def test_what_is_set_on_a_parameter_without_numbers_is_there_while_the_model_is_cut() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([WideWhereItsWeightSaysSo(number == 1) for number in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Model().to("meta")
+    for block in model.blocks:
+        block.weight.is_wide, block.weight.scale = True, torch.ones(5)  # type: ignore[union-attr, assignment]
+    assert len(to_sequential(model, torch.rand(4, 5))) >= 3
