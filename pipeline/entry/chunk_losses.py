@@ -11,7 +11,7 @@ they are right in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss import Loss
 from pipeline.data.loss_comparison import are_rounding, are_same_grads
 from pipeline.data.microbatch import Batch, are_joinable, gather
-from pipeline.data.pytrees import Grads, Tree, copied, memory_address, same_values, versions
+from pipeline.data.pytrees import Grads, Tree, versions
+from pipeline.entry.loss_inputs import LossInputs
 from pipeline.execution.execution import Execution
 from pipeline.recompute.reachable import ReachableState
 
@@ -84,20 +85,9 @@ class ChunkLosses:
             target = self.beside(target, tree)
         ends = [edge(tensor) for tensor in tensors if tensor.requires_grad]
         is_copied = is_apart and (chunk == 0 or self.writes_output)  # chunk 0 shows whether loss_fn writes its output
-        loss_inputs = tensors
-        if is_copied or any([tensor._is_view() for tensor in tensors]):
-            values = [copied(tensor.detach()) if is_copied else tensor for tensor in tensors]
-            loss_inputs = tuple(map(_loss_input, tensors, values))
-        versions_before = versions(loss_inputs)
-        value, weight = loss.chunk(chunk, tree.build(loss_inputs), target, self._target.batch_dim)
-        is_written = versions(loss_inputs) != versions_before or is_copied and _differ(loss_inputs, tensors)
-        if is_written and len(set(map(memory_address, tensors))) < len(tensors):
-            raise RuntimeError(
-                "loss_fn writes an output of the last stage in place, and another output shares memory with it: the "
-                "plain module would see both written. Write to a copy (x * 2 instead of x.mul_(2)), or return a clone "
-                "from the last layer."
-            )
-        self.writes_output |= is_written
+        inputs = LossInputs(tensors, is_copied)
+        value, weight = loss.chunk(chunk, tree.build(inputs.tensors), target, self._target.batch_dim)
+        self.writes_output |= inputs.check_written()
         return value, weight, explore([value], until=ends) if value.requires_grad else {}
 
     def beside(self, target: Any, tree: Tree) -> Any:
@@ -242,24 +232,3 @@ def _or_zeros(grad: Tensor | None, leaf: Tensor, scale: float | None = None) -> 
     """A gradient at a leaf, unscaled."""
     filled = torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
     return filled if scale is None else filled / scale
-
-
-class _LossInput(torch.autograd.Function):
-    """An output as loss_fn gets it: no view, so that it may be written. Its gradient is the output's."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, values: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pragma: no cover
-        return grad, None
-
-
-_loss_input: Callable[[Tensor, Tensor], Tensor] = _LossInput.apply
-
-
-def _differ(loss_inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """Whether inference tensors, which count no writes, have other values than those that they are copies of."""
-    pairs = zip(loss_inputs, outputs, strict=True)
-    return any([one.is_inference() and not same_values(one, other) for one, other in pairs])
