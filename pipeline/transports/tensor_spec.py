@@ -4,9 +4,9 @@
                                                  --memories--> the tensors in memory that they are made of
 
 Strides stay as they are, and the offset in a cache line: a dense tensor travels as its memory lies there; an expanded
-one (the gradient of a sum) or one with gaps as the span of memory that it covers, or without gaps that would be most of
-it, and gets them on arrival. A sparse tensor (COO) travels as its
-indices and values; one of a compressed layout (CSR, CSC, BSR, BSC) is refused, with the conversion to COO as remedy.
+one (the gradient of a sum) or one with gaps as the span of memory that it covers. Where most of that would be gaps, its
+numbers travel side by side, and lie with the gaps again on arrival. A sparse tensor (COO) travels as its indices and
+values; one of a compressed layout (CSR, CSC, BSR, BSC) is refused, with the conversion to COO as remedy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StridedSpec(NamedTuple):
 
     @property
     def has_wide_gaps(self) -> bool:
-        """Whether most of that span would be gaps, without which the tensor travels."""
+        """Whether most of that span is gaps, which do not travel."""
         return self.span > 2 * prod(self.shape)
 
 
