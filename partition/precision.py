@@ -1,4 +1,4 @@
-"""The precision in which layers compute: torch's switches for float32, and autocast; blocks without either.
+"""The precision in which layers compute: torch's switches for float32, autocast, and how to do without.
 
 Where kernels round to fewer bits, what sums in another order change in the last place may change the third.
 """

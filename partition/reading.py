@@ -42,7 +42,8 @@ def typed(kind: Any, value: Any, place: str = "") -> Any:
         is_any_length = arguments[-1] is Ellipsis
         listed = _listed(value, place, None if is_any_length else len(arguments))
         kinds = arguments[:1] * len(listed) if is_any_length else arguments
-        return tuple([typed(one, item, f"{place}[{index}]") for index, (one, item) in enumerate(zip(kinds, listed))])
+        pairs = enumerate(zip(kinds, listed))
+        return tuple([typed(item_kind, item, f"{place}[{index}]") for index, (item_kind, item) in pairs])
     if hasattr(kind, "_fields") or is_dataclass(kind):
         if not isinstance(value, Mapping):
             names = get_type_hints(kind)

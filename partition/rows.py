@@ -69,19 +69,20 @@ def rows_of(sample: Any, batch_dim: int = 0) -> int:
     return lengths[0]
 
 
-def with_rows(sample: Any, rows: int, have: int, batch_dim: int = 0) -> Any:
+def with_rows(sample: Any, rows: int, sample_rows: int, batch_dim: int = 0) -> Any:
     """A mini-batch with another number of rows: some of those there are, again and again if they are too few.
 
-    What stands in NoChunk, and tensors with another length than `have`, belong to no row, and stay.
+    What stands in NoChunk, and tensors with another length than `sample_rows`, belong to no row, and stay.
     """
 
     def cut(tensor: Tensor) -> Tensor:
         dim = row_dim(tensor, batch_dim)
-        if not tensor.dim() or tensor.shape[dim] != have:
+        if not tensor.dim() or tensor.shape[dim] != sample_rows:
             return tensor
-        many = tensor.detach()
-        if rows > have:
-            many = many.repeat([math.ceil(rows / have) if place == dim else 1 for place in range(many.dim())])
-        return many.narrow(dim, 0, rows).requires_grad_(tensor.requires_grad)
+        resized = tensor.detach()
+        if rows > sample_rows:
+            times = math.ceil(rows / sample_rows)
+            resized = resized.repeat([times if place == dim else 1 for place in range(resized.dim())])
+        return resized.narrow(dim, 0, rows).requires_grad_(tensor.requires_grad)
 
     return pytree.tree_map_only(Tensor, cut, sample)

@@ -187,9 +187,9 @@ def _devices(
     if count < 1:
         raise PartitionError(f"devices is {devices!r}, but there must be one or more. Give a number, or their names.")
     link = 0.0 if link is None else link
-    for one in link.values() if isinstance(link, Mapping) else [link]:
-        if not isinstance(one, Link):
-            refuse_unless_finite("link", one, error=PartitionError)
+    for cost in link.values() if isinstance(link, Mapping) else [link]:
+        if not isinstance(cost, Link):
+            refuse_unless_finite("link", cost, error=PartitionError)
     caps = _each("memory", math.inf if memory is None else memory, count)
     return labels, _each("speed", speed, count), caps, link
 

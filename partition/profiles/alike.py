@@ -201,7 +201,7 @@ def _form(value: Any) -> list[Any] | None:
 
 
 def _opened(tensor: Tensor | None) -> Any:
-    """A parameter or buffer; of one that wraps others, these and all that it is told by beside them."""
+    """A parameter or buffer; of one that wraps others its own type, context and shape, and these, opened."""
     if tensor is None or not wraps(tensor):
         return tensor
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # as it wraps others
