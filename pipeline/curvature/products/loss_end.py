@@ -52,6 +52,7 @@ class LossProduct(ChunkLosses):
         self._first = first or self.loss
         self._first_rows, self._rows = self._first.all_rows, self.loss.all_rows
         self._compares_halves = compares and first is not None and target.chunks == 1 < self._rows
+        self._is_apart = compares or execution.setup.compares  # outputs are read again behind the loss
         self._seeder = execution.seeder()
 
     def __call__(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,7 @@ class LossProduct(ChunkLosses):
 
     def _evaluate(self, loss_sum: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self._seed(chunk)
-        loss, weight, external = self.computed(loss_sum, chunk, tree, tensors)
+        loss, weight, external = self.computed(loss_sum, chunk, tree, tensors, self._is_apart)
         for leaf in external.values():
             raise RuntimeError(
                 f"loss_fn computes with a tensor of shape {list(leaf.shape)} that requires a gradient and is no "

@@ -75,7 +75,7 @@ class GaussNewtonProduct(ProductCall):
         (tree,) = graph.outputs.trees
         outputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
         leaves = [leaf for leaf in outputs if leaf.requires_grad]
-        loss, initial_grad = self.loss_end(chunk, tree, outputs)
+        loss, initial_grad = self.loss_end(chunk, tree, [output.view_as(output) for output in outputs])  # no leaves
         if not loss.requires_grad:
             return self._no_grads(graph)
         self._reached = True
