@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from partition import Plan, split
+from partition.generators import same_state
 from partition.hardware.sampling import DeviceSampling
 from partition.models.sequential import to_sequential
 from partition.names import sequential
@@ -62,7 +63,7 @@ from pipeline.execution.trace import TraceRecorder
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.gradients.partial import is_part
 from pipeline.recompute.policy import Policy, check_policy
-from pipeline.recompute.randomness import default_generators, draw_seed, same_state
+from pipeline.recompute.randomness import default_generators, draw_seed
 from pipeline.skip import routes, verify_skippables
 from pipeline.transports.local import Local
 from scheduler import Costs, Report, Schedule, Timeline

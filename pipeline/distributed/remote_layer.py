@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from partition.generators import Generator
 from partition.modes import mode_of
 from partition.names import ModelNames, NamedLayer, starts
 from pipeline.distributed.stale import is_mark, without_marks
-from pipeline.recompute.randomness import Generator, private_generators
+from pipeline.recompute.randomness import private_generators
 
 
 class BuffersElsewhere:

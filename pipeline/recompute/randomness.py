@@ -12,24 +12,28 @@ on the plain module. Generators that modules hold are not seeded: `recompute/sna
 
 from __future__ import annotations
 
-import pickle
-import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from partition.generators import (
+    OF_HOST,
+    OUTSIDE_TORCH,
+    Generator,
+    States,
+    generators_among,
+    put_generators_back,
+    stand_at,
+    states_of,
+)
 from partition.names import OF_EVERY_MODULE
 from pipeline.common import accelerators
 from pipeline.common.arguments import check_count, shown
 from pipeline.common.touches import Touches
-from pipeline.recompute.host_generators import Bits, NumpyBits, NumpyGenerator, PythonGenerator
 from scheduler.errors import whole
 
 _MASK32 = 0xFFFFFFFF
@@ -138,23 +142,6 @@ def _calls_of(kind: type[nn.Module]) -> tuple[object, ...]:
 _MODULES_OWN = _calls_of(nn.Module)
 
 
-class Generator(Protocol):
-    """The interface of a `torch.Generator`, to which Python's and numpy's generators are adapted here."""
-
-    def manual_seed(self, seed: int, /) -> object: ...
-
-    def get_state(self) -> Any: ...
-
-    def set_state(self, state: Any, /) -> object: ...
-
-
-States: TypeAlias = list[tuple[Generator, Any]]
-
-
-_OUTSIDE_TORCH: tuple[Generator, ...] = (PythonGenerator(random), NumpyGenerator(numpy.random))
-_OF_HOST: tuple[Generator, ...] = (torch.default_generator, *_OUTSIDE_TORCH)
-
-
 class GeneratorGuard:
     """The default generators around the phases of a call: at the end of each they are put back as they were found.
 
@@ -187,7 +174,7 @@ class GeneratorGuard:
     def keep_all(self) -> None:
         """Keep all: any default generator may be seeded or drawn from, from now on."""
         if not self._has_all:
-            self._states += states_of(_OUTSIDE_TORCH)
+            self._states += states_of(OUTSIDE_TORCH)
             self._has_all = True
 
     @property
@@ -198,7 +185,7 @@ class GeneratorGuard:
         """
         if self.touches.count:
             return False
-        return _stand_at([(generator, state) for generator, state in self._states if generator in _OF_HOST])
+        return stand_at([(generator, state) for generator, state in self._states if generator in OF_HOST])
 
 
 class Seeder:
@@ -220,7 +207,7 @@ class Seeder:
         self, seed: int, devices: Iterable[torch.device], guard: GeneratorGuard, learns: bool = False
     ) -> None:
         self._keys = _keys(seed)
-        self._of_host = [generator.manual_seed for generator in _OF_HOST]
+        self._of_host = [generator.manual_seed for generator in OF_HOST]
         self._of_devices = [generator.manual_seed for generator in accelerators.device_generators(devices)]
         self._guard = guard
         self._learns = learns
@@ -239,7 +226,7 @@ class Seeder:
             for seed in self._of_host:
                 seed(number)
             if self._learns:
-                self._untouched = [generator.get_state() for generator in _OF_HOST]
+                self._untouched = [generator.get_state() for generator in OF_HOST]
                 self._touches = guard.touches.count
         for seed in self._of_devices:
             seed(number)
@@ -248,87 +235,18 @@ class Seeder:
         """Note the end of the work that was seeded last."""
         if self._untouched:
             touched = self._guard.touches.count != self._touches
-            self.drew = self.drew or touched or not _stand_at(zip(_OF_HOST, self._untouched, strict=True))
+            self.drew = self.drew or touched or not stand_at(zip(OF_HOST, self._untouched, strict=True))
             self._untouched = []
-
-
-def _stand_at(states: Iterable[tuple[Generator, Any]]) -> bool:
-    """Whether generators are at these states."""
-    return all([same_state(state, generator.get_state()) for generator, state in states])
 
 
 def default_generators(devices: Iterable[torch.device]) -> tuple[Generator, ...]:
     """The default generators that layers on `devices` may draw from: the host's, always, and each accelerator's own."""
-    return (*_OF_HOST, *accelerators.device_generators(devices))
-
-
-def same_state(one: Any, other: Any) -> bool:
-    """Whether two states of one generator are the same."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return one == other if isinstance(one, Bits) else pickle.dumps(one) == pickle.dumps(other)
+    return (*OF_HOST, *accelerators.device_generators(devices))
 
 
 def private_generators(modules: Iterable[nn.Module]) -> dict[int, Generator]:
     """The generators that modules hold as attributes, by id: no seed reaches them, so their states are kept."""
     return generators_among(chain.from_iterable([vars(module).values() for module in modules]))
-
-
-def generators_among(values: Iterable[Any]) -> dict[int, Generator]:
-    """The generators among some values, by id, with the interface of `torch.Generator`.
-
-    They are `torch.Generator`, `random.Random`, `numpy.random.RandomState`, `numpy.random.Generator` objects, and bit
-    generators of numpy.
-    """
-    objects = list(values)
-    adapters = {kind: adapter for kind in set(map(type, objects)) if (adapter := _adapter(kind)) is not None}
-    generators: dict[int, Generator] = {}
-    for value in objects if adapters else ():  # as a rule there are none
-        adapter = adapters.get(type(value))
-        if adapter is not None:
-            generator = value.bit_generator if isinstance(value, numpy.random.Generator) else value
-            generators[id(generator)] = adapter(generator)
-    return generators
-
-
-def states_of(generators: Iterable[Generator]) -> States:
-    """Generators, and their present states."""
-    return [(generator, generator.get_state()) for generator in generators]
-
-
-def put_generators_back(states: Iterable[tuple[Generator, Any]]) -> None:
-    """Put generators at earlier states."""
-    for generator, state in states:
-        generator.set_state(state)
-
-
-@lru_cache(maxsize=4096)
-def _adapter(kind: type) -> Callable[[Any], Generator] | None:
-    """The adapter of a class to the interface of `torch.Generator`. None: its objects are no generators."""
-    if issubclass(kind, random.SystemRandom):  # it has no state
-        return None
-    return next((adapter for base, adapter in _ADAPTERS if issubclass(kind, base)), None)
-
-
-_ADAPTERS: tuple[tuple[type, Callable[[Any], Generator]], ...] = (
-    (torch.Generator, lambda generator: generator),
-    (random.Random, PythonGenerator),
-    (numpy.random.RandomState, NumpyGenerator),
-    (numpy.random.Generator, NumpyBits),
-    (numpy.random.BitGenerator, NumpyBits),
-)
-GENERATORS = tuple([kind for kind, _ in _ADAPTERS])
-
-
-@contextmanager
-def generators_at(states: States) -> Iterator[None]:
-    """Within: generators are at earlier states; at the end where they were."""
-    previous = states_of(generator for generator, _ in states)
-    try:
-        put_generators_back(states)
-        yield
-    finally:
-        put_generators_back(previous)
 
 
 def _keys(seed: int) -> tuple[int, int]:

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from partition.containers import CONTAINERS, length
+from partition.generators import GENERATORS, generators_among
 from partition.models.as_found import PutBacks
 from pipeline.data.loss_key import captured, filled_cells
 from pipeline.data.pytrees import same_values
 from pipeline.recompute.attributes import ARRAY, OBJECTS, OTHER_PACKAGES, is_installed, kind_of, package_of
 from pipeline.recompute.copies import refill
-from pipeline.recompute.randomness import GENERATORS, generators_among
 
 _DEPTH = 9
 _MOST = 200_000  # objects

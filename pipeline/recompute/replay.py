@@ -22,6 +22,7 @@ from torch._C._autograd import _make_saved_tensor
 from torch.nn.parameter import is_lazy
 
 from partition.contents import tensors_in
+from partition.generators import generators_at, states_of
 from partition.graph import nodes_of
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import OF_SCRIPTS, holds
@@ -30,7 +31,7 @@ from pipeline.common.torch_modes import Ambient, outside_vmap
 from pipeline.data.pytrees import Tree, detached, flatten, versions
 from pipeline.recompute.fingerprints import addresses
 from pipeline.recompute.policy import NO_HOOKS, checkpointing
-from pipeline.recompute.randomness import default_generators, generators_at, states_of
+from pipeline.recompute.randomness import default_generators
 from pipeline.recompute.saved_tensors import SavedTensors
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from partition.generators import Generator, generators_at, put_generators_back, same_state
 from partition.modes import modes_of
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import training_flags
@@ -32,7 +33,7 @@ from pipeline.recompute.buffers import Buffers, BufferValues
 from pipeline.recompute.fingerprints import Fingerprints
 from pipeline.recompute.module_hooks import HookEntries, ModuleHooks
 from pipeline.recompute.policy import Recomputing
-from pipeline.recompute.randomness import Generator, generators_at, private_generators, put_generators_back, same_state
+from pipeline.recompute.randomness import private_generators
 from pipeline.recompute.stage_attributes import StageAttributes
 
 SharedObjects: TypeAlias = tuple[str, Iterable[tuple[int, str]]]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from partition.generators import generators_at
 from partition.modes import modes_kept
 from pipeline.common.call_lock import turn
 from pipeline.common.interrupts import calls_users_code
@@ -33,7 +34,7 @@ from pipeline.execution.communicator import Communicator, Verdict
 from pipeline.execution.execution import Execution
 from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.buffers import Buffers
-from pipeline.recompute.randomness import generators_at, private_generators
+from pipeline.recompute.randomness import private_generators
 from scheduler.collecting import no_collecting
 
 if TYPE_CHECKING:

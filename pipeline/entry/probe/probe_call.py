@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from partition.contents import tensors_in
+from partition.generators import Generator, States, generators_at, same_state, states_of
 from partition.modes import mode_of
 from partition.precision import weights_cast_anew
 from pipeline.common.accelerators import entered
@@ -22,7 +23,7 @@ from pipeline.entry.probe.rows import all_same
 from pipeline.execution.execution import Execution
 from pipeline.execution.setup import Setup
 from pipeline.execution.stages import stages_of
-from pipeline.recompute.randomness import Generator, States, default_generators, generators_at, same_state, states_of
+from pipeline.recompute.randomness import default_generators
 from pipeline.stage.stage import StageRun
 from scheduler import Kind
 

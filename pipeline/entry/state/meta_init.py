@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from partition.generators import Generator, generators_at, states_of
 from pipeline.common.arguments import few, shown
 from pipeline.common.module_tables import children_first
 from pipeline.entry.state.meta_tensors import (
@@ -34,7 +35,7 @@ from pipeline.entry.state.meta_tensors import (
     meta_tensors_of,
 )
 from pipeline.entry.state.saved import Saved
-from pipeline.recompute.randomness import Generator, default_generators, generators_at, layer_seed, states_of
+from pipeline.recompute.randomness import default_generators, layer_seed
 
 Init: TypeAlias = Callable[[nn.Module], object]
 State: TypeAlias = Mapping[str, Any] | str | PathLike[str]

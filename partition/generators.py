@@ -1,4 +1,4 @@
-"""Python's and numpy's generators, with the interface of `torch.Generator`.
+"""Random generators, those of Python and numpy with the interface of `torch.Generator`.
 
 Their states are read and written where they lie in memory, in a microsecond or two: by their own methods it takes 13
 (Python) and 100 (numpy). Where in an object a state lies is found by its values, once. Where it is not found, and for
@@ -8,18 +8,39 @@ other bit generators and subclasses, their own methods do it.
 from __future__ import annotations
 
 import _random  # the part of random that is written in C: what random.Random.seed comes to
+import pickle
 import random
 import struct
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from ctypes import memmove, string_at
-from functools import partial
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy
+import torch
 
 _MASK32 = 0xFFFFFFFF
 _STATE = struct.Struct("625I")  # of a Mersenne Twister: 624 words and a position
 _NORMAL = struct.Struct("ixxxxd")  # numpy's half of a pair of normal numbers: whether it waits to be drawn, and which
+
+
+class StatedGenerator(Protocol):
+    """A generator whose state can be read and put back."""
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any, /) -> object: ...
+
+
+class Generator(StatedGenerator, Protocol):
+    """The interface of a `torch.Generator`, to which Python's and numpy's generators are adapted here."""
+
+    def manual_seed(self, seed: int, /) -> object: ...
+
+
+States: TypeAlias = list[tuple[StatedGenerator, Any]]
 
 
 class Bits(NamedTuple):
@@ -133,3 +154,76 @@ def _of_numpy() -> int | None:
 # An id is an address in CPython alone; and there its lock keeps other threads out.
 _IS_READABLE = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled", lambda: True)()
 _PYTHON_OFFSET, _NUMPY_OFFSET = (_of_python(), _of_numpy()) if _IS_READABLE else (None, None)
+
+
+OUTSIDE_TORCH: tuple[Generator, ...] = (PythonGenerator(random), NumpyGenerator(numpy.random))
+OF_HOST: tuple[Generator, ...] = (torch.default_generator, *OUTSIDE_TORCH)
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states of one generator are the same."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other if isinstance(one, Bits) else pickle.dumps(one) == pickle.dumps(other)
+
+
+def stand_at(states: Iterable[tuple[StatedGenerator, Any]]) -> bool:
+    """Whether generators are at these states."""
+    return all([same_state(state, generator.get_state()) for generator, state in states])
+
+
+def generators_among(values: Iterable[Any]) -> dict[int, Generator]:
+    """The generators among some values, by id, with the interface of `torch.Generator`.
+
+    They are `torch.Generator`, `random.Random`, `numpy.random.RandomState`, `numpy.random.Generator` objects, and bit
+    generators of numpy.
+    """
+    objects = list(values)
+    adapters = {kind: adapter for kind in set(map(type, objects)) if (adapter := _adapter(kind)) is not None}
+    generators: dict[int, Generator] = {}
+    for value in objects if adapters else ():  # as a rule there are none
+        adapter = adapters.get(type(value))
+        if adapter is not None:
+            generator = value.bit_generator if isinstance(value, numpy.random.Generator) else value
+            generators[id(generator)] = adapter(generator)
+    return generators
+
+
+def states_of(generators: Iterable[StatedGenerator]) -> States:
+    """Generators, and their present states."""
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def put_generators_back(states: Iterable[tuple[StatedGenerator, Any]]) -> None:
+    """Put generators at earlier states."""
+    for generator, state in states:
+        generator.set_state(state)
+
+
+@lru_cache(maxsize=4096)
+def _adapter(kind: type) -> Callable[[Any], Generator] | None:
+    """The adapter of a class to the interface of `torch.Generator`. None: its objects are no generators."""
+    if issubclass(kind, random.SystemRandom):  # it has no state
+        return None
+    return next((adapter for base, adapter in _ADAPTERS if issubclass(kind, base)), None)
+
+
+_ADAPTERS: tuple[tuple[type, Callable[[Any], Generator]], ...] = (
+    (torch.Generator, lambda generator: generator),
+    (random.Random, PythonGenerator),
+    (numpy.random.RandomState, NumpyGenerator),
+    (numpy.random.Generator, NumpyBits),
+    (numpy.random.BitGenerator, NumpyBits),
+)
+GENERATORS = tuple([kind for kind, _ in _ADAPTERS])
+
+
+@contextmanager
+def generators_at(states: States) -> Iterator[None]:
+    """Within: generators are at earlier states; at the end where they were."""
+    previous = states_of(generator for generator, _ in states)
+    try:
+        put_generators_back(states)
+        yield
+    finally:
+        put_generators_back(previous)

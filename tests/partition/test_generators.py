@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.recompute.host_generators import Bits, NumpyBits, NumpyGenerator, PythonGenerator
-from pipeline.recompute.randomness import same_state
+from partition.generators import Bits, NumpyBits, NumpyGenerator, PythonGenerator, same_state
 
 
 class Own(random.Random):
