@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 
+from partition.generators import OF_HOST, StatedGenerator, put_generators_back, states_of
 from partition.process_lock import held
 
 
@@ -19,12 +20,6 @@ def seed_host(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def host_state() -> tuple[object, bytes, int]:
-    """The state of Python's and numpy's generators, to be compared."""
-    numpy_state: Any = numpy.random.get_state(legacy=False)
-    return random.getstate(), numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
 
 
 def states_of_torch() -> list[Tensor]:
@@ -78,13 +73,26 @@ def generators_left(devices: Iterable[torch.device] = ()) -> Iterator[None]:
     Args:
         devices: the accelerators whose generators are left so, besides those of the host. No other is initialised.
     """
-    accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
-    device_type = next((device.type for device in accelerators), None)
     with held():
-        python_state, numpy_state = random.getstate(), numpy.random.get_state()
+        states = states_of(generators_on(devices))
         try:
-            with torch.random.fork_rng(sorted(accelerators, key=str), device_type=device_type):
-                yield
+            yield
         finally:
-            random.setstate(python_state)
-            numpy.random.set_state(numpy_state)
+            put_generators_back(states)
+
+
+def generators_on(devices: Iterable[torch.device]) -> list[StatedGenerator]:
+    """The default generators of the host, and of those of some devices that are accelerators."""
+    accelerators = sorted({device for device in devices if device.type not in ("cpu", "meta")}, key=str)
+    return [*OF_HOST, *[_DeviceGenerator(torch.get_device_module(device), device) for device in accelerators]]
+
+
+class _DeviceGenerator(NamedTuple):
+    module: Any
+    device: torch.device
+
+    def get_state(self) -> Any:
+        return self.module.get_rng_state(self.device)
+
+    def set_state(self, state: Any, /) -> object:
+        return self.module.set_rng_state(state, self.device)

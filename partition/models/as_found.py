@@ -1,7 +1,7 @@
 """The state in which modules were found, put back after a run: what a cut does to a model that it only looks at.
 
-    found     attributes, lists and dicts in them, parameters, buffers, hooks
-    runs      write weights on the first batch, count, cache, register hooks
+    found     attributes, lists, dicts and random generators in them, parameters, buffers, hooks
+    runs      write weights on the first batch, count, cache, draw, register hooks
     as found  all of it again: the first batch of a Pipe is the first that the model sees
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from partition.containers import CONTAINERS, base_of, reader_of, write
 from partition.contents import Contents
+from partition.generators import GENERATORS, Generator, generators_among, put_generators_back, stand_at
 from partition.names import OF_EVERY_MODULE
 
 _ABSENT = object()
@@ -74,6 +75,7 @@ class AttributeSnapshot:
         plain = [entry for entry in named_modules.values() if not isinstance(entry[1], torch.jit.ScriptModule)]
         self._modules = [_ModuleAttributes(name, module, dict(vars(module))) for name, module in plain]
         self._entries: dict[int, _ContainerEntries] = {}
+        self._generators: dict[int, tuple[str, tuple[Generator, Any]]] = {}
         for name, _, attributes in self._modules:
             for key, value in attributes.items():
                 self._reach(f"{name}.{key}" if name else key, value)
@@ -89,6 +91,10 @@ class AttributeSnapshot:
                 and not is_same(attributes.get(key, _ABSENT), current.get(key, _ABSENT))
             ]  # fmt: skip
         return sorted({name for name in names if name.rpartition(".")[2] not in _TABLES})
+
+    def drawn(self) -> list[str]:
+        """The names of the random generators that do not stand where they did."""
+        return [name for name, state in self._generators.values() if not stand_at([state])]
 
     def filled(self) -> list[Any]:
         """The lists, sets and dicts that hold something else than they did."""
@@ -120,9 +126,12 @@ class AttributeSnapshot:
             current.update(attributes)
         for _, container, entries in self._entries.values():
             write(container, entries)
+        put_generators_back([state for _, state in self._generators.values()])
         self.contents.put_back()
 
     def _reach(self, owner: str, value: Any) -> None:
+        for key, generator in generators_among([value]).items() if isinstance(value, GENERATORS) else ():
+            self._generators.setdefault(key, (owner, (generator, generator.get_state())))
         if base_of(type(value)) is None or id(value) in self._entries:  # type: ignore[arg-type]  # a type is Hashable
             return
         entries = reader_of(type(value))(value)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter, signature
 from itertools import chain
-from math import nextafter
+from math import ulp
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
 
 from partition.contents import storage_of, tensors_in, version_of
+from partition.generators import OUTSIDE_TORCH, stand_at, states_of
 from partition.models.as_found import Hook, as_found, stays, tensors_of
 from partition.models.flow import Flow
 from partition.models.inputs import Leaves, called_with
 from partition.models.runs import ArgumentKey, CallArguments
 from partition.models.stand_ins import VolatileAttributes
-from partition.randomness import drawing, host_state, seed_host
+from partition.randomness import drawing, seed_host
 
+# Shares of the range of what is drawn: nearly its ends, of which a forward may make no number (log(0)), and its middle.
+SHARES = (ulp(0.5), 0.5, 1 - ulp(0.5))
 _OF_TORCH = frozenset({*dir(nn.Module), *vars(nn.Module())})
 
 
@@ -132,6 +135,11 @@ class ModelRun(NamedTuple):
     output: list[int]
     draw_times: list[int]
 
+    def draws_before(self, names: Container[str]) -> bool:
+        """Whether Python or numpy drew before the first call of a module that has one of these names."""
+        begin = next((call.begin for call in self.calls if call.name in names), -1)
+        return any(time <= begin for time in self.draw_times)
+
 
 class ModelRecord(NamedTuple):
     """A model, and what it did on its sample.
@@ -144,6 +152,7 @@ class ModelRecord(NamedTuple):
         volatile: the attributes that forwards set, and the parameters and buffers that they write, in either mode.
         written: the tensors of the model, and of the sample, that they write.
         filled: the lists, sets and dicts in attributes that they write.
+        drawn: the names of the random generators in attributes from which they draw.
         hooks: that may collect what they read, by the id of a module: see `AttributeSnapshot.hooks`.
         reads: of attributes by other modules: the id of the module, the name, and the id of the one that ran.
     """
@@ -156,6 +165,7 @@ class ModelRecord(NamedTuple):
     volatile: VolatileAttributes
     written: list[Tensor]
     filled: list[Any]
+    drawn: list[str]
     hooks: Mapping[int, Sequence[Hook]]
     reads: set[tuple[int, str, int]]
 
@@ -200,11 +210,13 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
             runs.append(ModelRun(sorted(calls, key=lambda call: call.begin), flow, output, draw_times))
             for module in model.modules():
                 module.training = False  # a script keeps its own elsewhere
-        hooks, filled = snapshot.hooks(), snapshot.filled()
+        hooks, filled, drawn = snapshot.hooks(), snapshot.filled(), snapshot.drawn()
     in_train_mode, in_eval_mode = runs
     volatile = {key: key in flags for key in attribute_keys} | dict.fromkeys(_names(model, storages), False)
     written = [tensor for tensor in [*model_tensors, *tensors] if storage_of(tensor) in storages]
-    return ModelRecord(model, sample, always, in_eval_mode, in_train_mode, volatile, written, filled, hooks, reads)
+    return ModelRecord(
+        model, sample, always, in_eval_mode, in_train_mode, volatile, written, filled, drawn, hooks, reads
+    )  # fmt: skip
 
 
 def draws_behind(draw_times: Iterable[int], calls: Sequence[ModuleCall]) -> list[int]:
@@ -218,11 +230,11 @@ def draws_behind(draw_times: Iterable[int], calls: Sequence[ModuleCall]) -> list
 def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
     """Whether the calls of some modules, or what the model returns, may depend on what Python and numpy draw.
 
-    They do not where they are the same at either end of what is drawn, as for `random.random() < 0.0`, and where
-    nothing is drawn but uniformly.
+    They do not where they are the same at either end of what is drawn and in its middle, as for
+    `random.random() < 0.0`, and where nothing is drawn but uniformly.
     """
     outcomes = []
-    for share in (0.0, nextafter(1.0, 0.0)):
+    for share in SHARES:
         calls, draw_times = list[ModuleCall](), list[int]()
         with as_found([record.model], record.written), training(record.model), torch.no_grad(), drawing(share):
             seed_host(0)
@@ -233,8 +245,7 @@ def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
         if draws_behind(draw_times, calls):
             return True
         outcomes.append(([call.name for call in calls], returned))
-    (names_at_0, at_0), (names_at_1, at_1) = outcomes
-    return names_at_0 != names_at_1 or not same_numbers(at_0, at_1)
+    return not all([same_numbers(outcome, outcomes[0]) for outcome in outcomes])
 
 
 def _how_called(model: nn.Module, sample: Any, always: Iterable[str], mode: str, error: Exception) -> str:
@@ -300,15 +311,15 @@ def _calling(
 
     `reads`: of attributes of modules by others are added, see `ModelRecord`.
     """
-    named_modules, state = list(named_modules), host_state()
+    named_modules, states = list(named_modules), states_of(OUTSIDE_TORCH)
     root = next((module for name, module in named_modules if not name), None)
 
     def tick() -> int:
-        nonlocal state
-        earlier, state = state, host_state()
+        nonlocal states
         time = flow.tick()
-        if state != earlier:
+        if not stand_at(states):
             draw_times.append(time)
+            states = states_of(OUTSIDE_TORCH)
         return time
 
     open_calls: list[

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from partition.errors import PartitionError
 from partition.models.as_found import as_found
-from partition.models.calls import ModelRecord, equal, near, run_model, same_numbers, training
+from partition.models.calls import SHARES, ModelRecord, equal, near, run_model, same_numbers, training
 from partition.models.inputs import Leaves
 from partition.models.parts import Block, Part
 from partition.names import OF_EVERY_MODULE
 from partition.opaque import opaque, remedy, type_name
 from partition.precision import float32_in_full
-from partition.randomness import generators_left, seed_host
+from partition.randomness import drawing, generators_left, seed_host
 
 _PIECE = 2**12  # numbers of a gradient of which one is made
 _REMEDY = "Give a sample, and a dtype, in which the model alone can be trained."
@@ -39,7 +40,9 @@ class UnfitModelError(PartitionError):
 def check_layers(
     record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], part_names: Collection[str]
 ) -> None:
-    """See that the layers compute what the model computes under one seed, in eval mode and in train mode.
+    """See that the layers compute what the model computes, in eval mode and in train mode.
+
+    Both are seeded anew where each block is called: in a Pipe each layer draws under a seed of its own.
 
     Args:
         record: of the model on the sample.
@@ -61,11 +64,15 @@ def check_layers(
             f"{kind}: its state_dict has {', '.join(sorted(unsaved)[:5])}, which no part would save: a module that "
             "contains blocks has extra state, or a state_dict of its own. Let a module that contains none have it."
         )
+    inner = _modules_of_one_part(model, layers, part_names)
+    drawn = [name for name in record.drawn if id(model.get_submodule(name.rpartition(".")[0])) not in inner]
+    if drawn:
+        raise PartitionError(keeps(model, drawn))
     with torch.enable_grad():
         _compare_in_mode(record, layers, make, names, in_training=False)
         with training(model, layers):
             _compare_in_mode(record, layers, make, names, in_training=True)
-            counted = _counted(record, layers, make, part_names)
+            counted = _counted(record, make, inner)
     if counted:
         raise PartitionError(keeps(model, counted))
 
@@ -92,8 +99,31 @@ def _compare_in_mode(
         raise PartitionError(f"{kind} does not return {when} what its parts return{furthest}: {_OUTSIDE}")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _compare_grads(f"{kind} in train mode" if in_training else kind, ours, theirs, parameters, names)
+    if any([record.runs[in_training].draws_before(block.in_model.names) for block in _blocks(layers)[:1]]):
+        _compare_host_draws(record, layers, make)
     if attributes:
         _compare_next(record, layers, make, attributes)
+
+
+def _compare_host_draws(record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
+    """See that what Python and numpy draw before the first block is used before it alone, or travels.
+
+    A number that decides something may decide the same under two seeds, but not at either end of its range.
+
+    Raises:
+        PartitionError: another part uses it.
+    """
+    for first in range(len(SHARES)):
+        with torch.no_grad():
+            theirs, ours = [
+                _called(record, layers, run, [record.sample], first, (SHARES[first], SHARES[first - 1]))[0]
+                for run in (partial(_made, record, make), layers)
+            ]
+        if not same_numbers(ours, theirs):
+            raise PartitionError(
+                "random numbers that Python or numpy draws before the first block are used behind it, and another part "
+                "draws others. Draw them by torch in a module of its own: what that returns travels."
+            )
 
 
 def _check_comparable(kind: str, expected: Any) -> None:
@@ -135,20 +165,22 @@ def _compare_next(
         raise PartitionError(keeps(record.model, attributes))
 
 
-def _counted(
-    record: ModelRecord, layers: nn.Sequential, make: Callable[[Any], Any], part_names: Collection[str]
-) -> list[str]:
-    """The names of attributes of modules that are in no part, or in several, with numbers that each call changes."""
-    model = record.model
-    if not record.volatile and not record.filled:
-        return []
+def _modules_of_one_part(model: nn.Module, layers: nn.Sequential, part_names: Collection[str]) -> set[int]:
+    """The ids of the modules that one part has and no other: what they keep, they keep as in the model."""
     parts = [layer for layer in layers if isinstance(layer, Part)]
     counts = Counter([name for part in parts if not isinstance(part, Block) for name in part.in_model.names])
     single = [
         name for part in parts for name in part.in_model.names
         if isinstance(part, Block) or name in part_names and counts[name] == 1
     ]  # fmt: skip
-    inner = {id(module) for name in single for module in model.get_submodule(name).modules()}
+    return {id(module) for name in single for module in model.get_submodule(name).modules()}
+
+
+def _counted(record: ModelRecord, make: Callable[[Any], Any], inner: Container[int]) -> list[str]:
+    """The names of attributes of modules that are not in one part alone, with numbers that each call changes."""
+    model = record.model
+    if not record.volatile and not record.filled:
+        return []
     found: list[dict[str, list[Any]]] = []
     with torch.no_grad(), as_found([model], record.written):
         for _ in range(2):
@@ -177,14 +209,60 @@ def _made(record: ModelRecord, make: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _called(
-    record: ModelRecord, layers: nn.Sequential, run: Callable[[Any], Any], xs: Iterable[Any]
-) -> tuple[Any, list[str]]:
-    """The value of the last of some calls of the model or its parts, under one seed; the attributes that change."""
+    record: ModelRecord, layers: nn.Sequential, run: Callable[[Any], Any], xs: Iterable[Any], first: int = 0,
+    shares: Sequence[float] = (),
+) -> tuple[Any, list[str]]:  # fmt: skip
+    """The value of the last of some calls of the model or its parts, seeded alike; the attributes that change.
+
+    Args:
+        record, layers: the model, and its parts.
+        run: either.
+        xs: what it is called with.
+        first: the first seed.
+        shares: what Python and numpy draw before the first block, and from there on, see `drawing`; none: what they
+            draw under the seeds.
+    """
+    blocks: Iterable[nn.Module] = _blocks(layers)
+    if run is not layers:
+        blocks = {record.model.get_submodule(block.in_model.names[0]) for block in _blocks(layers)}
     with as_found([record.model, layers], record.written) as snapshot:
         for x in xs:
-            seed_host(0)
-            value = run(x)
+            with _seeded(blocks, first, shares):
+                value = run(x)
         return value, snapshot.changed({key for key, is_done in record.volatile.items() if is_done})
+
+
+def _blocks(layers: nn.Sequential) -> list[Block]:
+    return [layer for layer in layers if isinstance(layer, Block)]
+
+
+@contextmanager
+def _seeded(blocks: Iterable[nn.Module], first: int, shares: Sequence[float]) -> Iterator[None]:
+    """Within: the generators are seeded, and seeded anew where each block is called that lies in no other."""
+    seeds, depth = count(first), 0
+    with ExitStack() as stack:
+
+        def seed() -> None:
+            number = next(seeds)
+            seed_host(number)
+            if shares:
+                stack.enter_context(drawing(shares[number > first]))
+
+        def before(*_: Any) -> None:
+            nonlocal depth
+            if not depth:
+                seed()
+            depth += 1
+
+        def after(*_: Any) -> None:
+            nonlocal depth
+            depth -= 1
+
+        for block in blocks:
+            stack.callback(block.register_forward_pre_hook(before).remove)
+            stack.callback(block.register_forward_hook(after).remove)
+        seed()
+        yield
 
 
 def _compare_grads(

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdRef
 
 from partition.contents import storage_holder, version_of
 from partition.errors import PartitionError
+from partition.generators import generators_among, put_generators_back, stand_at, states_of
 from partition.models.as_found import Hook, PutBacks, is_same, stays
 from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs
@@ -54,6 +55,7 @@ from partition.models.stand_ins import (
     without_numbers,
 )
 from partition.names import OF_EVERY_MODULE, behaviour_of, places_by_name, starts
+from partition.randomness import generators_on
 
 
 class _LastChunk(threading.local):
@@ -277,7 +279,7 @@ class Outline(nn.Module):
         key = end, device, _stream(device), torch.is_inference_mode_enabled(), Switches.now()
         calls = self._last.calls.get(key)
         if calls is None or self._last.identities != _identities(travelling):
-            run, rewind = OutlineRun(self.chains, end), self.generator_rewind(device, False)
+            run, rewind = OutlineRun(self.chains, end), self.generator_rewind(device, end, False)
             self.run(run, self.inputs.arrived(travelling, device), device, {})
             rewind()
             tensors = [tensor for call in run.calls for tensor in call.tensors]
@@ -288,30 +290,31 @@ class Outline(nn.Module):
                 self._last.calls[key] = calls
         return self.call_of_block(calls, number)
 
-    def generator_rewind(self, device: torch.device, in_training: bool) -> Callable[[], object]:
+    def generator_rewind(self, device: torch.device, number: int, in_training: bool) -> Callable[[], object]:
         """Puts the default generators back to where they are now: what was drawn until it is called, others draw.
 
-        It raises PartitionError where nothing was drawn on the sample: then nobody has seen who reads what is drawn.
+        It raises PartitionError where nothing was drawn there on the sample, since nobody has seen then who reads it,
+        and where generators were drawn from that attributes of the modules are which contain blocks.
+
+        Args:
+            device: where the forward computes.
+            number: of the last block of the chain at which it is called.
+            in_training: whether the modules that contain blocks are in train mode.
         """
-        generators: list[Any] = [torch.random]
-        if device.type not in ("cpu", "meta"):
-            generators.append(torch.get_device_module(device))
-        places = [(generator, () if generator is torch.random else (device,)) for generator in generators]
-        states = [generator.get_rng_state(*place) for generator, place in places]
+        held = [value for attributes in self.settings.values() for value in attributes.values()]
+        states, own_states = states_of(generators_on([device])), states_of(generators_among(held).values())
 
         def rewind() -> None:
-            for (generator, place), state in zip(places, states, strict=True):
-                if self.passing.draws[in_training]:
-                    generator.set_rng_state(state, *place)
-                    continue
-                with _disable_current_modes():  # torch's fake mode tells no numbers
-                    is_drawn = not torch.equal(generator.get_rng_state(*place), state)
-                if is_drawn:
-                    raise PartitionError(
-                        "the model's own forward draws random numbers, which it did not on the sample by which the "
-                        "model was cut, and each part would draw others. Draw them before, and call the model with "
-                        "them; or cut the model with a sample that is like this call."
-                    )
+            if any([self.chains[chain].last == number for chain in self.passing.draws[in_training]]):
+                put_generators_back(states)
+            with _disable_current_modes():  # torch's fake mode tells no numbers
+                is_drawn = not stand_at([*states, *own_states])
+            if is_drawn:
+                raise PartitionError(
+                    "the model's own forward draws random numbers, which it did not on the sample by which the "
+                    "model was cut, and each part would draw others. Draw them before, and call the model with "
+                    "them; or cut the model with a sample that is like this call."
+                )
 
         return rewind
 

@@ -162,7 +162,7 @@ class OutlinePart(Part):
         device = next(leaf.device for leaf in hidden if leaf is not None)
         exits = zip([(before.last, place) for place in before.exits], hidden, strict=True)
         arrived = outline.passing.arrived(number, values, dict(exits))
-        rewind = outline.generator_rewind(device, any(self.modes.values()))
+        rewind = outline.generator_rewind(device, before.last, any(self.modes.values()))
         end = outline.chains[number].first if number < len(outline.chains) else None
         run = OutlineRun(outline.chains, end, arrived, before.last, rewind)
         held = tensors_in(outline.passing.behind(number, values))

@@ -27,7 +27,8 @@ class PassingPlan(NamedTuple):
             is the end, that of its own chain says that blocks alone read it.
         written: values that blocks return, hidden states among them, into which the model writes: each part to a copy.
         carried: for each block which leaf of its arguments is which slot.
-        draws: whether torch's generators drew on the sample, in eval mode and in train mode.
+        draws: in eval mode and in train mode, the numbers of the chains before whose last block what follows them drew
+            on the sample as well: those of the parts before it, by the forward that all run.
         writers: the numbers of the blocks that wrote into their arguments there.
         told: attributes of modules in parts, by the names of both, that modules which contain blocks read.
 
@@ -44,7 +45,7 @@ class PassingPlan(NamedTuple):
     until: tuple[int, ...] = ()
     written: frozenset[ValueSlot] = frozenset()
     carried: tuple[tuple[tuple[ArgumentKey, int], ...], ...] = ()
-    draws: tuple[bool, ...] = (False, False)
+    draws: tuple[frozenset[int], ...] = (frozenset(), frozenset())
     writers: frozenset[int] = frozenset()
     told: tuple[tuple[str, str], ...] = ()
 

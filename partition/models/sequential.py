@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 from partition.compilation import uncompiled
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
-from partition.models.calls import ModelRecord, ModuleCall, draws_behind, draws_matter, record_model
+from partition.models.calls import ModelRecord, ModelRun, ModuleCall, draws_behind, draws_matter, record_model
 from partition.models.carrying import AbsentUnitsError, LostValueError, NotCarriedError, passing_of
 from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks, outermost_calls
 from partition.models.comparison import UnfitModelError, check_layers
@@ -57,7 +57,7 @@ def to_sequential(
     "model.layers.2.mlp.up_proj.weight", and so is their order.
 
     The model's own forward is run in each part, with its blocks replaced. Before it is returned, the nn.Sequential is
-    compared with the model on the sample: outputs to the bit under one seed, in eval mode and in train mode; gradients
+    compared with the model on the sample: outputs to the bit, seeded alike, in eval mode and in train mode; gradients
     nearly.
 
     A model on the meta device is cut as well, and stays there. What has no numbers gets made-up ones while it is
@@ -198,7 +198,7 @@ def _cut(
         shaping = _shaping(chains, passing, blocks)
         block_calls = [called_again(run.calls, blocks) for run in record.runs]
         passing = passing._replace(
-            draws=tuple([any(node.drawn for node in run.flow.nodes) for run in record.runs]),
+            draws=tuple([_drawing_again(record, run, blocks, chains, shares, part_names) for run in record.runs]),
             writers=frozenset([number for calls in block_calls for number, call in enumerate(calls) if call.writes]),
             told=_told(record, chains, part_names),
         )
@@ -338,6 +338,37 @@ def _check_containers(record: ModelRecord, chains: Sequence[BlockChain]) -> None
                     f"the forward of {type(module).__name__}, which contains blocks, writes its {kind} {key!r}, "
                     "and each part would write it again. Move it into a module of its own."
                 )
+
+
+def _drawing_again(
+    record: ModelRecord, run: ModelRun, blocks: Sequence[ModuleCall], chains: Sequence[BlockChain],
+    shares: Sequence[Mapping[str, Any]], part_names: Collection[str],
+) -> frozenset[int]:  # fmt: skip
+    """The numbers of the chains behind which a part draws again what was drawn before the last block, in one mode.
+
+    It does where the model's own forward draws, a module of its own, or one that all parts have, in eval mode.
+    """
+    containers = containers_of(record.model, chains)
+    lost = {*part_names, *[block.name for block in blocks]}
+    numbers: set[int] = set()
+    for number, chain in enumerate(chains):
+        of_run, in_eval_mode = [
+            _drawing_modules(one, containers, block_calls[chain.last].begin if chain.last < len(block_calls) else -1)
+            for one in (run, record.in_eval_mode) for block_calls in [called_again(one.calls, blocks)]
+        ]  # fmt: skip
+        if of_run & {"", *shares[number + 1]} or in_eval_mode - lost:
+            numbers.add(number)
+    return frozenset(numbers)
+
+
+def _drawing_modules(run: ModelRun, containers: Container[str], until: int) -> set[str]:
+    """The names of the modules that drew before a time and contain no blocks; "" of the model's own forward."""
+    calls = [call for call in run.calls if call.name not in containers]
+    times = {*[node.time for node in run.flow.nodes if node.drawn], *[time - 1 for time in run.draw_times]}
+    return {
+        next((call.name for call in calls if call.begin <= time < call.end), "")
+        for time in times if time < until
+    }  # fmt: skip
 
 
 def _told(record: ModelRecord, chains: Sequence[BlockChain], part_names: Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -5,6 +5,9 @@ The models here add what they draw in one place and take it away in another, so 
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import pytest
 import torch
 from block_models import Chain, ids
@@ -12,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from partition import PartitionError, to_sequential
+from partition.randomness import seed_host
 from pipeline import Pipe
 
 DRAWS = {
@@ -225,3 +229,126 @@ def test_a_masked_autoencoder_of_transformers_is_masked_as_by_itself(training):
         by_pipe.append(Pipe(layers, balance, 2)(x))
     assert all(torch.equal(by_pipe[1][key], value) for key, value in by_pipe[0].items())
     assert by_pipe[0]["mask"].sum(1).tolist() == [12] * 4  # three quarters of 16 patches, in each row
+
+
+def eighth(number):
+    """A number of few bits: what is added and taken away leaves nothing."""
+    return float(int(number * 8)) / 8
+
+
+OF_SEED = {
+    "a seed": lambda model: eighth(torch.initial_seed() % 8 / 8),
+    "a state": lambda model: eighth(torch.rand((), generator=torch.Generator().set_state(torch.get_rng_state()))),
+}
+OF_PYTHON_OR_NUMPY = {
+    "random": lambda model: eighth(random.random()),
+    "randint": lambda model: float(random.randint(0, 7)),
+    "numpy": lambda model: float(numpy.random.rand() < 0.1),
+    "between": lambda model: float(0.3 < random.random() < 0.6),
+    "either side": lambda model: eighth(abs(random.uniform(-1, 1))),
+}
+OF_OWN = {
+    "torch's": lambda model: float(torch.rand((), generator=model.generator) < 0.1),
+    "Python's": lambda model: float(model.of_python.random() < 0.1),
+    "numpy's": lambda model: float(model.of_numpy.random() < 0.1),
+    "numpy's old": lambda model: float(model.of_old_numpy.rand() < 0.1),
+}
+WAYS_TO_DRAW = {**OF_SEED, **OF_PYTHON_OR_NUMPY, **OF_OWN, "torch": lambda model: eighth(torch.rand(()).item())}
+
+
+class Holder(nn.Module):
+    """It holds generators, and may draw."""
+
+    def __init__(self, draw=None):
+        super().__init__()
+        self.draw, self.generator, self.of_python = draw, torch.Generator().manual_seed(3), random.Random(3)
+        self.of_numpy, self.of_old_numpy = numpy.random.default_rng(3), numpy.random.RandomState(3)
+
+    def forward(self, x):
+        return x.new_tensor([WAYS_TO_DRAW[self.draw](self)]).expand_as(x)
+
+    def begin(self):
+        """Put the generators where they were at first."""
+        self.__init__(self.draw)
+
+
+class Switched(Holder):
+    """Where it is switched on, it adds what it draws before the blocks and takes it away behind them."""
+
+    def __init__(self, draw, dropout=0.0, is_late=False):
+        super().__init__(draw)
+        self.is_on, self.is_late, self.dropout = [True], is_late, dropout
+        self.embed, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(Scaled(), nn.Dropout(dropout)) for _ in range(3))
+
+    def forward(self, x):
+        drawn = WAYS_TO_DRAW[self.draw](self) if self.is_on[0] else 0
+        hidden = self.embed(x) + drawn
+        for block in self.blocks:
+            hidden = block(hidden)
+        noise = torch.rand_like(hidden) if self.is_late else 0
+        return self.head(hidden - drawn + noise - noise)
+
+
+@pytest.mark.parametrize("draw", WAYS_TO_DRAW)
+def test_what_the_model_draws_before_its_blocks_and_uses_behind_them_is_refused(draw):
+    words = "keeps '(generator|of_.*)' from" if draw in OF_OWN else "drawn|draw|changes from call to call"
+    with pytest.raises(PartitionError, match=words):
+        to_sequential(Switched(draw).double(), torch.randn(4, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("draw", [*OF_PYTHON_OR_NUMPY, *OF_OWN, "torch"])
+def test_what_the_model_draws_in_later_calls_alone_is_refused(draw, training, is_late):
+    model, x = Switched(draw, 0.5, is_late).double().train(training), torch.randn(4, 4, dtype=torch.float64)
+    model.is_on[0] = False
+    layers = to_sequential(model, x)
+    model.is_on[0] = True
+    for balance in ([1] * len(layers), [len(layers) - 1, 1]):
+        with pytest.raises(PartitionError, match="draws random numbers, which it did not on the sample"):
+            Pipe(layers, balance, 2)(x)
+
+
+class HoldingBlock(Scaled):
+    def __init__(self, draw):
+        super().__init__()
+        self.holder = Holder(draw)
+
+    def forward(self, x):
+        return (x + self.holder(x)) * self.weight
+
+
+@pytest.mark.parametrize("draw", [*OF_OWN, *OF_PYTHON_OR_NUMPY, "torch"])
+@pytest.mark.parametrize("training", [False, True])
+def test_blocks_draw_from_generators_that_they_hold_and_a_cut_draws_from_none(draw, training):
+    model = nn.Sequential(nn.Linear(4, 4), *[HoldingBlock(draw) for _ in range(3)], nn.Linear(4, 2))
+    model, x = Chained(model).double().train(training), torch.randn(6, 4, dtype=torch.float64)
+    holders = [module for module in model.modules() if isinstance(module, Holder)]
+    layers, outputs = to_sequential(model, x[:2]), []
+    for run in (model, layers):
+        seed_host(6)
+        outputs.append(run(x))
+        for holder in holders:
+            holder.begin()
+    assert torch.equal(*outputs)
+    if draw in OF_OWN:
+        expected = torch.cat([model(rows) for rows in x.tensor_split(3)])
+        for checkpoint, schedule in (("never", "gpipe"), ("always", "1f1b")):
+            for holder in holders:
+                holder.begin()
+            pipe = Pipe(layers, [2, len(layers) - 2], 3, checkpoint=checkpoint, schedule=schedule)
+            assert torch.equal(pipe(x), expected)
+
+
+class Chained(nn.Module):
+    """It calls modules one after the other."""
+
+    def __init__(self, modules):
+        super().__init__()
+        self.steps = nn.ModuleList(modules)
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return x
