@@ -135,5 +135,5 @@ def test_all_faults_of_a_balance_are_named_at_once_with_what_to_do(balance: Any,
 
 
 def test_a_balance_that_is_no_iterable_is_refused_by_type() -> None:
-    with pytest.raises(TypeError, match=re.escape("the layers of each stage, such as [4] for one; got 4.")):
+    with pytest.raises(TypeError, match=re.escape("as a list; got 4. Use balance=[1, 1, 1, 1]")):
         split(linears(4), 4)  # type: ignore[arg-type]
