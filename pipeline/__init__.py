@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 import sys
 
+import pipeline.common  # noqa: F401  # first: it says which package of another project is found in the place of ours
 from partition.rows import NoChunk
 from pipeline.common.errors import CheckpointError, StuckError
 from pipeline.common.places import Place
