@@ -26,8 +26,9 @@ _SWITCHES = re.compile(
     "|rocm|sdp|math_sdp|blas|linalg)"
 )
 # As it is called, each is looked up there: by its name, by torch's functions and contexts.
-_TOUCHES: tuple[tuple[Any, str], ...] = (
-    (torch, "set_rng_state"), (torch.random, "set_rng_state"), (random, "setstate"), (numpy.random, "set_state"),
+_OUTSIDE_TORCH: tuple[tuple[Any, str], ...] = (random, "setstate"), (numpy.random, "set_state")
+_OF_TORCH: tuple[tuple[Any, str], ...] = (
+    (torch, "set_rng_state"), (torch.random, "set_rng_state"),
     *[(torch._C, name) for name in dir(torch._C) if _SWITCHES.match(name)],
 )  # fmt: skip
 
@@ -35,19 +36,25 @@ _TOUCHES: tuple[tuple[Any, str], ...] = (
 class Touches:
     """The number of touches.
 
+    Args:
+        of_torch: whether to count those of torch's generators and switches too, or of Python's and numpy's alone.
+
     Attributes:
         count: of those made while they were `counted`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_torch: bool) -> None:
         self.count = 0
+        self._names = (*_OUTSIDE_TORCH, *_OF_TORCH) if of_torch else _OUTSIDE_TORCH
+        self._of_torch = of_torch
         self._switches = switches()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Within: touches are counted, in whatever thread they are made."""
-        self._switches = switches()
-        originals = [(module, name, getattr(module, name)) for module, name in _TOUCHES]
+        if self._of_torch:
+            self._switches = switches()
+        originals = [(module, name, getattr(module, name)) for module, name in self._names]
         try:
             for module, name, function in originals:
                 setattr(module, name, self._counting(function))
@@ -58,7 +65,8 @@ class Touches:
 
     def undo(self) -> None:
         """Set the switches to what they were when counting began: each thread has put back what it found."""
-        switch(self._switches)
+        if self._of_torch:
+            switch(self._switches)
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*args: Any, **kwargs: Any) -> Any:

@@ -75,8 +75,7 @@ class Call:
         self.execution = execution
         self.stages = stages_of(execution, loss_end is not None)
         self._flags = *[stage.snapshot.key for stage in self.stages], grad
-        draws_nothing = execution.has_threads and self._flags in setup.traits.draws_nothing
-        execution.generators.seeds_host = setup.compares or not draws_nothing
+        execution.generators.seeds_all = setup.compares or self._flags not in setup.traits.draws_nothing
         self.outputs: list[Activations] = []
         self._run = {stage.layers.index: stage for stage in self.stages}
         self._last = execution.last
@@ -155,7 +154,7 @@ class Call:
         """Return to the state before the first action. From now on every stage gets its seeds."""
         for stage in self.stages:
             stage.rewind()
-        self.execution.generators.seeds_host = True
+        self.execution.generators.seeds_all = True
         if self._loss_end is not None:
             self._loss_end.forget()
         self.outputs = []
@@ -214,33 +213,41 @@ class Call:
         self.is_released = True
 
     def _drive(self, number: int, work: WorkTable, use: EarlyUse | None) -> None:
-        generators = self.execution.generators
-        generators.seeds_host = draws = generators.seeds_host or use is not None
-        if not draws:
-            generators.keep_all()
+        execution, generators = self.execution, self.execution.generators
+        generators.seeds_all = generators.seeds_all or use is not None
         try:
-            with generators.touches.counted() if self.execution.has_threads else nullcontext():
-                self.execution.run(number, work, draws, self._on_final(use))
+            with generators.touches.counted():
+                execution.run(number, work, generators.seeds_all, self._on_final(use))
         except CheckpointError:  # an unseeded draw may be the reason why a recomputation differs
-            self._check_untouched(draws)
+            if self._has_drawn_unseeded():
+                raise DrewError from None
             raise
-        self._check_untouched(draws)
-        if draws and self.execution.has_threads:
-            setup = self.execution.setup
-            if any([stage.seeder.drew or stage.snapshot.attributes.tells_others for stage in self.stages]):
+        # A backward alone may have, in one thread: all that it computed anew has drawn nothing in its forward.
+        if self._has_drawn_unseeded() and (number == 0 or execution.has_threads):
+            raise DrewError
+        setup = execution.setup
+        if generators.seeds_all and generators.spared:
+            if any([stage.seeder.drew for stage in self.stages]) or self._tells_others:
                 setup.traits.draws_nothing.discard(self._flags)
             elif not setup.grad or number + 1 == len(setup.plan.phases):  # the call is over
-                setup.traits.draws_nothing.add(self._flags)
+                setup.traits.draws_nothing.update({self._flags} - setup.traits.begins_to_draw)
 
-    def _check_untouched(self, draws: bool) -> None:
-        """Raise if the host's generators, torch's switches, or what several stages reach, were touched by surprise."""
+    def _has_drawn_unseeded(self) -> bool:
+        """Whether what gets no seeds was drawn from, or what stages share in several threads was written."""
         generators = self.execution.generators
-        if draws:
-            return
-        if not generators.is_host_untouched or any([stage.snapshot.attributes.tells_others for stage in self.stages]):
-            self.execution.setup.traits.draws_nothing.clear()
-            generators.touches.undo()
-            raise DrewError
+        if generators.seeds_all or generators.are_untouched and not self._tells_others:
+            return False
+        traits = self.execution.setup.traits
+        traits.draws_nothing.clear()  # what else is known will hardly hold on
+        traits.begins_to_draw.add(self._flags)
+        generators.touches.undo()
+        return True
+
+    @property
+    def _tells_others(self) -> bool:
+        """Whether a stage in a thread of its own has written what another one reaches."""
+        attributes = [stage.snapshot.attributes for stage in self.stages if self.execution.has_threads]
+        return any([attribute.tells_others for attribute in attributes])
 
     # -------------------------------------------------------------------------------------------------------- work
 
@@ -295,8 +302,11 @@ class Call:
 
     def _at_loss(self, chunk: int, tree: Tree) -> Roots:
         assert self._loss_end is not None  # the stage ends in it
-        self._run[self._last].seeder.seed(chunk, self.execution.layer_of_loss)
-        return self._loss_end(chunk, tree)
+        seeder = self._run[self._last].seeder
+        seeder.seed(chunk, self.execution.layer_of_loss)
+        roots = self._loss_end(chunk, tree)
+        seeder.settle()
+        return roots
 
     # --------------------------------------------------------------------------------------------------- gradients
 
@@ -412,7 +422,7 @@ class Call:
 
 
 class DrewError(Exception):
-    """A stage drew from a default generator of the host that had never done so."""
+    """A stage drew from a default generator that it gets no seed in, as it had never done so."""
 
 
 def _at_outputs(output_grads: Sequence[Grads], output_edges: OutputEdges) -> Roots:

@@ -11,8 +11,9 @@ as forwards write into what modules of several stages hold. In a thread of autog
 on an accelerator) that thread drives all lanes.
 
 Whether a stage draws is seen in calls that compare, which run in one thread; a call in which a stage begins to draw is
-run once more (`DrewError` in call.py). `except_last` counts on the inline order: lanes that share a place and have
-threads of their own, with workers="threads", may keep a chunk more.
+run once more (`DrewError` in call.py). So it is in one thread, for Python's and numpy's generators. `except_last`
+counts on the inline order: lanes that share a place and have threads of their own, with workers="threads", may keep a
+chunk more.
 """
 
 from __future__ import annotations

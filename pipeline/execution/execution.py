@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from partition.generators import OF_HOST, OUTSIDE_TORCH, Generator
 from partition.precision import weights_cast_anew
 from pipeline.common.interrupts import deliver
 from pipeline.common.places import Place
@@ -66,11 +67,11 @@ class Execution:
             for index, (first, layers) in enumerate(zip(first_layers, setup.stages, strict=False))
             if setup.communicator.topology.has(index)
         }
-        self.generators = GeneratorGuard(self.devices)
         self.ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
         self.placement = ParameterPlacement(setup.stages, setup.layout.places, setup.layout.transport)
         self.mailbox = self._new_mailbox()
         self._driver = Driver(setup.layout.places, setup.stages, self._lane_of, setup.layout.workers)
+        self.generators = GeneratorGuard(self.devices, setup.seed, self._spared)
         self._recorded = [len(trace.events) for trace in setup.traces]
         self._ready: dict[int, float] = {}  # by stage: when the action under way, or what is left of it, could begin
 
@@ -100,6 +101,17 @@ class Execution:
     def has_threads(self) -> bool:
         """Whether lanes have threads."""
         return self._driver.has_threads
+
+    @property
+    def _spared(self) -> Sequence[Generator]:
+        """The host's generators that get no seeds as long as nothing draws from them: seeds of these take longest.
+
+        torch's own gets them: in one thread that costs little, and a layer often begins to draw from it later. Where
+        other processes take part, no call can run once more if something begins to draw.
+        """
+        if self.has_threads:
+            return OF_HOST
+        return OUTSIDE_TORCH if self.communicator.is_alone else ()
 
     @property
     def _lane_of(self) -> Sequence[int]:

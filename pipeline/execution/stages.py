@@ -27,7 +27,7 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     return [
         StageRun(
             layers,
-            Seeder(setup.seed, [setup.layout.places[index].device], execution.generators, learns=execution.has_threads),
+            Seeder(setup.seed, [setup.layout.places[index].device], execution.generators),
             execution.bring(index), settings, split[index], ends_in_loss and index == execution.last,
         )
         for index, layers in execution.layers.items()

@@ -8,11 +8,14 @@ The default generators are torch's (the CPU's, and that of each accelerator), Py
 number of processes, and a recomputation repeats it without keeping generator states. Around a call every default
 generator is left as it was found, the one draw aside. The rule is public: with `layer_seed` the same masks can be had
 on the plain module. Generators that modules hold are not seeded: `recompute/snapshot.py` keeps their states.
+
+Where nothing was seen to draw from Python's and numpy's generators, whose seeds take six times as long as torch's, they
+get one seed for a phase of a call. If something draws from them all the same, the call runs once more, with all seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,7 +25,6 @@ from torch.nn.modules import module as module_hooks
 
 from partition.generators import (
     OF_HOST,
-    OUTSIDE_TORCH,
     Generator,
     States,
     generators_among,
@@ -145,47 +147,47 @@ _MODULES_OWN = _calls_of(nn.Module)
 class GeneratorGuard:
     """The default generators around the phases of a call: at the end of each they are put back as they were found.
 
-    Those outside torch are kept only when one will be seeded. A context; a nested one does nothing more.
+    A context; a nested one does nothing more.
+
+    Args:
+        devices: those of the layers.
+        seed: of the call.
+        spared: those of the host that layers get no seed in as long as nothing draws from them.
 
     Attributes:
-        touches: how often one was put back within, or a switch of the process changed, as far as that was counted.
-        seeds_host: whether layers get their seeds in those of the host, or nothing draws from them.
+        spared: the same.
+        seeds_all: whether layers get their seeds in the spared ones too. If not, a phase begins with these at the
+            call's seed, so that what draws from one unseen, and puts it back, draws in a recomputation as before.
+        touches: how often a spared one was put back within, or with all spared a switch of the process changed.
     """
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self.touches = Touches()
-        self.seeds_host = True
-        self._of_torch = (torch.default_generator, *accelerators.device_generators(devices))
-        self._states: States = []
-        self._has_all = False
+    def __init__(self, devices: Iterable[torch.device], seed: int, spared: Sequence[Generator]) -> None:
+        self.spared = spared
+        self.seeds_all = True
+        self.touches = Touches(len(spared) == len(OF_HOST))
+        self._all = default_generators(devices)
+        self._seed = seed
+        self._found: States = []
+        self._begun: States = []  # the spared ones, where they have no other seed
         self._depth = 0
 
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            self._has_all = False
-            self._states = states_of(self._of_torch)
+            self._found = states_of(self._all)
+            for generator in () if self.seeds_all else self.spared:
+                generator.manual_seed(self._seed)
+            self._begun = states_of(() if self.seeds_all else self.spared)
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            put_generators_back(self._states)
-
-    def keep_all(self) -> None:
-        """Keep all: any default generator may be seeded or drawn from, from now on."""
-        if not self._has_all:
-            self._states += states_of(OUTSIDE_TORCH)
-            self._has_all = True
+            put_generators_back(self._found)
 
     @property
-    def is_host_untouched(self) -> bool:
-        """Whether the default generators of the host, all of which were kept, are and always were as they were found.
-
-        And the switches of the process, so far as touches were counted.
-        """
-        if self.touches.count:
-            return False
-        return stand_at([(generator, state) for generator, state in self._states if generator in OF_HOST])
+    def are_untouched(self) -> bool:
+        """Whether the spared ones are, and as far as touches were counted always were, as the phase has begun."""
+        return not self.touches.count and stand_at(self._begun)
 
 
 class Seeder:
@@ -194,48 +196,40 @@ class Seeder:
     Args:
         seed: of the call.
         devices: where the layers compute.
-        guard: puts the generators back at the end; says whether those of the host are seeded.
-        learns: whether to find out if anything draws from the host's generators, or touches the process.
+        guard: puts the generators back at the end; says which of the host are seeded.
 
     Attributes:
-        drew: whether something did.
+        drew: whether anything drew from one that may be spared, or touched it, where all were seeded.
     """
 
-    __slots__ = ("_keys", "_of_host", "_of_devices", "_guard", "_learns", "_untouched", "_touches", "drew")
+    __slots__ = ("_keys", "_spared", "_others", "_guard", "_untouched", "_touches", "drew")
 
-    def __init__(
-        self, seed: int, devices: Iterable[torch.device], guard: GeneratorGuard, learns: bool = False
-    ) -> None:
+    def __init__(self, seed: int, devices: Iterable[torch.device], guard: GeneratorGuard) -> None:
         self._keys = _keys(seed)
-        self._of_host = [generator.manual_seed for generator in OF_HOST]
-        self._of_devices = [generator.manual_seed for generator in accelerators.device_generators(devices)]
+        self._spared = guard.spared
+        self._others = [generator for generator in default_generators(devices) if generator not in guard.spared]
         self._guard = guard
-        self._learns = learns
-        self._untouched: list[Any] = []  # the states of the host's generators as they were seeded last
+        self._untouched: States = []  # the spared ones as they were seeded last
         self._touches = 0
         self.drew = False
 
     def seed(self, chunk: int, layer: int) -> None:
         """Seed the generators for what runs next."""
-        guard = self._guard
         number = _combine(*self._keys, chunk, layer)
-        if guard.seeds_host:
-            if self._learns:
-                self.settle()
-            guard.keep_all()
-            for seed in self._of_host:
-                seed(number)
-            if self._learns:
-                self._untouched = [generator.get_state() for generator in OF_HOST]
-                self._touches = guard.touches.count
-        for seed in self._of_devices:
-            seed(number)
+        for generator in self._others:
+            generator.manual_seed(number)
+        if self._guard.seeds_all:
+            self.settle()
+            for generator in self._spared:
+                generator.manual_seed(number)
+            self._untouched = states_of(self._spared)
+            self._touches = self._guard.touches.count
 
     def settle(self) -> None:
         """Note the end of the work that was seeded last."""
         if self._untouched:
             touched = self._guard.touches.count != self._touches
-            self.drew = self.drew or touched or not stand_at(zip(OF_HOST, self._untouched, strict=True))
+            self.drew = self.drew or touched or not stand_at(self._untouched)
             self._untouched = []
 
 

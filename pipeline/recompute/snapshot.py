@@ -44,8 +44,10 @@ SharedObjects: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
 class StageTraits:
     """The traits of a Pipe's stages, by index, as validating calls have observed them."""
 
-    # Whole calls that drew nothing, nor touched the process otherwise: the stages' training flags, and with gradients.
+    # Calls, by the stages' training flags, and with gradients or without: those that drew nothing from generators that
+    # may be spared, nor touched the process otherwise; and those that began to, and so get all their seeds for ever.
     draws_nothing: set[tuple[object, ...]] = field(default_factory=set)
+    begins_to_draw: set[tuple[object, ...]] = field(default_factory=set)
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
     writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # of which modules

@@ -146,12 +146,15 @@ def test_a_stage_may_begin_to_change_the_process_in_any_call(change):
         assert switches() == before
 
 
-def test_touches_are_counted_within_and_torchs_own_functions_stay():
-    touches, own = Touches(), (torch.set_rng_state, torch.random.set_rng_state, random.setstate, numpy.random.set_state)
+@pytest.mark.parametrize("of_torch", [True, False])
+def test_touches_are_counted_within_and_torchs_own_functions_stay(of_torch):
+    own = (torch.set_rng_state, torch.random.set_rng_state, random.setstate, numpy.random.set_state)
+    touches = Touches(of_torch)
     with pytest.raises(KeyError), touches.counted():
         seeds(True, int)
+        random.setstate(random.getstate())
         raise KeyError
-    assert touches.count == 1
+    assert touches.count == 1 + of_torch
     chooses_kernels(True, int)
-    assert touches.count == 1
+    assert touches.count == 1 + of_torch
     assert own == (torch.set_rng_state, torch.random.set_rng_state, random.setstate, numpy.random.set_state)
