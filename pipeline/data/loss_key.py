@@ -5,16 +5,18 @@
     partial(f, beta=0.5)            f, and its arguments                 another than with 0.6
 
 Plain values, tuples, sets and dicts count by value, functions by their parts and the plain globals that they name,
-everything else by identity (lists, which have no weak references, by type) and plain attributes. A loss that is made of
+everything else by identity and plain attributes. What has no weak references counts by value if it has a hash (numbers
+of numpy, fractions), else, as lists do, by type. A loss that is made of
 different objects in every step (a counter, a tensor of the mini-batch) counts as new in the first steps only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.weak import WeakIdRef
@@ -91,9 +93,17 @@ def _object(value: Any) -> Hashable:
     table = getattr(value, "__dict__", {}) if not isinstance(value, ModuleType) else {}
     try:
         identity: Any = WeakIdRef(value)
-    except TypeError:  # it takes no weak references
-        identity = type(value)
+    except TypeError:
+        identity = type(value), _hashable(value)
     return identity, tuple([(name, _key(item, 0)) for name, item in table.items() if type(item) in _VALUES])
+
+
+def _hashable(value: Any) -> Hashable:
+    """A value that has a hash. None: it has none."""
+    with suppress(TypeError):
+        hash(value)
+        return cast(Hashable, value)
+    return None
 
 
 def captured(function: FunctionType) -> tuple[Any, ...]:

@@ -8,6 +8,8 @@ import copy
 import gc
 import itertools
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 
 import numpy
@@ -571,6 +573,14 @@ def test_what_a_key_holds_does_not_live_longer_for_it():
     held.clear()
     gc.collect()
     assert hash(key) == before and key == key and key != key_of(partial(raised, torch.zeros(3)))
+
+
+@pytest.mark.parametrize("number", [
+    numpy.float32, numpy.float64, numpy.int64, numpy.bool_, Fraction, Decimal, complex, lambda value: (value,) * 40,
+])
+def test_a_number_of_any_kind_that_a_loss_holds_counts_by_its_value(number):
+    one, same, other = (key_of(partial(raised, number(value))) for value in (1, 1, 0))
+    assert one == same != other
 
 
 def test_a_function_that_holds_itself_has_a_key():
