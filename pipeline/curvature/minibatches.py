@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from partition.contents import tensors_in
 from partition.rows import bare
-from pipeline.distributed.agreement import digest, values_in_words
+from pipeline.curvature.identity import value_in_words
+from pipeline.distributed.agreement import digest
 
 
 class MiniBatch(NamedTuple):
@@ -54,7 +55,8 @@ class MiniBatches:
         digests: list[str] = []
         for number, item in enumerate(self._data):
             pair = _pair(item, number)
-            digests.append(str(digest(values_in_words(tensors_in(bare(pair))))))
+            words = ", ".join(map(value_in_words, tree_leaves(bare(pair))))
+            digests.append(str(digest(words)))
             if self._digests is not None and digests[number:] != self._digests[number : number + 1]:
                 raise ValueError(f"mini-batch {number} of the data is not what it was in the first product. " + _REMEDY)
             yield MiniBatch(*pair, digests[number])

@@ -1363,6 +1363,41 @@ def test_targets_that_change_are_refused():
         op @ columns(op.shape[0])
 
 
+class Weighed(nn.Module):
+    """Times a number that comes with its input."""
+
+    def forward(self, pair):
+        x, weight = pair
+        return x * weight
+
+
+@every_matrix
+@pytest.mark.parametrize("where", ["x", "target"])
+def test_plain_values_beside_tensors_count_as_data(matrix, where):
+    def data_with(number):
+        x, y = rows_of()
+        numbers = (number, 1.0) if where == "x" else (1.0, number)
+        return [((x, numbers[0]), (y, {"weight": numbers[1]}))]
+
+    def operator(data):
+        model = nn.Sequential(Weighed(), *small())
+        return MATRICES[matrix](Pipe(model, [2, len(model) - 2], 3), data, loss_of_pair, seed=SEED)
+
+    batches = data_with(0.5)
+    op = operator(batches)
+    op @ columns(op.shape[0])
+    batches[:] = data_with(0.25)
+    with pytest.raises(ValueError, match="not what it was"):
+        op @ columns(op.shape[0])
+    prints = [operator(data_with(number)).fingerprint() for number in (0.5, 0.5, 0.25)]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def loss_of_pair(output, pair):
+    target, options = pair
+    return CE.whole(output, target) * options["weight"]
+
+
 def test_more_or_fewer_mini_batches_than_the_first_time_are_refused():
     words = "the data gave [01] mini-batches, and 2 the|mini-batch 2 of the data is not"
     for change in (list.pop, list.clear, lambda batches: batches.append(rows_of(2))):
