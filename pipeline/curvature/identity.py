@@ -3,15 +3,16 @@
     tensors    dtype, shape and a digest of the values
     modules    class, extra_repr, attributes of each, and the values of all parameters and buffers; of a model's the
                attributes that are numbers or words, of its modules beside the layers, too
-    functions  name, code, defaults and what they have captured; a partial: its function and arguments
-    others     class and attributes
+    functions  name, code, defaults, what they have captured and the globals that they name; a partial: its function and
+               arguments
+    others     class, its functions, and attributes; so do modules, where they are a loss or a part of one
 """
 
 from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -74,16 +75,43 @@ def value_in_words(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, types.CodeType):
         return f"code {value.co_code.hex()} {value.co_names} {value_in_words(value.co_consts, depth)}"
     if isinstance(value, types.FunctionType):
-        parts = _identities((value.__code__, *captured(value)), depth)
+        parts = [*_identities((value.__code__, *captured(value)), depth), *_globals_in_words(value, depth)]
         return f"{value.__module__}.{value.__qualname__}({', '.join(parts)})"
     if isinstance(value, (type, types.BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, nn.Module):
         tables = [vars(item).items() for item in value.modules()]
         own = [{name: item for name, item in table if name not in OF_EVERY_MODULE} for table in tables]
-        attributes = _identities(own, depth)
-        return f"{architecture(value)} {attributes} {values_in_words([*value.parameters(), *value.buffers()])}"
-    return f"{type_name(value)} {value_in_words(getattr(value, '__dict__', None), depth)}"
+        attributes, functions = _identities(own, depth), _functions_of(value, depth)
+        tensors = values_in_words([*value.parameters(), *value.buffers()])
+        return f"{architecture(value)} {functions} {attributes} {tensors}"
+    table = value_in_words(getattr(value, "__dict__", None), depth)
+    return f"{type_name(value)} {_functions_of(value, depth)} {table}"
+
+
+def _functions_of(value: Any, depth: int) -> list[str]:
+    """The functions that the class of a value defines."""
+    return _identities([item for item in vars(type(value)).values() if isinstance(item, types.FunctionType)], depth)
+
+
+def _globals_in_words(function: types.FunctionType, depth: int) -> Iterator[str]:
+    """The globals that a function names: functions as others are, of all else what is plain or a tensor in it.
+
+    Not more, as a logger holds all loggers; and not those of torch, whose compiler keeps what it has done in them.
+    """
+    table = function.__globals__
+    if table.get("__name__", "").partition(".")[0] != "torch":
+        for name in filter(table.__contains__, _names_in(function.__code__)):
+            levels = depth - 1 if isinstance(table[name], types.FunctionType) else 1
+            yield f"{name}: {value_in_words(table[name], levels)}"
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals, and of attributes, in the code of a function and of those within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
 
 
 def _identities(values: Iterable[Any], depth: int) -> list[str]:

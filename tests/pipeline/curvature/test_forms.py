@@ -4,6 +4,7 @@ The reference is the dense matrix of curvature_reference.py; entries are paramet
 """
 
 import inspect
+import logging
 from fractions import Fraction
 from functools import cache, partial
 
@@ -580,7 +581,41 @@ def closed_over(value):
     return lambda out, y: functional.cross_entropy(out, y, weight=value)
 
 
+SCRIPTS = {
+    "a global number": "def loss(out, y): return functional.cross_entropy(out, y) * value",
+    "a global table": "table = {'by': value}\ndef loss(out, y): return functional.cross_entropy(out, y) * table['by']",
+    "a global of a helper": "def scaled(x): return x * value\ndef loss(out, y): return scaled(out.square().mean())",
+    "a global of a class": "class Loss:\n def __call__(self, out, y): return out.sum() * value\nloss = Loss()",
+    "a global of a module": "class Loss(Module):\n def forward(self, out, y): return out.sum() * value\nloss = Loss()",
+    "a global within a comprehension": "def loss(out, y): return sum([value * row.sum() for row in out])",
+}
+
+
+def test_an_identity_is_the_same_where_a_logger_that_a_loss_names_has_been_used():
+    logger = logging.getLogger("a loss")
+    loss = of_script("def loss(out, y): value.debug('used'); return out.sum()", logger)
+    before = value_in_words(loss)
+    loss(torch.ones(1), None)
+    logging.getLogger("a loss.within").debug("used")
+    assert value_in_words(loss) == before
+
+
+def test_an_identity_does_not_look_at_what_torch_keeps_in_globals():
+    """Its compiler writes them: a compiled loss would be another one in each process."""
+    assert "handle_torch_function: " not in value_in_words(functional.cross_entropy)
+
+
+def of_script(text, value):
+    namespace = {"functional": functional, "Module": nn.Module, "value": value, "__name__": "script"}
+    exec(text, namespace)
+    return namespace["loss"]
+
+
 LOSS_PAIRS = {
+    **{what: [lambda t=text, v=v: of_script(t, v) for v in (1.0, 2.0)] for what, text in SCRIPTS.items()},
+    "a global tensor": [
+        lambda v=v: of_script(SCRIPTS["a global number"], torch.full((3,), v)) for v in (1.0, 2.0)
+    ],
     "a setting": [lambda s=s: nn.CrossEntropyLoss(label_smoothing=s) for s in (0.1, 0.2)],
     "a buffer": [lambda w=w: nn.CrossEntropyLoss(weight=torch.tensor([w, 1.0, 1.0]).double()) for w in (1.0, 2.0)],
     "a partial": [lambda s=s: partial(functional.cross_entropy, label_smoothing=s) for s in (0.1, 0.2)],
