@@ -87,8 +87,8 @@ def layer_traces(
         the same numbers on every process.
 
     Raises:
-        ValueError: an argument means nothing, a group is empty or has a name that no process has, or the processes were
-            given different groups.
+        ValueError: an argument means nothing, or a group is empty or has a name that no process has.
+        MismatchError: the processes were given different groups.
         FloatingPointError: a product is not finite.
 
     Example: a chain of three weights, all 1, whose Hessian is 2 everywhere.
@@ -136,11 +136,10 @@ def parameter_names_by_layer(space: Space, groups: Mapping[str, Sequence[str]] |
 
     Raises:
         TypeError: groups are no mapping.
-        ValueError: a group is no list of names, or has a name that no process has, or the processes were given
-            different groups.
+        ValueError: a group is no list of names, or has a name that no process has.
     """
     names = list(counted_entries(space))
-    return by_module(names) if groups is None else _checked_groups(space, groups, names)
+    return by_module(names) if groups is None else _checked_groups(groups, names)
 
 
 def by_module(names: Sequence[str]) -> dict[str, list[str]]:
@@ -156,14 +155,12 @@ def by_module(names: Sequence[str]) -> dict[str, list[str]]:
     return groups
 
 
-def _checked_groups(space: Space, groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
+def _checked_groups(groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
     if not isinstance(groups, Mapping):
         raise TypeError(f"groups is {shown(groups)}: give layer -> names of its parameters, or None")
     for layer, group in groups.items():
         if isinstance(group, str) or not isinstance(group, Collection) or not group:
             raise ValueError(f"group {layer!r} is {shown(group)}: give a list of names of parameters")
-    if len(set(space.rows(repr([(layer, list(group)) for layer, group in groups.items()])))) > 1:
-        raise ValueError(f"the processes were given different groups, here {list(groups)}: give each the same")
     if not groups:
         raise ValueError("groups is empty: give layer -> names of its parameters, or None for a group for each module")
     for layer, group in groups.items():
