@@ -9,7 +9,7 @@ Of its replicas a process knows those that have its own stages. Replica 0's init
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +20,6 @@ from pipeline.distributed.agreement import MismatchError, difference, digest, sh
 from pipeline.distributed.exchange import CallMessages
 from pipeline.distributed.group import RankGroup, ranks_of
 from pipeline.transports.message import Message
-
-_MESSAGE_BYTES = 2**25  # of initial values in a message
 
 
 class Replicas:
@@ -74,14 +72,13 @@ class Replicas:
     def _share(self, tensors: Iterable[Tensor]) -> None:
         """Write replica 0's values into the tensors of all replicas."""
         messages = CallMessages(self.ranks, f"{self.number}")
-        for portion in _in_messages(tensors):
-            message = Message(tuple([tensor.detach() for tensor in portion])) if self.ranks.rank == 0 else None
-            values = messages.broadcast(0, "the initial values", message).tensors
+        for tensor in {id(tensor): tensor for tensor in tensors}.values():
+            message = Message((tensor.detach(),)) if self.ranks.rank == 0 else None
+            (value,) = messages.broadcast(0, "the initial values", message).tensors
             if message is None:
+                assert value is not None  # as it was sent
                 with torch.no_grad():
-                    for tensor, value in zip(portion, values, strict=True):
-                        assert value is not None  # as it was sent
-                        tensor.copy_(value)
+                    tensor.copy_(value)
 
 
 def check_where(replicas: Any, group: Any, devices: Any) -> None:
@@ -142,15 +139,3 @@ def refuse(ranks: RankGroup, descriptions: Mapping[str, str]) -> NoReturn:
 
 def _place(pipeline: RankGroup | None) -> str:
     return "all stages in one process" if pipeline is None else f"rank {pipeline.rank} of {pipeline.size}"
-
-
-def _in_messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of tensors, each of which is one message."""
-    portion: list[Tensor] = []
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        portion.append(tensor)
-        if sum(tensor.numel() * tensor.element_size() for tensor in portion) >= _MESSAGE_BYTES:
-            yield portion
-            portion = []
-    if portion:
-        yield portion
