@@ -5,7 +5,8 @@
                attributes that are numbers or words, of its modules beside the layers, too
     functions  name, code, defaults, what they have captured and the globals that they name; a partial: its function and
                arguments
-    others     class, its functions, and attributes; so do modules, where they are a loss or a part of one
+    others     class, its functions, and attributes, or what one without attributes prints; so do modules that are a
+               loss or a part of one
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from pipeline.data.loss_key import captured
 from pipeline.distributed.agreement import digest, values_in_words
 
 _DEPTH = 4
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), numpy.generic, torch.dtype, torch.device)
 
 
 def architecture(module: nn.Module) -> str:
     """The classes of all modules, what they print of themselves, and attributes that are numbers or words."""
     printed = [(name, type_name(part), part.extra_repr(), _plain(part)) for name, part in module.named_modules()]
     words = [f"{name} {kind}({text}) {numbers}" for name, kind, text, numbers in printed]
-    return re.sub(r" at 0x[0-9a-f]+", "", "; ".join(words))
+    return _without_addresses("; ".join(words))
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _plain(module: nn.Module) -> list[tuple[str, Any]]:
@@ -85,8 +90,9 @@ def value_in_words(value: Any, depth: int = _DEPTH) -> str:
         attributes, functions = _identities(own, depth), _functions_of(value, depth)
         tensors = values_in_words([*value.parameters(), *value.buffers()])
         return f"{architecture(value)} {functions} {attributes} {tensors}"
-    table = value_in_words(getattr(value, "__dict__", None), depth)
-    return f"{type_name(value)} {_functions_of(value, depth)} {table}"
+    if not hasattr(value, "__dict__"):
+        return f"{type_name(value)} {_without_addresses(repr(value))}"
+    return f"{type_name(value)} {_functions_of(value, depth)} {value_in_words(vars(value), depth)}"
 
 
 def _functions_of(value: Any, depth: int) -> list[str]:

@@ -531,7 +531,8 @@ def test_a_fingerprint_tells_architectures_and_what_is_frozen_apart():
     makers = [
         made_with, partial(made_with, act=nn.ReLU), partial(made_with, act=partial(nn.LeakyReLU, 0.1)),
         partial(made_with, act=partial(nn.LeakyReLU, 0.2)), partial(made_with, frozen=1e-9),
-        partial(made_with, params=["0"]), *[partial(made_with, act=partial(Scaled, scale)) for scale in (1, 0.5)],
+        partial(made_with, params=["0"]),
+        *[partial(made_with, act=partial(Scaled, scale)) for scale in (1, 0.5, numpy.float32(2), numpy.float32(3))],
     ]
     prints = [make().fingerprint() for make in makers]
     assert len(set(prints)) == len(prints)
@@ -623,6 +624,9 @@ LOSS_PAIRS = {
     "a method": [lambda s=s: Smoothed(s).method for s in (0.1, 0.2)],
     "a default": [lambda s=s: lambda out, y, by=s: functional.cross_entropy(out, y) * by for s in (1.0, 2.0)],
     "a closure": [lambda w=w: closed_over(torch.tensor([w, 1.0, 1.0]).double()) for w in (1.0, 2.0)],
+    "a number of numpy": [lambda w=w: closed_over(numpy.float32(w)) for w in (1.0, 2.0)],
+    "a fraction": [lambda n=n: closed_over(Fraction(1, n)) for n in (2, 3)],
+    "a range": [lambda n=n: closed_over(range(n)) for n in (2, 3)],
     "an array": [lambda w=w: closed_over(numpy.array([w, 1.0, 1.0])) for w in (1.0, 2.0)],
     "a set": [lambda v=v: closed_over({"ids", v}) for v in ("x", "y")],
     "a module": [lambda v=v: closed_over(v) for v in (functional, numpy)],
