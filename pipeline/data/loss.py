@@ -32,7 +32,7 @@ from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss_comparison import is_same_loss
 from pipeline.data.loss_functions import MOVED, TO_HOST
-from pipeline.data.loss_means import BENT, Divisor, DivisorTrace, LossForm, detached_number
+from pipeline.data.loss_means import BENT, UNSEEN, Divisor, DivisorTrace, LossForm, detached_number
 from pipeline.data.loss_proof import LossCount, Proof, is_alike, proof, with_earlier
 from pipeline.data.metrics import Metrics, added
 from pipeline.data.pytrees import same_values
@@ -183,7 +183,7 @@ class Loss:
         self._of_count = count.function or self._of_count
         if trace.branches or not count.is_seen or origin is not None and BENT in origin.marks:
             return _PAIR, *pair, None
-        is_seen = origin is not None and count.is_kept and not trace.is_blind
+        is_seen = origin is not None and count.is_kept and UNSEEN not in origin.marks
         return _PAIR, *pair, (*(origin.divisors if origin is not None else ()), *([] if is_seen else [Divisor(inf)]))
 
     def _single(self, value: Any, trace: DivisorTrace) -> tuple[str, Tensor, Tensor | None, Divisors | None]:
@@ -192,7 +192,7 @@ class Loss:
         if origin is None:
             return _SINGLE, loss, None, None
         tokens = None if self._is_single else origin.total_and_count(loss)
-        is_hidden = BENT in origin.marks or trace.branches or tokens is None and (trace.is_blind or trace.read)
+        is_hidden = origin.marks & {BENT, UNSEEN} or trace.branches or tokens is None and trace.read
         divisors = None if is_hidden else origin.divisors
         if tokens is None:
             return _SINGLE, loss, None, divisors

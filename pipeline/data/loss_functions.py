@@ -41,6 +41,7 @@ SUMMING_ROWS = frozenset((*_REDUCERS, *_PRODUCTS, "bincount", "histc", "index_ad
 KNOWN = LINEAR | SUMMING_ROWS  # in what they make of several numbers: their sum, their mean, one of them, their largest
 TO_HOST = frozenset([
     "__bool__", "__float__", "__int__", "__index__", "__array__", "__dlpack__", "item", "tolist", "numpy",
+    "unique", "unique_consecutive",  # by its length
 ])  # fmt: skip
 _FIRST = (9, 0)  # no argument says so
 _ALONG = {  # the place of dim, which counts if it is that of the rows, and what it is if it is not given

@@ -82,11 +82,13 @@ class LossOrigin(NamedTuple):
 
     Attributes:
         marks: what of these was computed on the way to it.
-            CONSTANT: neither output nor target: it has no other mark, and the factors and fractions that made it.
+            CONSTANT: neither output nor target: it has no other mark but UNSEEN, and the factors that made it.
             OUTPUT: it was computed with the output.
             REDUCED: a part of it was summed over rows.
             SEVERAL: such sums are several numbers (one for each column), which are no divisors that are noted.
             TOKENS: it is a mean over tokens, or a linear combination of such and of constant tensors.
+            UNSEEN: a function that may divide unseen, or choose among rows, was called on the way to it, or code that
+                calls no torch function. Of constants too: of those that have a graph.
             BENT: such a part went through a function that is not linear: its kink, if it has one (`(mean - 1).abs()`,
                 `target > median`), shows in no comparison as long as all chunks are on one side. Or it is the largest
                 of some rows, or a product of two such parts of the output.
@@ -114,8 +116,10 @@ class LossOrigin(NamedTuple):
             return torch.where(count == 0, 0.0, mean) * count.to(mean), count  # zero for no tokens
 
 
-CONSTANT, OUTPUT, REDUCED, SEVERAL, TOKENS, BENT = "constant", "output", "reduced", "several", "tokens", "bent"
+CONSTANT, OUTPUT, REDUCED, SEVERAL = "constant", "output", "reduced", "several"
+TOKENS, BENT, UNSEEN = "tokens", "bent", "unseen"
 _OF_CONSTANTS, _OF_FOREIGN, _OF_CHECK = [LossOrigin(frozenset([CONSTANT])) for _ in range(3)]
+_OF_UNSEEN = LossOrigin(frozenset([CONSTANT, UNSEEN]))
 _FLOORS = ("clamp", "clip", "clamp_min")  # where they have no upper end
 
 
@@ -130,7 +134,6 @@ class DivisorTrace(TorchFunctionMode):
 
     Attributes:
         is_over: whether the evaluation has ended.
-        is_blind: whether a function was called that may divide unseen.
         dtypes: in which rows of the output were summed.
         branches: whether the host has read what was reduced from the output: it may go on otherwise by it.
         read: the numbers that it has read of what was reduced; nan: a truth value, or several.
@@ -145,7 +148,6 @@ class DivisorTrace(TorchFunctionMode):
         self._batch_dim = batch_dim
         self._depth = 0
         self.is_over = False
-        self.is_blind = False
         self.dtypes: set[torch.dtype] = set()
         self.branches = False
         self.read: list[float] = []
@@ -192,9 +194,9 @@ class DivisorTrace(TorchFunctionMode):
         entry = self._origins.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return entry[1]
-        self._origins[id(tensor)] = (lambda: tensor), _OF_CONSTANTS if tensor.requires_grad else _OF_FOREIGN
-        self.is_blind |= not tensor.is_leaf
-        return _OF_CONSTANTS
+        with_grad = _OF_CONSTANTS if tensor.is_leaf else _OF_UNSEEN
+        self._origins[id(tensor)] = (lambda: tensor), with_grad if tensor.requires_grad else _OF_FOREIGN
+        return self._origins[id(tensor)][1]
 
     def _note(self, tensor: Tensor, origin: LossOrigin) -> None:
         self._origins[id(tensor)] = weakref.ref(tensor), origin
@@ -206,7 +208,6 @@ class DivisorTrace(TorchFunctionMode):
         if func is functional.l1_loss:
             kwargs = {"weight": _weight_of_l1_loss(), **kwargs}
         if self.is_over or torch._C._functorch.peek_interpreter_stack() is not None:
-            self.is_blind = True
             return func(*args, **kwargs)
         function = known(func)
         call = LossCall(function, args, _with_reduction(kwargs) if function.is_reducing else kwargs)
@@ -225,23 +226,27 @@ class DivisorTrace(TorchFunctionMode):
         if func is torch._is_all_true:  # by which torch checks arguments: those of distributions
             self._note(result, _OF_CHECK)
             return result
-        along_rows = function.looks and self._looks_along_rows(call, result)
-        if along_rows and call.takes_all:
-            self._names.add(MOVED)
-        elif along_rows and function.plain not in SUMMING_ROWS or function.is_opaque or weighs_by_several:
-            self.is_blind = True
-        if function.name in TO_HOST and REDUCED in origin.marks:
-            self.branches |= OUTPUT in origin.marks
+        if function.name in TO_HOST and (REDUCED in origin.marks or function.is_opaque):
+            self.branches |= {OUTPUT, REDUCED} <= origin.marks
             self.read.append(result if type(result) in (int, float) else nan)
         value = args[0] if function.name == "__setitem__" else result
         made = tensors_in(value) if isinstance(value, (Tensor, tuple, list)) else []
+        along_rows = function.looks and self._looks_along_rows(call, result)
+        is_unseen = function.is_opaque or weighs_by_several
+        if along_rows and call.takes_all:
+            self._names.add(MOVED)
+        elif along_rows:
+            is_unseen |= function.plain not in SUMMING_ROWS
         if OUTPUT in origin.marks and not (function.is_reducing or function.plain in KNOWN) and self._rows > 1:
-            is_one_of_several = any([one.numel() == 1 for one in made]) and any([one.numel() > 1 for one in tensors])
-            self.is_blind |= is_one_of_several
+            is_unseen |= any([one.numel() == 1 for one in made]) and any([one.numel() > 1 for one in tensors])
         if made:
             origin = self._followed(call, value, origin, along_rows)
+        if is_unseen and CONSTANT not in origin.marks:
+            origin = origin._replace(marks=origin.marks | {UNSEEN})
         for tensor in made:
             self._note(tensor, origin)
+            if tensor._base is not None and any([tensor is one for one in tensors]):  # written, and its base with it
+                self._note(tensor._base, _joined([self._read(tensor._base), origin], False))
         return result
 
     def _followed(self, call: LossCall, result: Any, origin: LossOrigin, along_rows: bool) -> LossOrigin:
@@ -364,6 +369,8 @@ class DivisorTrace(TorchFunctionMode):
         with without_function_modes():
             count = _tokens(call.args[-1], call.kwargs["weight"], call.kwargs["ignore_index"])
         marks = origin.marks | ({REDUCED, TOKENS} if self._sums else {REDUCED})
+        if REDUCED in origin.marks:  # it is not linear
+            marks |= {BENT}
         mean: Tensor
         if self._sums and not within_checkpoint():  # which recomputes the mean, and must see the same calls
             mean, total = _mean_and_total(call, count)
@@ -379,8 +386,10 @@ def _joined(origins: Sequence[LossOrigin], weighs: bool) -> LossOrigin:
     """The joined origin of a function's arguments. `weighs`: it multiplies them."""
     if len(origins) < 2:
         return origins[0] if origins else _OF_CONSTANTS
-    traced = [origin for origin in origins if CONSTANT not in origin.marks] or origins
-    marks = frozenset().union(*[origin.marks for origin in traced])
+    traced = [origin for origin in origins if CONSTANT not in origin.marks]
+    marks = frozenset().union(*[origin.marks for origin in origins])
+    if traced:
+        marks -= {CONSTANT}
     if not all([TOKENS in origin.marks for origin in traced]):
         marks -= {TOKENS}
     if weighs and sum([origin.marks >= {OUTPUT, REDUCED} for origin in traced]) > 1:  # a product of two means

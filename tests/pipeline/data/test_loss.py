@@ -504,6 +504,12 @@ def gated(output, target):
     return mean * (mean.detach() > 1)
 
 
+def through_a_view(output, target):
+    filled = torch.zeros_like(output)
+    filled[:, 0].copy_(output[:, 0] * (errors(output, target) > 1).double().mean())
+    return errors(output, target).mean() + filled.square().mean()
+
+
 # One function where all chunks are on one side of 1, another where some are on the other.
 BENT = {
     "flooding": lambda o, t: (F.mse_loss(o, t) - 1).abs() + 1,
@@ -527,6 +533,8 @@ BENT = {
     "by class by name": lambda o, t: (o.new_zeros(1, CLASSES).index_add(
         dim=0, index=torch.zeros(len(o), dtype=torch.int64), source=errors(o, t)) / len(o)).clamp(min=1).sum(),
     "of a pair": lambda o, t: ((errors(o, t).sum() - o.numel()).abs(), len(o)),
+    "tokens": lambda o, t: F.cross_entropy(o * (errors(o, t) > 1).double().mean(0), t.argmax(1)),
+    "through a view": through_a_view,
     "gated": gated, "in Python": flooding_in_python, "by an item": flooding_by_an_item,
 }  # fmt: skip
 

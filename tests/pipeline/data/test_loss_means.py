@@ -186,6 +186,10 @@ def shares(target):
     return (target.flatten() != -100).double()
 
 
+def mean_of_squares(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
 class Opaque(torch.autograd.Function):
     """A fused cross entropy."""
 
@@ -204,7 +208,7 @@ class Opaque(torch.autograd.Function):
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # deprecated, and still in use
-    scripted = torch.jit.script(nn.CrossEntropyLoss())
+    scripted, scripted_square = torch.jit.script(nn.CrossEntropyLoss()), torch.jit.script(mean_of_squares)
 UNEVEN = {
     "masked": masked,
     "selected": selected,
@@ -231,6 +235,8 @@ UNEVEN = {
     "and a scripted one": lambda o, t: o.square().mean() + scripted(o.flatten(0, 1), t.flatten()),
     "and a mapped one": lambda o, t: o.square().mean() + torch.vmap(masked)(o[None], t[None])[0],
     "and one of a subclass": lambda o, t: o.square().mean() + masked(o.as_subclass(Kept), t).as_subclass(torch.Tensor),
+    "tokens and a scripted one": lambda o, t: flat(o, t) + scripted_square(o),
+    "tokens and a mapped one": lambda o, t: flat(o, t) + torch.vmap(torch.square)(o).mean(),
     "and an unseen one": lambda o, t: o.square().mean() + unseen(o, t),
     "numpy's array": lambda o, t: (flat(o, t, reduction="none") * torch.tensor(
         numpy.asarray(shares(t)) / numpy.asarray(shares(t)).sum())).sum(),
