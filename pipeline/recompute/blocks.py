@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from partition.modes import modes_of
 from pipeline.common.arguments import check_count, check_flags, shown
@@ -177,6 +178,8 @@ class _Patch:
                 "with checkpoint_blocks(..., nested=True) at the cost of one more forward."
             )
         modules = modules_of([block])
+        if any([isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in modules]):
+            return self.__wrapped__(*args, **kwargs)  # their first forward, which gives them their shapes
         _refuse_own_checkpointing(block, modules)
         _refuse_caches(description, (*args, *kwargs.values()))
         compares = self._cadence.next(modes_of(modules))

@@ -17,7 +17,6 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 HookTable: TypeAlias = dict[int, Any]  # by the ids of their handles
 HookEntries: TypeAlias = dict[int, HookTable]  # of the tables that have entries, by their number
@@ -56,7 +55,7 @@ class ModuleHooks:
 
     @contextmanager
     def _swapped(self, before: HookEntries, present: HookEntries) -> Iterator[None]:
-        self.put_back(_without_spent(before, present))
+        self.put_back(before)
         try:
             yield
         finally:
@@ -69,17 +68,3 @@ class ModuleHooks:
             if table != wanted:
                 table.clear()
                 table.update(wanted)
-
-
-def _without_spent(before: HookEntries, present: HookEntries) -> HookEntries:
-    """The entries without hooks that have given a lazy module its shapes, and its class: they cannot do so twice."""
-    return {
-        number: {
-            key: hook for key, hook in table.items() if key in present.get(number, {}) or not _initializes(hook)
-        }
-        for number, table in before.items()
-    }
-
-
-def _initializes(hook: Any) -> bool:
-    return getattr(hook, "__func__", None) is LazyModuleMixin._infer_parameters

@@ -16,10 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._C._autograd import _make_saved_tensor
-from torch.nn.parameter import is_lazy
 
 from partition.contents import tensors_in
 from partition.generators import generators_at, states_of
@@ -35,7 +33,6 @@ from pipeline.recompute.randomness import default_generators
 from pipeline.recompute.saved_tensors import SavedTensors
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 
-_NO_VALUES = torch.empty(0, device="cpu")
 _CHUNK = 0  # one forward, the only chunk of its ForwardSnapshot: what is kept is the call's beginning
 
 
@@ -64,7 +61,7 @@ def replayed(
     arguments = flatten((args, kwargs), None)
     tensors = arguments.tensors
     inputs, before = _SavedArguments(arguments), versions(tensors)
-    parameters = _parameters_of(modules)
+    parameters = [leaf for module in modules for leaf in module._parameters.values() if leaf is not None]
     require_grad, parameter_versions = [parameter.requires_grad for parameter in parameters], versions(parameters)
     known_addresses = addresses([*parameters, *tensors])
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
@@ -196,16 +193,6 @@ class _SavedArguments:
         tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved_tensors]
         args, kwargs = self._rest.build(tensors)
         return args, kwargs
-
-
-def _parameters_of(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Their parameters. In the places of those without values, which F gives them, stands another tensor."""
-    tables = [module._parameters.values() for module in modules if module._parameters]
-    return [
-        _NO_VALUES if is_lazy(parameter) else parameter
-        for table in tables
-        for parameter in table if parameter is not None
-    ]
 
 
 def _nodes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
