@@ -32,7 +32,7 @@ from pipeline.recompute.replay import replayed
 from pipeline.recompute.snapshot import StageTraits
 
 BlockType: TypeAlias = type[nn.Module] | str
-Match: TypeAlias = BlockType | tuple[BlockType, ...] | Callable[[str, nn.Module], bool]
+Match: TypeAlias = BlockType | tuple[BlockType, ...] | Callable[[str, nn.Module], object]
 _CACHES = "transformers.cache_utils"  # the module of their classes
 
 
@@ -47,7 +47,7 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
     Args:
         model: any module; its blocks get another `forward`, as an attribute of the instance.
         match: which modules are blocks: a class, the name of a class (its own or a base's), a tuple of these, or a
-            callable (name, module) -> bool.
+            callable (name, module) -> whether it is one.
         every: of the blocks that match, children before parents, the k-th, the 2k-th, ... are checkpointed.
         nested: allow a block within another, or within a chunk that a Pipe computes again. Each such block is
             computed once more for each level around it.
@@ -225,10 +225,7 @@ def _patch_of(module: nn.Module) -> _Patch | None:
 def _matches(match: Match, name: str, module: nn.Module) -> bool:
     if isinstance(match, (type, str, tuple, nn.Module)) or not callable(match):
         return any([_is_kind(kind, module) for kind in (match if isinstance(match, tuple) else (match,))])
-    answer = match(name, module)
-    if not isinstance(answer, bool):
-        raise ValueError(f"match returned {answer!r} for module '{name}'. Return True or False.")
-    return answer
+    return bool(match(name, module))
 
 
 def _is_kind(kind: object, module: nn.Module) -> bool:
