@@ -48,13 +48,11 @@ class _BufferHolder(NamedTuple):
 
     Attributes:
         number: the module.
-        owner: a group of modules that share buffers, or this one.
         table: module._buffers.
         found: what was in there as the call began.
     """
 
     number: int
-    owner: int
     table: ModuleTable
     found: dict[str, _Original | None]
 
@@ -107,19 +105,18 @@ class Buffers:
         tables = dict(enumerate(tables_of(modules, "_buffers")))
         held = {number: table.copy() for number, table in tables.items() if table}
         entries = [(number, tensor) for number, table in held.items() for _, tensor in _tensors_in(table)]
-        numbers, tensors = [number for number, _ in entries], [tensor for _, tensor in entries]
+        tensors = [tensor for _, tensor in entries]
         memory = list(map(memory_address, tensors))
         originals = map(_Original, tensors, memory, versions(tensors), copies(tensors, memory))
-        owners = dict(zip(numbers, _owners(numbers, memory), strict=True))
         self._holders = [
             _BufferHolder(
-                number, owners.get(number, number), tables[number],
+                number, tables[number],
                 {name: None if tensor is None else next(originals) for name, tensor in table.items()},
             ) for number, table in held.items()
         ]  # fmt: skip
         self._empty = {number: table for number, table in tables.items() if not table}
         self._spare: BufferValues | None = None
-        self._mutated: set[int] = set()  # owners of those that change
+        self._mutated: set[int] = set()  # the numbers of those that change
         self._changing: list[_BufferHolder] = []
         self._unchanged = self._holders.copy()
         self._watch = _Watch.of(self._unchanged)
@@ -147,12 +144,12 @@ class Buffers:
 
     def _observe(self, by_value: bool) -> None:
         numbers = [number for number, table in self._empty.items() if table]  # of modules that have registered some
-        self._holders += [_BufferHolder(number, number, self._empty.pop(number), {}) for number in numbers]
+        self._holders += [_BufferHolder(number, self._empty.pop(number), {}) for number in numbers]
         if not self._watch.is_untouched:
-            numbers += [holder.owner for holder in self._unchanged if not _Watch.of([holder]).is_untouched]
+            numbers += [holder.number for holder in self._unchanged if not _Watch.of([holder]).is_untouched]
         self._note(numbers)
         if by_value:
-            self._note([holder.owner for holder, _ in self._written_unseen()])
+            self._note([holder.number for holder, _ in self._written_unseen()])
 
     def _written_unseen(self) -> Iterator[tuple[_BufferHolder, str]]:
         """The buffers with other values. On a GPU by an earlier verdict: the host would have to wait."""
@@ -160,37 +157,37 @@ class Buffers:
             for name, original in holder.originals:
                 present = holder.table.get(name)
                 if self._expected is not None and not original.tensor.is_cpu:
-                    is_written = holder.owner in self._expected
+                    is_written = holder.number in self._expected
                 else:
                     is_written = present is not None and not same_values(present, original.copy)
                 if is_written:
                     yield holder, name
 
-    def _note(self, owners: Collection[int]) -> None:
-        """Note who writes buffers."""
-        if owners:
-            self._mutated.update(owners)
-            self._changing = [holder for holder in self._holders if holder.owner in self._mutated]
-            self._unchanged = [holder for holder in self._holders if holder.owner not in self._mutated]
+    def _note(self, numbers: Collection[int]) -> None:
+        """Note modules that write buffers, by number."""
+        if numbers:
+            self._mutated.update(numbers)
+            self._changing = [holder for holder in self._holders if holder.number in self._mutated]
+            self._unchanged = [holder for holder in self._holders if holder.number not in self._mutated]
             self._watch = _Watch.of(self._unchanged)
 
     @property
     def writers(self) -> frozenset[int]:
-        """The numbers of the groups that wrote their buffers in this call."""
+        """The numbers of the modules that wrote their buffers in this call."""
         return frozenset(self._mutated)
 
     def note_writes(self, modules: Iterable[nn.Module], stage: str) -> None:
         """Note modules whose buffers are written after all forwards. Raise if a forward has written them."""
         tables = [id(module._buffers) for module in modules]
         holders = [holder for holder in self._holders if id(holder.table) in tables]
-        written = [f"'{name}'" for holder in holders if holder.owner in self._mutated for name in holder.found]
+        written = [f"'{name}'" for holder in holders if holder.number in self._mutated for name in holder.found]
         if written:
             raise CheckpointError(
                 f"a batch norm of {stage} wrote its running statistics ({', '.join(written)}) within a forward, where "
                 "deferred_batch_norm=True puts them off: it is compiled, or its forward is its own. Use "
                 "deferred_batch_norm=False."
             )
-        self._note([holder.owner for holder in holders])
+        self._note([holder.number for holder in holders])
 
     def check_unseen(self, stage: str) -> None:
         """Raise if a buffer changed after chunk 0 without its version counter."""
@@ -337,14 +334,3 @@ def _as_set(holder: _BufferHolder, values: BufferTable) -> BufferTable:
         elif tensor.__dict__ and (value := values.get(name)) is not None:
             value.__dict__.update(tensor.__dict__)
     return values
-
-
-def _owners(modules: Sequence[int], memory: Sequence[int]) -> list[int]:
-    """The number of each buffer's module; of modules whose buffers share memory, that of the first."""
-    owners = list(modules)
-    first: dict[int, int] = {}  # by address: where it stands first
-    for index, address in enumerate(memory):
-        earlier, later = owners[first.setdefault(address, index)], owners[index]
-        if earlier != later:
-            owners = [earlier if owner == later else owner for owner in owners]
-    return owners
