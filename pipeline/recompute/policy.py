@@ -17,7 +17,7 @@ their graphs go at the end of the forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TypeAlias
 
@@ -98,29 +98,31 @@ def _answer_of(policy: Callable[[int, int], bool], pair: tuple[int, int]) -> boo
     return answer
 
 
-class checkpointing:
-    """Within: `is_checkpointing()` returns `whether`."""
-
-    __slots__ = ("_whether", "_token")
-
-    def __init__(self, whether: bool) -> None:
-        self._whether = whether
-
-    def __enter__(self) -> None:
-        self._token = _checkpointing.set(self._whether)
-
-    def __exit__(self, *exc: object) -> None:
-        _checkpointing.reset(self._token)
-
-
 @contextmanager
-def repeating() -> Iterator[None]:
-    """Within: `is_recomputing()` is True: what runs repeats a forward, and modules should not count it."""
-    token = _recomputing.set(True)
+def _set(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _recomputing.reset(token)
+        variable.reset(token)
+
+
+def checkpointing(whether: bool) -> AbstractContextManager[None]:
+    """Within: `is_checkpointing()` returns `whether`."""
+    return _set(_checkpointing, whether)
+
+
+def repeating() -> AbstractContextManager[None]:
+    """Within: `is_recomputing()` is True: what runs repeats a forward, and modules should not count it."""
+    return _set(_recomputing, True)
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """R: within, the same forward runs again, with gradients on, though the backward may run in inference mode."""
+    recording = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    with repeating(), recording, torch.enable_grad():
+        yield
 
 
 class SavingNothing:
@@ -141,26 +143,6 @@ class SavingNothing:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         if isinstance(error, RuntimeError) and NO_HOOKS in str(error):
             raise DroppedError(_DROPPED) from error
-
-
-class Recomputing:
-    """R: within, the same forward runs again, with gradients on, though the backward may run in inference mode."""
-
-    __slots__ = ("_token", "_grad", "_recording")
-
-    def __enter__(self) -> None:
-        self._token = _recomputing.set(True)
-        self._recording = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
-        if self._recording is not None:
-            self._recording.__enter__()
-        self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)
-
-    def __exit__(self, *exc: object) -> None:
-        torch._C._set_grad_enabled(self._grad)
-        if self._recording is not None:
-            self._recording.__exit__(None, None, None)
-        _recomputing.reset(self._token)
 
 
 def _drop(tensor: Tensor) -> None:

@@ -32,7 +32,7 @@ from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.buffers import Buffers, BufferValues
 from pipeline.recompute.fingerprints import Fingerprints
 from pipeline.recompute.module_hooks import HookEntries, ModuleHooks
-from pipeline.recompute.policy import Recomputing
+from pipeline.recompute.policy import recomputing
 from pipeline.recompute.randomness import private_generators
 from pipeline.recompute.stage_attributes import StageAttributes
 
@@ -188,7 +188,7 @@ class ForwardSnapshot:
             goes_backward: whether `StageAttributes.as_left` will ask for the attributes that are left within.
         """
         before = self._before.get(chunk, self._first) if again else self._before.pop(chunk, self._first)
-        contexts = [Recomputing(), *[make() for make in self._differing]]
+        contexts = [recomputing(), *[make() for make in self._differing]]
         if (hooks := self._hooks.as_before(before.hooks)) is not None:
             contexts.append(hooks)
         if self.attributes:
