@@ -13,12 +13,10 @@ from pipeline.stage.stage import StageRun, StageSettings
 def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     """The stages in this process, made for one call."""
     setup = execution.setup
-    # Between F and R of a step only layers run, and torch's own write nothing; a user's may write another's parameters.
-    samples = setup.keep or setup.compares or not all([layers.is_quiet for layers in execution.layers.values()])
     settings = StageSettings(
         grad=setup.grad, ambient=execution.ambient, context=copy_context(), traits=setup.traits,
         compares=setup.compares, defer=setup.defer, external=threading.Lock(), owners={}, keep=setup.keep,
-        samples=samples, overlap=execution.has_threads,
+        overlap=execution.has_threads,
     )
     split: dict[int, set[int]] = {index: set() for index in execution.layers}
     for index, chunk in setup.plan.schedule.split:

@@ -44,18 +44,16 @@ class Fingerprints(dict[int, tuple[list[Entries], Checksums]]):
     """The fingerprints of the outputs of one stage in one call, by chunk.
 
     Args:
-        samples: whether to take entries of each output.
-        sums: whether to take sums over each output.
+        sums: whether to take sums over each output, beside entries.
     """
 
-    def __init__(self, samples: bool, sums: bool) -> None:
+    def __init__(self, sums: bool) -> None:
         super().__init__()
-        self._samples = samples
         self._sums = sums
 
     def of(self, outputs: Sequence[Tensor]) -> tuple[list[Entries], Checksums]:
         """Those of outputs."""
-        return entries(outputs) if self._samples else [], checksums(outputs) if self._sums else []
+        return entries(outputs), checksums(outputs) if self._sums else []
 
     def agree(self, chunk: int, outputs: Sequence[Tensor]) -> bool:
         """Whether the outputs of a recomputation have those of its forward."""

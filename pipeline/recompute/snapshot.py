@@ -9,8 +9,7 @@ What a layer keeps elsewhere (in its class, a global, a closure) cannot be put b
 
 Entries are compared in every call on the CPU; on a GPU the host would have to wait for them. Calls 1, 2, 4, 8, ...
 compare everywhere, with a sum over every output, the number of autograd nodes, and a look for parameters that a forward
-wrote through `.data`. Where all layers are torch's own and never draw, a step compares in these calls alone: nothing
-but layers runs between F and R.
+wrote through `.data`.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class ForwardSnapshot:
         index: its number.
         known: the traits that earlier calls have observed.
         compares: whether to observe those anew, and to compare whole outputs, not just some entries.
-        samples: whether to compare some entries of each output, in every call.
         tables: parameters that are restored beside attributes, where no aliases stand in for them.
         owners: the stages that reach a module's dict or a container, by id: each adds itself.
 
@@ -91,7 +89,6 @@ class ForwardSnapshot:
         index: int,
         traits: StageTraits,
         compares: bool,
-        samples: bool = True,
         tables: Sequence[dict[str, Any]] = (),
         owners: dict[int, set[int]] | None = None,
     ) -> None:
@@ -101,7 +98,7 @@ class ForwardSnapshot:
         owners = {} if owners is None else owners
         self.attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies, owners, index)
         self._hooks = ModuleHooks(modules)
-        self.fingerprints = Fingerprints(samples, sums=compares)
+        self.fingerprints = Fingerprints(sums=compares)
         self._first = self._found(self.attributes.first, private_generators(modules).items())
         self._before: dict[int, _ChunkStart] = {}  # by chunk
         self._modules = modules

@@ -63,7 +63,6 @@ class StageSettings(NamedTuple):
         owners: the stages that reach a module's dict or a container, by id.
         keep: whether every chunk may have to be recomputed after the caller's own code has run (second order of
             `pipe(x)`).
-        samples: whether to compare some entries of every recomputed output.
         overlap: whether stages may compute at a time.
     """
 
@@ -76,7 +75,6 @@ class StageSettings(NamedTuple):
     external: threading.Lock
     owners: dict[int, set[int]]
     keep: bool
-    samples: bool
     overlap: bool
 
 
@@ -102,13 +100,13 @@ class StageRun:
         ends_in_loss: bool,
     ) -> None:
         name, modules, traits, compares = layers.name, layers.modules, settings.traits, settings.compares
-        grad, samples = settings.grad, settings.samples
+        grad = settings.grad
         self.layers = layers
         self.ends_in_loss = ends_in_loss
         self._settings = settings
         self._deferred = DeferredBatchNorms([layer for _, layer in layers.numbered]) if settings.defer else None
         self.snapshot = ForwardSnapshot(
-            modules, settings.ambient, name, layers.index, traits, compares, samples, owners=settings.owners
+            modules, settings.ambient, name, layers.index, traits, compares, owners=settings.owners
         )
         # Without gradients no check finds a later chunk written through `.data`, which is the caller's own tensor.
         is_of_caller = layers.index == 0 and not grad
