@@ -76,9 +76,6 @@ class Roots(NamedTuple):
 
 def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | GradientEdge | None]) -> Roots:
     """Begin at the outputs that have a gradient; None stands for one that needs none."""
-    if len(grads) == len(outputs) == 1:  # as a rule
-        (grad,), (out,) = grads, outputs
-        return Roots((), (), {}) if out is None or grad is None else Roots((out,), (grad,), {})
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out is not None and grad is not None]
     return Roots([out for out, _ in pairs], [grad for _, grad in pairs], {})
 

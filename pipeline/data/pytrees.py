@@ -76,20 +76,14 @@ class Bundle(NamedTuple):
 
     @classmethod
     def of(cls, trees: tuple[Tree, ...]) -> Bundle:
-        if len(trees) == 1:
-            return cls(trees, trees[0].tensors)
-        return cls(trees, tuple(tensor for tree in trees for tensor in tree.tensors))
+        return cls(trees, tuple([tensor for tree in trees for tensor in tree.tensors]))
 
     def build(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The values, with other tensors in the places of their own."""
-        if len(self.trees) == 1:
-            return [self.trees[0].build(tensors)]
         return [tree.build(part) for tree, part in zip(self.trees, self.split(tensors), strict=True)]
 
     def split(self, entries: Sequence[T]) -> list[Sequence[T]]:
         """Split a sequence with one entry per tensor, tree by tree."""
-        if len(self.trees) == 1:
-            return [entries]
         return parts_of(entries, [len(tree.tensors) for tree in self.trees])
 
 
@@ -191,8 +185,6 @@ def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Detached tensors, as they cross a stage boundary."""
-    if len(tensors) == 1:
-        return (resolved(tensors[0].detach()),)
     return tuple([resolved(tensor.detach()) for tensor in tensors])
 
 

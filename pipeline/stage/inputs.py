@@ -38,13 +38,6 @@ class StageInputs(NamedTuple):
 
     def grads(self) -> list[Grads]:
         """Take out the gradients that arrived, for each value that was read."""
-        if len(self.leaves) == len(self.sizes) == 1:  # the usual case
-            (leaf,) = self.leaves
-            if leaf is None:
-                return [(None,)]
-            (grad,) = self.arrived
-            self.arrived[0] = None
-            return [(grad,)]
         arrived = iter(self.arrived.copy())
         self.arrived[:] = [None] * len(self.arrived)
         grads = tuple([None if leaf is None else next(arrived, None) for leaf in self.leaves])
@@ -102,7 +95,7 @@ class InputCut:
     ) -> tuple[StageInputs, tuple[Tensor, ...]]:
         """Cut: the leaves of this chunk, and the tensors that the layers get."""
         tensors = self.layer_inputs(chunk, read.tensors)
-        sizes = (len(tensors),) if len(read.trees) == 1 else [len(tree.tensors) for tree in read.trees]
+        sizes = [len(tree.tensors) for tree in read.trees]
         if True not in needs_grad:
             return StageInputs((None,) * len(tensors), [], sizes, None), tuple([tensor.detach() for tensor in tensors])
         leaves = tuple([self._leaf(tensor) if needs else None for tensor, needs in zip(tensors, needs_grad)])

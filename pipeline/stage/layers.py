@@ -71,8 +71,7 @@ class StageLayers:
             TypeError: the value after the layers holds an object that cannot cross stages.
         """
         if not self._has_skips:
-            value = self._run(chunk, values[0], seed)
-            return Bundle((value,), value.tensors)
+            return Bundle.of((self._run(chunk, values[0], seed),))
         with Skips(zip(self._popped, values[1:], strict=True)) as skips:
             value = self._run(chunk, values[0], seed)
             stashed = [flatten(skips.take(key), f"{key} of {self.name}") for key in self._stashed]

@@ -32,10 +32,7 @@ class OutputEdges(NamedTuple):
     @classmethod
     def of(cls, outputs: Bundle, whole: bool) -> OutputEdges:
         """The edges of some outputs; `whole`: keep the outputs too."""
-        if len(outputs.tensors) == len(outputs.trees) == 1:  # the usual case
-            sizes: tuple[int, ...] = (1,)
-        else:
-            sizes = tuple([len(tree.tensors) for tree in outputs.trees])
+        sizes = tuple([len(tree.tensors) for tree in outputs.trees])
         edges = [(tensor if whole else edge(tensor)) if tensor.requires_grad else None for tensor in outputs.tensors]
         return cls(edges, sizes, outputs if whole else None)
 

@@ -447,8 +447,5 @@ class StageRun:
 
 def _read(inbox: Sequence[Activations]) -> tuple[Bundle, Sequence[bool]]:
     """The values that a stage has read as one bundle, and which of its tensors need a gradient."""
-    if len(inbox) == 1:  # the usual case
-        (message,) = inbox
-        return Bundle((message.tree,), message.tree.tensors), message.needs_grad
     read = Bundle.of(tuple([message.tree for message in inbox]))
     return read, [need for message in inbox for need in message.needs_grad]
