@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from partition.halves import REENTRANT
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import Roots, explore, gradients, holds, refuse_marked, run_backward, sum_with
-from pipeline.stage.hooks import grads_apart, hooks_asleep
-from pipeline.stage.parameters import Aliases
+from pipeline.common.graph import Roots, explore, refuse_marked, run_backward, sum_with
+from pipeline.stage.hooks import grads_apart
 
 
 class ExternalLeaves:
@@ -88,30 +86,12 @@ class ExternalLeaves:
                     f"forward and the recomputation of chunk {chunk}. Change it after backward()."
                 )
 
-    def differentiate(self, roots: Roots, inputs: list[Tensor], aliases: Aliases) -> None:
-        """Run a backward that reaches external leaves, of the stage or of the loss behind it.
-
-        Args:
-            roots: where it begins.
-            inputs: the entry leaves of the chunk.
-            aliases: the stage's parameters.
-        """
+    def differentiate(self, roots: Roots) -> None:
+        """Run a backward that reaches external leaves, of the stage or of the loss behind it."""
         external = list({**self.leaves, **roots.foreign}.values())
-        if holds(roots.tensors, REENTRANT):
-            with self._lock, grads_apart(external) as parts:
-                run_backward(roots.tensors, roots.grads, retain=True)
-            self._add_sums(zip(external, parts, strict=True))
-            return
-        used = aliases.used
-        with self._lock, hooks_asleep(external):
-            grads = gradients(roots.tensors, inputs + used + external, roots.grads, retain=True)
-        for alias, grad in zip(used, grads[len(inputs) :], strict=False):
-            if grad is not None:
-                alias.grad = sum_with(alias.grad, grad, alias)
-        self._add_sums(zip(external, grads[len(inputs) + len(used) :], strict=True))
-
-    def _add_sums(self, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        for leaf, grad in pairs:
+        with self._lock, grads_apart(external) as parts:
+            run_backward(roots.tensors, roots.grads, retain=True)
+        for leaf, grad in zip(external, parts, strict=True):
             if grad is not None:
                 _, total = self._sums.get(id(leaf), (leaf, None))
                 self._sums[id(leaf)] = leaf, sum_with(total, grad, leaf)

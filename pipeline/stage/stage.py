@@ -331,7 +331,7 @@ class StageRun:
 
     def _differentiate(self, roots: Roots, inputs: StageInputs, sites: Sequence[Site], retain: bool) -> None:
         if self.external.leaves or roots.foreign:
-            self.external.differentiate(roots, inputs.grad_leaves, self.aliases)
+            self.external.differentiate(roots)
         else:
             ends = ends_without(sites, inputs.grad_leaves + self.aliases.used) if sites else ()
             run_backward(roots.tensors, roots.grads, retain, ends)
