@@ -65,8 +65,6 @@ def place_of(device: Place | torch.device | str | int) -> Place:
     """
     if isinstance(device, Place):
         torch_device = device.device
-        if not isinstance(torch_device, torch.device):
-            raise TypeError(f"the device of a Place is {shown(torch_device)}. Give Place(torch.device(...), name).")
     elif isinstance(device, bool) or not isinstance(device, torch.device | str | int):
         raise TypeError(f"a device is {shown(device)}. Give torch.device(...), or its name, such as 'cpu' or 'cuda:0'.")
     else:

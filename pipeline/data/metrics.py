@@ -80,13 +80,9 @@ class Metrics:
         if isinstance(part, Tensor) and part.numel() == 1 and not part.is_complex():
             with without_function_modes():
                 return part.detach().reshape(()).to(torch.float64, copy=True)
-        if isinstance(part, float) or isinstance(part, int) and part.bit_length() < 1024:
+        if isinstance(part, (int, float)):
             return torch.tensor(float(part), dtype=torch.float64, device="cpu")
-        shown = (
-            f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor)
-            else f"a whole number of {part.bit_length()} bits, too many for a float," if isinstance(part, int)
-            else repr(part)
-        )  # fmt: skip
+        shown = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else repr(part)
         raise TypeError(f"{self._name} returned {shown} in the metric {name!r}. Return two numbers: (sum, count).")
 
 

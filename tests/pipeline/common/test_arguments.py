@@ -183,7 +183,6 @@ WORDS = {
     "a loss's class": (lambda: step_with(loss_fn=nn.MSELoss), TypeError, r"class MSELoss\. Give an object"),
     "balance, set": (lambda: set_on_a_pipe(balance=[1, 2]), AttributeError, r"balance cannot be set.*balance=\.\.\."),
     "batch_dim, set": (lambda: set_on_a_pipe(batch_dim=1), AttributeError, r"batch_dim cannot be set.*Build another"),
-    "a Place of a word": (lambda: pipe_of(devices=[Place("cpu")] * 2), TypeError, "the device of a Place is .cpu."),
     "hf_device_map, set": (
         lambda: set_on_a_pipe(hf_device_map={}), AttributeError, "hf_device_map cannot be set: it follows.*placed its"
     ),
