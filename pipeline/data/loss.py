@@ -359,14 +359,9 @@ class Loss:
         if self.is_proven:
             return LossCount(number, shown, form)
         if self._known.unproven + 1 == _SAID:
-            reads = ", ".join(sorted(map(str, self._form & TO_HOST)))
-            reason = (
-                f"Python reads numbers there ({reads}), and what it does with them cannot be seen. Keep the tensor of "
-                "what is logged, loss.detach(), and return tensors as metrics"
-            ) if reads else self._unproven
             warnings.warn(
                 f"{self._name} is compared with the loss of the joined outputs in every step, which takes a second "
-                f"call of it and of its gradient: {reason}.", UserWarning, stacklevel=2,
+                f"call of it and of its gradient: {self._unproven}.", UserWarning, stacklevel=2,
             )
         return LossCount(0, shown, form, self._known.unproven + 1)
 
@@ -402,16 +397,18 @@ class Loss:
     @property
     def _unproven(self) -> str:
         """The reason why the weights are not proven, in words."""
-        if self._kind == _PAIR:
+        reads = ", ".join(sorted(map(str, self._form & TO_HOST)))
+        if reads:
             return (
-                "what Python or a function that is not linear has made of a number cannot be seen (to log one keep "
-                "loss.detach() in the place of loss.item())"
+                f"Python reads numbers there ({reads}), and what it does with them cannot be seen. Keep the tensor of "
+                "what is logged, loss.detach(), and return tensors as metrics"
             )
+        if self._kind == _PAIR:
+            return "what a function that is not linear has made of a number cannot be seen"
         return (
             f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
             "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen: a term is "
-            "scripted, of an extension or of torch.func, something else than sums and factors came behind a mean, or "
-            "Python has read a number (an if, an assert, or .item(): to log one keep loss.detach())"
+            "scripted, of an extension or of torch.func, or something else than sums and factors came behind a mean"
         )
 
     def neither(self, reason: str) -> ValueError:
