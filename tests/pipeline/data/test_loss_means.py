@@ -6,11 +6,11 @@ the first have not: these steps do not compare.
 
 import copy
 import gc
-import itertools
 import warnings
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
+from operator import length_hint
 
 import numpy
 import pytest
@@ -484,11 +484,11 @@ class Trainer:
     def __init__(self):
         self.is_late = False
         self.calls = 0
-        self._all_calls = itertools.count()  # those too whose counts are put back
+        self._all_calls = iter(range(1000))  # less those to come; also calls whose counts are put back
 
     @property
     def all_calls(self):
-        return copy.copy(self._all_calls).__next__()
+        return 1000 - length_hint(self._all_calls)
 
     def loss(self, output, target):
         self.calls += 1
