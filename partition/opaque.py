@@ -17,14 +17,15 @@ class Opaque:
 
 
 def seen_of(leaf: Any) -> Any:
-    """The plain value that a leaf is; None for a tensor; Opaque for any other object.
+    """The plain value that a leaf is; Tensor for a tensor, Opaque for any other object.
 
     Example:
-        >>> [seen_of(leaf) for leaf in (2.0, {1})] == [2.0, Opaque]
+        >>> [seen_of(leaf) for leaf in (2.0, None, nn.Parameter(), {1})] == [2.0, None, Tensor, Opaque]
         True
     """
-    is_opaque = leaf is not None and not isinstance(leaf, Tensor | int | float | str)
-    return Opaque if is_opaque else None if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return Tensor
+    return leaf if leaf is None or isinstance(leaf, int | float | str) else Opaque
 
 
 def opaque(leaves: Iterable[Any]) -> list[Any]:

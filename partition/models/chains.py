@@ -185,9 +185,8 @@ def _chain(run: Sequence[ModuleCall]) -> BlockChain:
     returned = list(map(seen_of, leaves))
     dtypes = tuple([leaf.dtype if isinstance(leaf, Tensor) and leaf.is_floating_point() else None for leaf in hidden])
     names = tuple([call.name for call in run])
-    none = frozenset([place for place, leaf in enumerate(leaves) if leaf is None])
     entries, exits = [key for _, key in links], [exit for exit, _ in links]
-    return BlockChain(names, tuple(entries), returned, tree, tuple(exits), none, dtypes)
+    return BlockChain(names, tuple(entries), returned, tree, tuple(exits), dtypes)
 
 
 def _units(model: nn.Module, name: str, called_names: Container[str]) -> Iterator[str]:

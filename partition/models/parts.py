@@ -261,12 +261,11 @@ class Block(Part):
     def _leaves(self, returned: Any, chain: BlockChain) -> Leaves:
         """The leaves that the block returned: tensors, and what else it returned on the sample."""
         leaves = chain.leaves(self._number, returned)
-        for place, (leaf, on_sample) in enumerate(zip(leaves, chain.returned, strict=True)):
-            was_tensor = on_sample is None and place not in chain.none
-            if seen_of(leaf) != on_sample or isinstance(leaf, Tensor) and not was_tensor:
+        for leaf, on_sample in zip(leaves, chain.returned, strict=True):
+            if seen_of(leaf) != on_sample:
                 raise PartitionError(
                     f"block {self._names[0]!r} returned {'a tensor' if isinstance(leaf, Tensor) else repr(leaf)}, and "
-                    f"{'a tensor' if was_tensor else repr(on_sample)} on the sample, with which the model was "
+                    f"{'a tensor' if on_sample is Tensor else repr(on_sample)} on the sample, with which the model was "
                     "cut. Cut it with a sample that is like this call; and only tensors go from one part to another: "
                     "return one in each call."
                 )

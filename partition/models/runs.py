@@ -166,9 +166,8 @@ class BlockChain(NamedTuple):
     Attributes:
         blocks: their names in the model, the same where a module is called again.
         entries: which leaves of a block's arguments are the hidden state.
-        returned: what is seen of the leaves of what a block returns, None where there are tensors, and their tree.
+        returned: what is seen of the leaves of what a block returns, and their tree: see `partition.opaque.seen_of`.
         exits: which of them are the hidden state.
-        none: which of them are None.
         dtypes: of the hidden state that the first block is called with; None where it is no floating-point tensor.
         first: the number of its first block among those of all chains.
     """
@@ -178,7 +177,6 @@ class BlockChain(NamedTuple):
     returned: Leaves
     tree: TreeSpec
     exits: tuple[int, ...]
-    none: frozenset[int]
     dtypes: tuple[torch.dtype | None, ...]
     first: int = 0
 
@@ -337,9 +335,9 @@ class OutlineRun:
                     leaves[place] = lost(hidden, hidden.device) if number == chain.first else another(hidden)
             states = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             for place, leaf in enumerate(leaves):
-                if leaf is None and place not in chain.none and states:
+                if leaf is Tensor and states:
                     leaves[place] = another(states[0])
-        elif any(leaf is None and place not in outputs for place, leaf in enumerate(leaves)):
+        elif any(leaf is Tensor and place not in outputs for place, leaf in enumerate(leaves)):
             leaves = chain.leaves(number, absent(*args, **kwargs))
         for place, leaf in outputs.items():
             leaves[place] = leaf
