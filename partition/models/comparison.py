@@ -219,9 +219,7 @@ def _called(
         shares: what Python and numpy draw before the first block, and from there on, see `drawing`; none: what they
             draw under the seeds.
     """
-    blocks: Iterable[nn.Module] = _blocks(layers)
-    if run is not layers:
-        blocks = {record.model.get_submodule(block.in_model.names[0]) for block in _blocks(layers)}
+    blocks = {block.block for block in _blocks(layers)}  # the model's own, in either
     with as_found([record.model, layers], record.written) as snapshot:
         for x in xs:
             with _seeded(blocks, first, shares):
@@ -235,29 +233,18 @@ def _blocks(layers: nn.Sequential) -> list[Block]:
 
 @contextmanager
 def _seeded(blocks: Iterable[nn.Module], first: int, shares: Sequence[float]) -> Iterator[None]:
-    """Within: the generators are seeded, and seeded anew where each block is called that lies in no other."""
-    seeds, depth = count(first), 0
+    """Within: the generators are seeded, and seeded anew where each block is called."""
+    seeds = count(first)
     with ExitStack() as stack:
 
-        def seed() -> None:
+        def seed(*_: Any) -> None:
             number = next(seeds)
             seed_host(number)
             if shares:
                 stack.enter_context(drawing(shares[number > first]))
 
-        def before(*_: Any) -> None:
-            nonlocal depth
-            if not depth:
-                seed()
-            depth += 1
-
-        def after(*_: Any) -> None:
-            nonlocal depth
-            depth -= 1
-
         for block in blocks:
-            stack.callback(block.register_forward_pre_hook(before).remove)
-            stack.callback(block.register_forward_hook(after).remove)
+            stack.callback(block.register_forward_pre_hook(seed).remove)
         seed()
         yield
 
