@@ -16,7 +16,21 @@ from partition.models.shapes import poison
 Leaves: TypeAlias = list[Any]
 
 
-class UnsentInputError(PartitionError):
+class UnlikeSampleError(PartitionError):
+    """A call that takes another way through the model's forward than the sample did.
+
+    Args:
+        difference: in words that "on the sample" ends.
+        remedy: sentences; what to do instead of another sample.
+    """
+
+    def __init__(self, difference: str, remedy: str = "") -> None:
+        super().__init__(
+            f"{difference} on the sample by which the model was cut. {remedy}Cut it with a sample like this call."
+        )
+
+
+class UnsentInputError(UnlikeSampleError):
     """The numbers of an input are read where they have not been sent.
 
     Attributes:
@@ -25,8 +39,7 @@ class UnsentInputError(PartitionError):
 
     def __init__(self, leaf: int, name: str, operation: str) -> None:
         super().__init__(
-            f"{name} is read after the beginning of the model ({operation}), which it was not with the sample: so its "
-            "numbers are not there. Cut the model with a sample that is like this call."
+            f"{name} is read after the beginning of the model ({operation}), where its numbers are not: it was not read"
         )
         self.leaf = leaf
 
@@ -121,10 +134,7 @@ class ModelInputs(NamedTuple):
         """The same, as they travel with the hidden state: of tensors that are not read again the shapes."""
         for number, (leaf, is_read) in enumerate(zip(leaves, self.read, strict=True)):
             if not (is_read or isinstance(leaf, Tensor)):
-                raise PartitionError(
-                    f"{self.words(number)} is {leaf!r}, and was a tensor in the sample with which the model was cut. "
-                    "Call it as with the sample, or cut it with another sample."
-                )
+                raise UnlikeSampleError(f"{self.words(number)} is {leaf!r}, and was a tensor")
         return tuple(
             [leaf if is_read else _shape_and_dtype(leaf) for leaf, is_read in zip(leaves, self.read, strict=True)]
         )

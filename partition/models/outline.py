@@ -27,7 +27,7 @@ from partition.errors import PartitionError
 from partition.generators import generators_among, put_generators_back, stand_at, states_of
 from partition.models.as_found import Hook, PutBacks, is_same, stays
 from partition.models.following import ModuleCopies
-from partition.models.inputs import Leaves, ModelInputs
+from partition.models.inputs import Leaves, ModelInputs, UnlikeSampleError
 from partition.models.lost import LostTensor, as_lost
 from partition.models.passing import PassingPlan
 from partition.models.references import drop_others, hooks_of, plain_attributes, references_of, renew_references
@@ -310,10 +310,9 @@ class Outline(nn.Module):
             with _disable_current_modes():  # torch's fake mode tells no numbers
                 is_drawn = not stand_at([*states, *own_states])
             if is_drawn:
-                raise PartitionError(
-                    "the model's own forward draws random numbers, which it did not on the sample by which the "
-                    "model was cut, and each part would draw others. Draw them before, and call the model with "
-                    "them; or cut the model with a sample that is like this call."
+                raise UnlikeSampleError(
+                    "the model's own forward draws random numbers, which it did not",
+                    "Each part would draw others: draw them before, and call the model with them. ",
                 )
 
         return rewind
@@ -337,10 +336,10 @@ class Outline(nn.Module):
                 others = [(key, leaf) for key, leaf in call.leaves.items() if key not in chain.entries]
                 differing += [key for key, leaf in others if id(leaf) in written]
             if differing:
-                raise PartitionError(
+                raise UnlikeSampleError(
                     f"argument {differing[0][0]!r} of block {self.name_of(number)!r} changes between two blocks: it is "
-                    "written there, or another than on the sample by which the model was cut. Write to a copy, or cut "
-                    "the model with a sample that is like this call."
+                    "written there, or another than",
+                    "Write to a copy. ",
                 )
 
     def _check_arguments(self, run: OutlineRun, tensors: Sequence[Tensor]) -> None:
@@ -369,10 +368,9 @@ class Outline(nn.Module):
             PartitionError: the run ended before.
         """
         if number >= len(calls):
-            raise PartitionError(
-                f"the model's forward ended before it called block {self.name_of(number)!r}, which it called on the "
-                "sample with which it was cut. How many blocks it calls must not depend on what they compute; "
-                "otherwise cut it with a sample that is like this call."
+            raise UnlikeSampleError(
+                f"the model's forward ended before it called block {self.name_of(number)!r}, which it called",
+                "How many blocks it calls must not depend on what they compute. ",
             )
         return calls[number]
 

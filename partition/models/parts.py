@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from partition.contents import storage_of, tensors_in, version_of
 from partition.errors import PartitionError
 from partition.models.as_found import is_same
-from partition.models.inputs import Leaves
+from partition.models.inputs import Leaves, UnlikeSampleError
 from partition.models.outline import Outline
 from partition.models.runs import ArgumentKey, BlockChain, CallArguments, OutlineRun, Switches, chain_of
 from partition.models.shapes import is_whole
@@ -169,10 +169,9 @@ class OutlinePart(Part):
         versions = list(map(version_of, held))
         returned = self._run(run, outline.inputs.arrived(travelling, device), device)
         if list(map(version_of, held)) != versions:
-            raise PartitionError(
-                "the model's own forward writes into what a block returned, or was called with, as it did not on the "
-                "sample by which the model was cut, and another part reads it. Write to a copy, or cut the model with "
-                "a sample that is like this call."
+            raise UnlikeSampleError(
+                "the model's own forward writes into what a block returned, or was called with, as it did not",
+                "Another part reads that: write to a copy. ",
             )
         return run, returned
 
@@ -223,10 +222,9 @@ class Block(Part):
             returned = self.block(*args, **kwargs)
         self._check_told(told)
         if list(map(version_of, held)) != versions:
-            raise PartitionError(
-                f"block {self._names[0]!r} writes into what it is called with, as it did not on the sample by which "
-                "the model was cut, or into what another part reads. Let the block write to a copy: h = h.clone(); "
-                "or, if nothing else reads that, cut the model with a sample that is like this call."
+            raise UnlikeSampleError(
+                f"block {self._names[0]!r} writes into what it is called with, or another part reads, as it did not",
+                "Let it write to a copy: h = h.clone(). ",
             )
         leaves = self._leaves(returned, chain)
         passing = self.outline.passing.filled(self._number, dict(enumerate(leaves)), passing)
@@ -263,11 +261,10 @@ class Block(Part):
         leaves = chain.leaves(self._number, returned)
         for leaf, on_sample in zip(leaves, chain.returned, strict=True):
             if seen_of(leaf) != on_sample:
-                raise PartitionError(
+                raise UnlikeSampleError(
                     f"block {self._names[0]!r} returned {'a tensor' if isinstance(leaf, Tensor) else repr(leaf)}, and "
-                    f"{'a tensor' if on_sample is Tensor else repr(on_sample)} on the sample, with which the model was "
-                    "cut. Cut it with a sample that is like this call; and only tensors go from one part to another: "
-                    "return one in each call."
+                    f"{'a tensor' if on_sample is Tensor else repr(on_sample)}",
+                    "Only tensors go from one part to another: return one in each call. ",
                 )
         return leaves
 
@@ -303,10 +300,9 @@ def _check_whole(chain: BlockChain, keys: Iterable[ArgumentKey], call: CallArgum
     """See that what is read behind a chain, as it arrives there, are no slices: nobody computes the rest there."""
     for key in keys:
         if isinstance(call[key], Tensor) and storage_of(call[key]) >= 0 and not is_whole(call[key]):
-            raise PartitionError(
-                f"argument {key[0]!r} of block {chain.blocks[0]!r} is a slice of what was computed, and was all of it "
-                "on the sample by which the model was cut: what is read of it behind the blocks arrives with it. Cut "
-                "the model with a sample that is like this call."
+            raise UnlikeSampleError(
+                f"argument {key[0]!r} of block {chain.blocks[0]!r} is a slice of what was computed, and was all of it",
+                "What is read of it behind the blocks arrives with it. ",
             )
 
 

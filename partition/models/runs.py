@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_leaves, tree_map, tree_unflatten
 
 from partition.contents import PLAIN, storage_of, tensors_in, version_of
-from partition.errors import PartitionError
-from partition.models.inputs import Leaves, UnsentInput, UnsentInputError
+from partition.models.inputs import Leaves, UnlikeSampleError, UnsentInput, UnsentInputError
 from partition.models.lost import LostTensor, another, filled, is_lost, lost
 from partition.models.shapes import is_without_memory
 from partition.opaque import may_change
@@ -96,10 +95,7 @@ class CallArguments:
         try:
             return self.kwargs[name] if isinstance(name, str) else self.args[name]
         except LookupError:
-            raise PartitionError(
-                f"a block is called without argument {name!r}, with which it was called on the sample by which the "
-                "model was cut. Cut it with a sample that is like this call."
-            ) from None
+            raise UnlikeSampleError(f"a block is called without argument {name!r}, with which it was called") from None
 
     @property
     def leaves(self) -> dict[ArgumentKey, Any]:
@@ -138,10 +134,9 @@ def _leaves_of(argument: int | str, value: Any, place: int) -> tuple[Leaves, Tre
     """
     leaves, tree = tree_flatten(value)
     if place >= len(leaves):
-        raise PartitionError(
-            f"argument {argument!r} of a block holds {len(leaves)} values, and held {place + 1} or more on the sample "
-            "by which the model was cut. Cut it with a sample that is like this call; what blocks put into a list that "
-            "they are called with, let them return."
+        raise UnlikeSampleError(
+            f"argument {argument!r} of a block holds {len(leaves)} values, and held {place + 1} or more",
+            "What blocks put into a list that they are called with, let them return. ",
         )
     return leaves, tree
 
@@ -195,10 +190,9 @@ class BlockChain(NamedTuple):
             return [returned]
         leaves, tree = tree_flatten(returned)
         if tree != self.tree:
-            raise PartitionError(
-                f"block {self.blocks[number - self.first]!r} returned other containers than on the sample by which "
-                "the model was cut, or other entries, or these in another order. Cut it with a sample that is like "
-                "this call."
+            raise UnlikeSampleError(
+                f"block {self.blocks[number - self.first]!r} returned other containers than",
+                "Names of entries, and their order, count as well. ",
             )
         return leaves
 
@@ -268,10 +262,9 @@ class OutlineRun:
             return value
         with self.entered(), torch._C.DisableTorchFunctionSubclass():
             if is_lost(value):
-                raise PartitionError(
-                    f"{where} is computed from what another part of the model computes, as it was not on the sample by "
-                    "which the model was cut, and that does not travel there. Cut the model with a sample that is like "
-                    "this call."
+                raise UnlikeSampleError(
+                    f"{where} is computed from what another part of the model computes, as it was not",
+                    "That does not travel there. ",
                 )
             return value.as_subclass(Tensor)
 
@@ -299,10 +292,9 @@ class OutlineRun:
         if number not in numbers:
             names = [name for chain in self._chains for name in chain.blocks]
             where = f"where {names[number]!r} was" if number < len(names) else "once more than it was"
-            raise PartitionError(
-                f"block {names[numbers[0]]!r} was called {where} on the sample by which the model "
-                "was cut. Turn off what drops layers at random (layerdrop=0), or cut the model with a sample that is "
-                "like this call."
+            raise UnlikeSampleError(
+                f"block {names[numbers[0]]!r} was called {where}",
+                "Turn off what drops layers at random (layerdrop=0). ",
             )
         call = CallArguments(args, kwargs)
         chain = chain_of(self._chains, number)
@@ -356,11 +348,10 @@ class OutlineRun:
         for (output, version), leaf, now in zip(self._hidden, hidden, versions, strict=True):
             if leaf is not output or now != version:
                 names = [name for chain in self._chains for name in chain.blocks]
-                raise PartitionError(
-                    f"block {names[number]!r} is not called with what block {names[number - 1]!r} returned, as it was "
-                    "on the sample by which the model was cut: something is computed between the two, for a mask, a "
-                    "size or a mode that the sample did not have. Cut the model with a sample that is like this call. "
-                    "(The model's own checkpoint with use_reentrant=True hands on copies: use False.)"
+                raise UnlikeSampleError(
+                    f"block {names[number]!r} is not called with what block {names[number - 1]!r} returned, as it was",
+                    "Something is computed between the two, for a mask, a size or a mode. (The model's own checkpoint "
+                    "with use_reentrant=True hands on copies: use False.) ",
                 )
 
 

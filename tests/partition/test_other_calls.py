@@ -467,7 +467,7 @@ def test_a_write_into_what_another_part_reads_is_refused_where_the_sample_did_no
     parts = cut(model, short)
     for x in (short, long):
         torch.testing.assert_close(parts(x), model(x))
-    with pytest.raises(PartitionError, match="writes into what a block returned, .* another part reads it. Write to a"):
+    with pytest.raises(PartitionError, match="writes into what a block returned, .* Another part reads that: write to"):
         cut(model, long)(short)
 
 
@@ -499,7 +499,7 @@ def test_a_block_that_writes_what_later_arguments_are_made_of_is_refused(cut):
     parts = cut(model, short)
     torch.testing.assert_close(parts(short), model(short))
     for call in (lambda: parts(long), lambda: cut(model, long)):
-        with pytest.raises(PartitionError, match=r"block 'blocks\.0' writes into what .* another part reads. Let"):
+        with pytest.raises(PartitionError, match=r"block 'blocks\.0' writes into what .* another part reads.* Let"):
             call()
 
 
@@ -543,7 +543,7 @@ def test_a_block_that_writes_what_it_is_called_with_as_it_did_not_on_the_sample_
     balance = [in_first, len(layers) - in_first] if in_first else [1] * len(layers)
     pipe = Pipe(layers, balance, chunks=2)
     torch.testing.assert_close(pipe(short), model(short))
-    with pytest.raises(PartitionError, match=r"block 'blocks\.0' writes .* copy: h = h.clone\(\); or, if .* like this"):
+    with pytest.raises(PartitionError, match=r"block 'blocks\.0' writes .* copy: h = h.clone\(\)\. Cut .* like this"):
         pipe(long)
 
 
@@ -566,7 +566,7 @@ def test_an_input_that_blocks_are_called_with_does_not_go_past_them():
             return self.head(torch.stack(found).mean(0) if average else h) + x
 
     parts = to_sequential(Averages(), (rows(), False))
-    with pytest.raises(PartitionError, match="the output is computed from what another part .*is like this call"):
+    with pytest.raises(PartitionError, match="the output is computed from what another part .* like this call"):
         parts((rows(), True))
 
 
@@ -607,7 +607,7 @@ def test_what_another_part_computes_is_refused_where_only_a_later_call_needs_it(
     parts = cut(model, x)
     torch.testing.assert_close(parts(x), model(x))
     where = "the output" if at_end else "argument ('factor'|1) of block 'blocks.0'"
-    with pytest.raises(PartitionError, match=f"{where} is computed from what another part .* is like this call"):
+    with pytest.raises(PartitionError, match=f"{where} is computed from what another part .* like this call"):
         parts(100 * x)
 
 
@@ -1355,7 +1355,7 @@ def test_the_entries_of_inputs_have_no_order(cut):
 REFUSED = {
     "a leaf that was None": (Adds, rows(), rows(7), "block 'blocks.0' returned a tensor, and None on the sample"),
     "fewer blocks": (Shallower, (rows(), 3), (rows(), 2), "ended before it called block 'blocks.2'"),
-    "no tensor": (Base, (rows(), rows()), (rows(), None), "tensor 1 of the inputs is None, and was a tensor in"),
+    "no tensor": (Base, (rows(), rows()), (rows(), None), "tensor 1 of the inputs is None, and was a tensor on"),
 }
 
 

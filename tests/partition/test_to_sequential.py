@@ -365,7 +365,7 @@ def test_what_passes_by_travels_as_long_as_it_is_read():
 def test_a_block_that_returns_another_plain_value_than_on_the_sample_is_refused():
     layers = to_sequential(Tells().eval(), torch.ones(4, 4))
     layers(torch.ones(3, 4))
-    with pytest.raises(PartitionError, match="block 'blocks.0' returned -1.0, and 1.0 on the sample, with which the"):
+    with pytest.raises(PartitionError, match="block 'blocks.0' returned -1.0, and 1.0 on the sample by which the"):
         layers(-torch.ones(3, 4))
 
 
