@@ -28,7 +28,7 @@ from partition.generators import generators_among, put_generators_back, stand_at
 from partition.models.as_found import Hook, PutBacks, is_same, stays
 from partition.models.following import ModuleCopies
 from partition.models.inputs import Leaves, ModelInputs, UnlikeSampleError
-from partition.models.lost import LostTensor, as_lost
+from partition.models.lost import as_lost
 from partition.models.passing import PassingPlan
 from partition.models.references import drop_others, hooks_of, plain_attributes, references_of, renew_references
 from partition.models.runs import (
@@ -284,7 +284,7 @@ class Outline(nn.Module):
             rewind()
             tensors = [tensor for call in run.calls for tensor in call.tensors]
             self._check_between(run, tensors, chain_of(self.chains, number))
-            self._check_arguments(run, tensors)
+            self._check_arguments(run)
             calls = [call.without(self._travelling(number)) for number, call in enumerate(run.calls)]
             if not any([call.may_change for call in calls]):  # else each block has its own
                 self._last.calls[key] = calls
@@ -342,15 +342,12 @@ class Outline(nn.Module):
                     "Write to a copy. ",
                 )
 
-    def _check_arguments(self, run: OutlineRun, tensors: Sequence[Tensor]) -> None:
+    def _check_arguments(self, run: OutlineRun) -> None:
         """See that the leaves of blocks' arguments are here, but for those that travel there."""
-        travelling = [self._travelling(number) for number in range(len(run.calls))]
-        arriving = [call[key] for call, keys in zip(run.calls, travelling, strict=True) for key in keys]
-        if _count_lost(tensors) == _count_lost(arriving):
-            return
         for number, call in enumerate(run.calls):
+            travelling = self._travelling(number)
             for key, leaf in call.leaves.items():
-                if key not in travelling[number]:
+                if key not in travelling:
                     run.here(leaf, f"argument {key[0]!r} of block {self.name_of(number)!r}")
 
     def _travelling(self, number: int) -> set[ArgumentKey]:
@@ -447,10 +444,6 @@ def _identity(leaf: Tensor) -> tuple[Any, ...]:
     if storage is leaf:
         return "leaf", WeakIdRef(leaf), version_of(leaf)
     return "memory", storage, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype, version_of(leaf)
-
-
-def _count_lost(leaves: Iterable[Any]) -> int:
-    return sum([isinstance(leaf, LostTensor) for leaf in leaves])
 
 
 def _stream(device: torch.device) -> int:
