@@ -201,7 +201,7 @@ def record_model(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> M
                 try:
                     leaves = tree_leaves(make(run_model(model, sample, always)))
                 except Exception as error:
-                    error.add_note(_how_called(model, sample, always, mode, error))
+                    error.add_note(_how_called(model, sample, always, mode))
                     raise
                 tick()
             flags = {key for key, value in values.items() if value is True} - attribute_keys | flags - values.keys()
@@ -248,18 +248,15 @@ def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
     return not all([same_numbers(outcome, outcomes[0]) for outcome in outcomes])
 
 
-def _how_called(model: nn.Module, sample: Any, always: Iterable[str], mode: str, error: Exception) -> str:
-    kind, hint = type(model).__name__, ""
-    if isinstance(error, RuntimeError) and "does not require grad" in str(error):
-        return (
-            f"to_sequential called {kind} with the sample without gradients, so that its forward differentiates "
-            "nothing. Forces of an energy go back through all parts: cut the module that returns the energy, and "
-            "differentiate what its Pipe returns."
-        )
+def _how_called(model: nn.Module, sample: Any, always: Iterable[str], mode: str) -> str:
+    hint = ""
     if isinstance(sample, Mapping):
         names = ", ".join(f"{name}=" for name in [*sample, *always])
         hint = f" Its arguments were {names}; to hand it a dict, give (sample,)."
-    return f"to_sequential called {kind} with the sample in {mode} mode: it must run in both.{hint}"
+    return (
+        f"to_sequential called {type(model).__name__} with the sample in {mode} mode, without gradients: it must run "
+        f"so in both. Let a function around its Pipe differentiate what that returns.{hint}"
+    )
 
 
 def _names(model: nn.Module, storages: Container[int]) -> list[tuple[int, str]]:
