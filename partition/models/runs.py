@@ -32,7 +32,7 @@ class Switches(NamedTuple):
     def now(cls) -> Switches:
         """Those that are on."""
         if not torch._C._is_any_autocast_enabled():
-            return _WITH_GRAD if torch.is_grad_enabled() else _WITHOUT_GRAD
+            return cls(torch.is_grad_enabled(), ())
         kinds = ("cpu", *_accelerators())
         return cls(torch.is_grad_enabled(), tuple([
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
@@ -47,9 +47,6 @@ class Switches(NamedTuple):
             for kind, is_on, dtype in self.autocast or off:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
             yield
-
-
-_WITH_GRAD, _WITHOUT_GRAD = Switches(True, ()), Switches(False, ())
 
 
 def _accelerators() -> tuple[str, ...]:
@@ -186,8 +183,6 @@ class BlockChain(NamedTuple):
         Raises:
             PartitionError: they lie in other containers than on the sample.
         """
-        if isinstance(returned, Tensor) and self.tree.is_leaf():  # as a rule
-            return [returned]
         leaves, tree = tree_flatten(returned)
         if tree != self.tree:
             raise UnlikeSampleError(

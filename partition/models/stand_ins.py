@@ -86,8 +86,7 @@ class AbsentModule:
         self._meta_outputs: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # as a rule: ids of an embedding, say
-        leaves, tree = (args, None) if is_plain else tree_flatten((args, kwargs))
+        leaves, tree = tree_flatten((args, kwargs))
         shapes = [form_in_memory(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         key = repr((tree, shapes, Switches.now().autocast))
@@ -105,11 +104,9 @@ class AbsentModule:
                 self._meta_outputs[key] = meta_output
                 if len(self._meta_outputs) > _MOST_FORMS:
                     del self._meta_outputs[next(iter(self._meta_outputs))]  # the oldest
-        return lost(meta_output, device) if isinstance(meta_output, Tensor) else tree_map_only(
-            Tensor, lambda meta: lost(meta, device), meta_output
-        )
+        return tree_map_only(Tensor, lambda meta: lost(meta, device), meta_output)
 
-    def _meta_output(self, device: torch.device, leaves: Sequence[Any], tree: TreeSpec | None) -> tuple[Any, bool]:
+    def _meta_output(self, device: torch.device, leaves: Sequence[Any], tree: TreeSpec) -> tuple[Any, bool]:
         """The output of the module, on the meta device, and whether it follows from the shapes of its arguments.
 
         Autocast does not come there, nor do modules that ask for their device or keep tensors beside their buffers: for
@@ -134,7 +131,7 @@ class AbsentModule:
         self,
         device: torch.device,
         leaves: Sequence[Any],
-        tree: TreeSpec | None,
+        tree: TreeSpec,
         made: Callable[[Tensor, torch.device], Tensor] = blank,
         keeps_whole: bool = False,
     ) -> Any:
@@ -142,7 +139,7 @@ class AbsentModule:
             leaf if not isinstance(leaf, Tensor) else
             leaf.clone() if keeps_whole and _is_whole(leaf) else made(leaf, device) for leaf in leaves
         ]  # fmt: skip
-        args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
+        args, kwargs = tree_unflatten(leaves, tree)
         module = rebuilt(self._on_meta, lambda tensor: made(tensor, device))
         _take_hooks_apart(module)
         for submodule in module.modules():
