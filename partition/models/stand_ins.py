@@ -123,7 +123,7 @@ class AbsentModule:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 output = self._output_on(device, leaves, tree)
         except (DataDependentOutputException, DynamicOutputShapeException):  # experts that are called for some rows
-            reads = any(map(_is_whole, leaves))
+            reads = any(map(_holds_whole_numbers, leaves))
             output = self._output_on(device, leaves, tree, poison, keeps_whole=reads)
         return tree_map_only(Tensor, lambda leaf: blank(leaf, torch.device("meta")), output), not reads
 
@@ -137,7 +137,7 @@ class AbsentModule:
     ) -> Any:
         leaves = [
             leaf if not isinstance(leaf, Tensor) else
-            leaf.clone() if keeps_whole and _is_whole(leaf) else made(leaf, device) for leaf in leaves
+            leaf.clone() if keeps_whole and _holds_whole_numbers(leaf) else made(leaf, device) for leaf in leaves
         ]  # fmt: skip
         args, kwargs = tree_unflatten(leaves, tree)
         module = rebuilt(self._on_meta, lambda tensor: made(tensor, device))
@@ -173,7 +173,7 @@ def without_numbers(tensor: Tensor) -> Tensor:
     return as_lost(poison(tensor, tensor.device))
 
 
-def _is_whole(leaf: Any) -> bool:
+def _holds_whole_numbers(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
 
 
