@@ -370,7 +370,7 @@ class DivisorTrace(TorchFunctionMode):
             count = _tokens(call.args[-1], call.kwargs["weight"], call.kwargs["ignore_index"])
         marks = origin.marks | ({REDUCED, TOKENS} if self._sums else {REDUCED})
         if REDUCED in origin.marks:  # it is not linear
-            marks |= {BENT}
+            marks |= {UNSEEN}
         mean: Tensor
         if self._sums and not within_checkpoint():  # which recomputes the mean, and must see the same calls
             mean, total = _mean_and_total(call, count)
