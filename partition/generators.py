@@ -14,7 +14,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from ctypes import memmove, string_at
+from ctypes import c_char, string_at
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -61,7 +61,7 @@ class PythonGenerator:
     def __init__(self, generator: Any) -> None:
         self._generator: Any = generator.random.__self__ if generator is random else generator
         is_plain = type(self._generator) is random.Random
-        self._address = id(self._generator) + _PYTHON_OFFSET if _PYTHON_OFFSET and is_plain else None
+        self._memory = _memory(id(self._generator), _PYTHON_OFFSET, _STATE) if is_plain else None
         self._seed: Any = partial(_random.Random.seed, self._generator) if is_plain else self._generator.seed
 
     def manual_seed(self, seed: int) -> None:
@@ -69,16 +69,15 @@ class PythonGenerator:
         self._generator.gauss_next = None
 
     def get_state(self) -> Any:
-        if self._address is None:
+        if self._memory is None:
             return self._generator.getstate()
-        return Bits(string_at(self._address, _STATE.size), self._generator.gauss_next)
+        return Bits(self._memory.raw, self._generator.gauss_next)
 
     def set_state(self, state: Any) -> None:
-        if self._address is None:
+        if self._memory is None:
             self._generator.setstate(state)
         else:
-            memmove(self._address, state.words, _STATE.size)
-            self._generator.gauss_next = state.normal
+            self._memory.raw, self._generator.gauss_next = state
 
 
 class NumpyGenerator:
@@ -87,7 +86,9 @@ class NumpyGenerator:
     def __init__(self, generator: Any) -> None:
         self._generator: Any = generator.mtrand._rand if generator is numpy.random else generator
         is_plain = type(self._generator) is numpy.random.RandomState
-        self._address = id(self._generator) + _NUMPY_OFFSET if _NUMPY_OFFSET and is_plain else None
+        self._normal: Any = _memory(id(self._generator), _NUMPY_OFFSET, _NORMAL) if is_plain else None
+        self._bits: Any = None  # whose state is at `_words`
+        self._words: Any = None
         self._seed = self._generator.seed
 
     def manual_seed(self, seed: int) -> None:
@@ -98,18 +99,24 @@ class NumpyGenerator:
             self._generator.set_state(type(bits)(seed).state)
 
     def get_state(self) -> Any:
-        bits = self._generator._bit_generator
-        if self._address is None or type(bits) is not numpy.random.MT19937:
-            return self._generator.get_state(legacy=False)  # in half the time
-        return Bits(string_at(bits.ctypes.state_address, _STATE.size), string_at(self._address, _NORMAL.size))
+        if self._is_readable:
+            return Bits(self._words.raw, self._normal.raw)
+        return self._generator.get_state(legacy=False)  # in half the time of the legacy one
 
     def set_state(self, state: Any) -> None:
-        bits = self._generator._bit_generator
-        if self._address is not None and isinstance(state, Bits) and type(bits) is numpy.random.MT19937:
-            memmove(bits.ctypes.state_address, state.words, _STATE.size)
-            memmove(self._address, state.normal, _NORMAL.size)
+        if isinstance(state, Bits) and self._is_readable:
+            self._words.raw, self._normal.raw = state
         else:
             self._generator.set_state(state)
+
+    @property
+    def _is_readable(self) -> bool:
+        """Whether the state lies where it was found: the global generator may have got other bits."""
+        bits = self._generator._bit_generator
+        if bits is not self._bits:
+            is_plain = self._normal is not None and type(bits) is numpy.random.MT19937
+            self._bits, self._words = bits, _memory(bits.ctypes.state_address, 0, _STATE) if is_plain else None
+        return self._words is not None
 
 
 class NumpyBits:
@@ -127,6 +134,11 @@ class NumpyBits:
 
     def set_state(self, state: Any) -> None:
         self._generator.state = state
+
+
+def _memory(address: int, offset: int | None, kind: struct.Struct) -> Any:
+    """The bytes of a value within an object, to read and to write. None: it was not found."""
+    return None if offset is None else (c_char * kind.size).from_address(address + offset)
 
 
 def _offset_of(generator: object, kind: type, values: bytes) -> int | None:

@@ -47,7 +47,7 @@ class Touches:
         self.count = 0
         self._names = (*_OUTSIDE_TORCH, *_OF_TORCH) if of_torch else _OUTSIDE_TORCH
         self._of_torch = of_torch
-        self._switches = switches()
+        self._switches: tuple[Any, ...] = ()
 
     @contextmanager
     def counted(self) -> Iterator[None]:

@@ -71,7 +71,7 @@ class Execution:
         self.placement = ParameterPlacement(setup.stages, setup.layout.places, setup.layout.transport)
         self.mailbox = self._new_mailbox()
         self._driver = Driver(setup.layout.places, setup.stages, self._lane_of, setup.layout.workers)
-        self.generators = GeneratorGuard(self.devices, setup.seed, self._spared)
+        self.generators = GeneratorGuard(self.devices, self._spared)
         self._recorded = [len(trace.events) for trace in setup.traces]
         self._ready: dict[int, float] = {}  # by stage: when the action under way, or what is left of it, could begin
 

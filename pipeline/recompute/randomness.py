@@ -10,7 +10,7 @@ generator is left as it was found, the one draw aside. The rule is public: with 
 on the plain module. Generators that modules hold are not seeded: `recompute/snapshot.py` keeps their states.
 
 Where nothing was seen to draw from Python's and numpy's generators, whose seeds take six times as long as torch's, they
-get one seed for a phase of a call. If something draws from them all the same, the call runs once more, with all seeds.
+get none. If something draws from them all the same, the call runs once more, with all seeds.
 """
 
 from __future__ import annotations
@@ -151,33 +151,31 @@ class GeneratorGuard:
 
     Args:
         devices: those of the layers.
-        seed: of the call.
         spared: those of the host that layers get no seed in as long as nothing draws from them.
 
     Attributes:
         spared: the same.
-        seeds_all: whether layers get their seeds in the spared ones too. If not, a phase begins with these at the
-            call's seed, so that what draws from one unseen, and puts it back, draws in a recomputation as before.
+        seeds_all: whether layers get their seeds in the spared ones too. If not, each phase begins with these as
+            the first has found them: what draws from one unseen, and puts it back, draws in a recomputation as before.
         touches: how often a spared one was put back within, or with all spared a switch of the process changed.
     """
 
-    def __init__(self, devices: Iterable[torch.device], seed: int, spared: Sequence[Generator]) -> None:
+    def __init__(self, devices: Iterable[torch.device], spared: Sequence[Generator]) -> None:
         self.spared = spared
         self.seeds_all = True
         self.touches = Touches(len(spared) == len(OF_HOST))
         self._all = default_generators(devices)
-        self._seed = seed
         self._found: States = []
-        self._begun: States = []  # the spared ones, where they have no other seed
+        self._begun: States = []  # the spared ones, where they get no seeds
         self._depth = 0
 
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
             self._found = states_of(self._all)
-            for generator in () if self.seeds_all else self.spared:
-                generator.manual_seed(self._seed)
-            self._begun = states_of(() if self.seeds_all else self.spared)
+            if not self.seeds_all:
+                put_generators_back(self._begun)
+                self._begun = self._begun or [state for state in self._found if state[0] in self.spared]
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1

@@ -107,10 +107,10 @@ def test_bits_are_seeded_as_new_ones_are() -> None:
 
 def test_the_global_generator_of_numpy_may_get_other_bits() -> None:
     found = numpy.random.get_bit_generator()
+    generator = NumpyGenerator(numpy.random)
     try:
         for bits in (numpy.random.Philox(3), numpy.random.MT19937(3)):
             numpy.random.set_bit_generator(bits)
-            generator = NumpyGenerator(numpy.random)
             state = generator.get_state()
             first = numpy.random.standard_normal(3)
             generator.set_state(state)
