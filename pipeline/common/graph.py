@@ -77,7 +77,8 @@ class Roots(NamedTuple):
 def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | GradientEdge | None]) -> Roots:
     """Begin at the outputs that have a gradient; None stands for one that needs none."""
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out is not None and grad is not None]
-    return Roots([out for out, _ in pairs], [grad for _, grad in pairs], {})
+    roots, into = zip(*pairs, strict=True) if pairs else ((), ())
+    return Roots(roots, into, {})
 
 
 def explore(

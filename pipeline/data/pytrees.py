@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from operator import methodcaller
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -76,11 +77,15 @@ class Bundle(NamedTuple):
 
     @classmethod
     def of(cls, trees: tuple[Tree, ...]) -> Bundle:
+        if len(trees) == 1:  # the usual case
+            return cls(trees, trees[0].tensors)
         return cls(trees, tuple([tensor for tree in trees for tensor in tree.tensors]))
 
     def build(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The values, with other tensors in the places of their own."""
-        return [tree.build(part) for tree, part in zip(self.trees, self.split(tensors), strict=True)]
+        if len(self.trees) == 1:
+            return [self.trees[0].build(tensors)]
+        return list(map(Tree.build, self.trees, self.split(tensors)))
 
     def split(self, entries: Sequence[T]) -> list[Sequence[T]]:
         """Split a sequence with one entry per tensor, tree by tree."""
@@ -94,6 +99,8 @@ def parts_of(entries: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
         >>> parts_of("abcdef", [1, 3])
         ['a', 'bcd']
     """
+    if len(sizes) == 1:  # the usual case
+        return [entries]
     return [entries[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
@@ -185,7 +192,7 @@ def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Detached tensors, as they cross a stage boundary."""
-    return tuple([resolved(tensor.detach()) for tensor in tensors])
+    return tuple(map(resolved, map(methodcaller("detach"), tensors)))
 
 
 def resolved(tensor: Tensor) -> Tensor:

@@ -246,8 +246,7 @@ class Call:
     @property
     def _tells_others(self) -> bool:
         """Whether a stage in a thread of its own has written what another one reaches."""
-        attributes = [stage.snapshot.attributes for stage in self.stages if self.execution.has_threads]
-        return any([attribute.tells_others for attribute in attributes])
+        return self.execution.has_threads and any([stage.snapshot.attributes.tells_others for stage in self.stages])
 
     # -------------------------------------------------------------------------------------------------------- work
 

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -447,5 +449,5 @@ class StageRun:
 
 def _read(inbox: Sequence[Activations]) -> tuple[Bundle, Sequence[bool]]:
     """The values that a stage has read as one bundle, and which of its tensors need a gradient."""
-    read = Bundle.of(tuple([message.tree for message in inbox]))
-    return read, [need for message in inbox for need in message.needs_grad]
+    read = Bundle.of(tuple(map(attrgetter("tree"), inbox)))
+    return read, list(chain.from_iterable(map(attrgetter("needs_grad"), inbox)))
