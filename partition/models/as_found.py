@@ -177,8 +177,11 @@ def _package(value: Any) -> str | None:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether they are one object, or equal numbers or words."""
-    return one is other or type(one) is type(other) and isinstance(one, int | float | str) and one == other
+    """Whether they are one object, or equal numbers or words. A nan equals a nan."""
+    if one is other:
+        return True
+    is_plain = type(one) is type(other) and isinstance(one, int | float | str)
+    return is_plain and (one == other or one != one and other != other)
 
 
 def stays(value: Any, earlier: Any) -> bool:

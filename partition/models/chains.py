@@ -10,11 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
 
 from partition.errors import PartitionError
+from partition.models.as_found import is_same
 from partition.models.calls import ModuleCall
-from partition.models.inputs import Leaves
 from partition.models.runs import ArgumentKey, BlockChain
 from partition.opaque import seen_of
 
@@ -154,15 +153,15 @@ def _with_parameters(model: nn.Module, calls: Iterable[ModuleCall]) -> list[Modu
 def _continues(run: Sequence[ModuleCall], block: ModuleCall) -> bool:
     """Whether a block takes its hidden state from the last of a run, as that does from the one before it."""
     link, first = _shared(run[-1], block), run[0]
-    is_alike = _plain(block) == _plain(first) and all(key in first.arguments.leaves for _, key in link)
+    is_alike = _returns_like(block, first) and all(key in first.arguments.leaves for _, key in link)
     carries = any(isinstance(first.arguments.leaves.get(key), Tensor) for _, key in link)
     return carries and is_alike and (len(run) == 1 or link == _shared(*run[:2]))
 
 
-def _plain(call: ModuleCall) -> tuple[TreeSpec, Leaves]:
-    """The tree of what a module returns, and what is plain in it: the size of an image, say."""
-    leaves, tree = call.returned
-    return tree, list(map(seen_of, leaves))
+def _returns_like(one: ModuleCall, other: ModuleCall) -> bool:
+    """Whether two modules return the same tree, and in it the same plain values: the size of an image, say."""
+    (leaves, tree), (other_leaves, other_tree) = one.returned, other.returned
+    return tree == other_tree and all(map(is_same, map(seen_of, leaves), map(seen_of, other_leaves)))
 
 
 def _chain(run: Sequence[ModuleCall]) -> BlockChain:

@@ -260,7 +260,7 @@ class Block(Part):
         """The leaves that the block returned: tensors, and what else it returned on the sample."""
         leaves = chain.leaves(self._number, returned)
         for leaf, on_sample in zip(leaves, chain.returned, strict=True):
-            if seen_of(leaf) != on_sample:
+            if not is_same(seen_of(leaf), on_sample):
                 raise UnlikeSampleError(
                     f"block {self._names[0]!r} returned {'a tensor' if isinstance(leaf, Tensor) else repr(leaf)}, and "
                     f"{'a tensor' if on_sample is Tensor else repr(on_sample)}",

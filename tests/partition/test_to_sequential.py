@@ -369,6 +369,35 @@ def test_a_block_that_returns_another_plain_value_than_on_the_sample_is_refused(
         layers(-torch.ones(3, 4))
 
 
+class Unknown(nn.Linear):
+    """Returns nan beside the hidden state, in the place of a number that it does not compute."""
+
+    def forward(self, x):
+        return super().forward(x).tanh(), float("nan")
+
+
+class Unknowns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Unknown(4, 4) for _ in range(3)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, number = block(x)
+        return x if number != number else x * number
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # by torch, of its own copy of a tree
+@pytest.mark.parametrize("pickled", [False, True])
+def test_blocks_that_return_nan_on_the_sample_may_do_so_in_each_call(pickled):
+    model = Unknowns().eval()
+    layers = to_sequential(model, torch.ones(4, 4))
+    assert sum(isinstance(layer, Block) for layer in layers) == 3
+    layers = pickle.loads(pickle.dumps(layers)) if pickled else layers
+    for rows in (1, 3):
+        assert torch.equal(layers(x := torch.randn(rows, 4)), model(x))
+
+
 def test_what_is_not_read_again_does_not_travel():
     value = to_sequential(Chain(), ids(4))[0](ids(3))
     assert value == (value[0], (((3, 6), "int64"),), ()) and value[0][0].shape == (3, 6, 4)
