@@ -189,15 +189,13 @@ def _chain(run: Sequence[ModuleCall]) -> BlockChain:
 
 
 def _units(model: nn.Module, name: str, called_names: Container[str]) -> Iterator[str]:
-    """The modules that are called, as large as can be; of one with most of the parameters its children."""
+    """The modules that are called, as large as can be; of one with most parameters those in it that have them."""
     for key, child in model.get_submodule(name).named_children():
         path = f"{name}.{key}" if name else key
-        if path in called_names and (
-            2 * _all_size(child) < _all_size(model) or not any(map(_all_size, child.children()))
-        ):
-            yield path
-        else:
-            yield from _units(model, path, called_names)
+        units = list(_units(model, path, called_names))
+        in_units = sum([_all_size(model.get_submodule(unit)) for unit in units])
+        is_smaller = 2 * _all_size(child) < _all_size(model) or 2 * in_units <= _all_size(child)
+        yield from [path] if path in called_names and is_smaller else units
 
 
 def _single_calls(calls: Sequence[ModuleCall]) -> dict[str, ModuleCall]:

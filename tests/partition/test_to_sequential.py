@@ -849,6 +849,25 @@ def test_modules_that_follow_each_other_are_blocks_rather_than_a_chain_in_one_of
     assert max(parameters) == sum(parameter.numel() for parameter in model.third.parameters())
 
 
+class Pool(nn.MultiheadAttention):
+    """It computes with the parameters of a module in it, which it does not call, and has most of the model's."""
+
+    def __init__(self):
+        super().__init__(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0][:, 0]
+
+
+def test_a_module_that_calls_none_of_those_in_it_is_a_block_however_large():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 8, bias=False), Pool()).double()
+    layers = to_sequential(nn.Sequential(Stage(*model)), torch.randn(4, 3, 4).double())
+    x = torch.randn(5, 2, 4).double()
+    assert torch.equal(layers(x), model(x))
+    parameters = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    assert max(parameters) == sum(parameter.numel() for parameter in model[3].parameters())
+
+
 def test_a_call_that_is_not_like_the_sample_is_refused():
     layers = to_sequential(Gpt().eval(), padded(2))
     with pytest.raises(PartitionError, match="for inputs like a dict of ids, padding; it is called with one tensor"):
