@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from partition.contents import tensors_in
@@ -122,9 +122,12 @@ class AbsentModule:
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 output = self._output_on(device, leaves, tree)
-        except (DataDependentOutputException, DynamicOutputShapeException):  # experts that are called for some rows
+        except RuntimeError:  # it has no numbers: experts that are called for some rows, or a method of numpy's arrays
             reads = any(map(_holds_whole_numbers, leaves))
-            output = self._output_on(device, leaves, tree, poison, keeps_whole=reads)
+            try:
+                output = self._output_on(device, leaves, tree, poison, keeps_whole=reads)
+            except RuntimeError:  # it writes them: it initialises weights by what it takes for its first batch
+                output = self._output_on(device, leaves, tree, _writable, keeps_whole=reads)
         return tree_map_only(Tensor, lambda leaf: blank(leaf, torch.device("meta")), output), not reads
 
     def _output_on(
@@ -171,6 +174,11 @@ def copy_that_calls(
 def without_numbers(tensor: Tensor) -> Tensor:
     """The stand-in for a tensor that lies in another part."""
     return as_lost(poison(tensor, tensor.device))
+
+
+def _writable(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same, with memory for each number."""
+    return poison(tensor, device).clone()
 
 
 def _holds_whole_numbers(leaf: Any) -> bool:

@@ -556,3 +556,49 @@ def test_blocks_that_keep_a_table_of_a_length_return_their_maps(before):
     for length in (5, 7, 3, 9):
         x = torch.randn(3, length, 4)
         assert all(map(torch.equal, layers((x,)), model(x)))
+
+
+class Frequent(nn.Linear):
+    """A block that goes by its numbers as numpy has them, and returns more than the hidden state."""
+
+    def forward(self, x):
+        largest = int(x.detach().abs().amax((0, 1)).argmax().numpy())
+        return super().forward(x).roll(largest, -1), x.square()
+
+
+class Normed(nn.Linear):
+    """A block that sets its weights by its first batch, and returns more than the hidden state."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.shift, self.is_set = nn.Parameter(torch.zeros(4)), nn.Buffer(torch.tensor(0, dtype=torch.uint8))
+
+    def forward(self, x):
+        if self.is_set.item() == 0:
+            self.shift.data.copy_(-x.detach().mean((0, 1)))
+            self.is_set.fill_(1)
+        return super().forward(x + self.shift), x.square()
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("block", [lambda: Frequent(4, 4), Normed])
+def test_blocks_that_read_or_write_their_numbers_return_more_than_the_hidden_state(block, is_called):
+    class Adds(Chain):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(block() for _ in range(3))
+
+        def forward(self, words):
+            x, total = self.embed(words), 0
+            for inner in self.blocks:
+                x, beside = inner(x)
+                total = total + beside
+            return x + total
+
+    torch.manual_seed(0)
+    model = Adds()
+    if is_called:
+        model(ids(5))
+    plain, words = copy.deepcopy(model), ids(3)
+    assert torch.equal(to_sequential(model, ids(4))(words), plain(words))
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
