@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,6 +24,7 @@ from partition.precision import float32_in_full
 from partition.randomness import drawing, generators_left, seed_host
 
 _PIECE = 2**12  # numbers of a gradient of which one is made
+_SMALLEST_SHARE = 1e-3  # of the largest gradient: those of a module that are smaller are compared as if they had that
 _REMEDY = "Give a sample, and a dtype, in which the model alone can be trained."
 _OUTSIDE = (
     "its forward reads what changes from call to call outside of the model (a global, a closure), or something between "
@@ -257,15 +258,16 @@ def _compare_grads(
     except RuntimeError as error:
         raise UnfitModelError(f"{kind} itself has no gradients on the sample: {error} {_REMEDY}") from None
     gradients = _shrunk_grads(ours, parameters)
-    largest: dict[str, float] = {}  # of each module: the gradient of a bias alone may be nothing but rounding
-    for key, gradient in expected.items():
-        owner = _owner(names[key])
-        largest[owner] = max(largest.get(owner, 0.0), float(gradient.abs().max()) if gradient.numel() else 0.0)
+    sizes = {key: float(gradient.abs().max()) if gradient.numel() else 0.0 for key, gradient in expected.items()}
+    # The gradient of a bias, or of a module whose output a norm takes away, may be nothing but rounding.
+    largest = defaultdict[str, float](lambda: _SMALLEST_SHARE * max(sizes.values(), default=0.0))
+    for key, size in sizes.items():
+        largest[_owner(names[key])] = max(largest[_owner(names[key])], size)
     for key, name in [(id(parameter), names[id(parameter)]) for parameter in parameters]:
         actual, reference = gradients.get(key), expected.get(key)
         if actual is None and reference is None:
             continue
-        if actual is None or reference is None or not near(actual, reference, largest.get(_owner(name), 0.0)):
+        if actual is None or reference is None or not near(actual, reference, largest[_owner(name)]):
             if reference is not None and not reference.isfinite().all():
                 raise PartitionError(f"{kind}: the gradient of {name} is not finite on the sample. {_REMEDY}")
             raise PartitionError(
@@ -283,17 +285,16 @@ def _owner(name: str) -> str:
 def _shrunk_grads(leaves: Leaves, parameters: Sequence[Tensor], retain: bool = False) -> dict[int, Tensor]:
     """The gradients, shrunk as they come, by the id of the parameter: those of all would take the model's memory."""
     roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    with generators_left({root.device for root in roots}):
-        torch.manual_seed(0)
-        # Numbers of a shape, not of a layout in memory: outputs of parts may have another.
-        weights = [torch.randn(root.shape, dtype=root.dtype, device=root.device) for root in roots]
     shrunk: dict[int, Tensor] = {}
 
     def note(parameter: Tensor, gradient: Tensor) -> Tensor:
         shrunk[id(parameter)] = _shrunk(gradient.to_dense())
         return gradient if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, generators_left({root.device for root in roots}):
+        seed_host(0)  # a backward may draw, too
+        # Numbers of a shape, not of a layout in memory: outputs of parts may have another.
+        weights = [torch.randn(root.shape, dtype=root.dtype, device=root.device) for root in roots]
         for parameter in parameters:
             stack.callback(parameter.register_hook(partial(note, parameter)).remove)
         if roots and parameters:

@@ -120,3 +120,76 @@ def test_sparse_gradients_are_compared():
     found, model.embed.weight.grad = model.embed.weight.grad, None
     model(x).sum().backward()
     assert found.is_sparse and torch.equal(found.to_dense(), model.embed.weight.grad.to_dense())
+
+
+class TakenAway(nn.Module):
+    """A block whose norm takes away what it adds, so that has no gradient but what rounding leaves."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.inner = nn.Linear(3, 8), nn.Conv1d(8, 8, 1)
+
+    def forward(self, x, by):
+        return x + self.inner(nn.functional.instance_norm(x + self.shift(by)[..., None])).tanh()
+
+
+class Pooled(nn.Module):
+    """What each block returns is read three times, and the parts add up its gradient in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(TakenAway() for _ in range(4)), nn.Linear(32, 2)
+
+    def forward(self, x, by):
+        means = []
+        for block in self.blocks:
+            x = block(x, by)
+            means.append(x.square().mean(2))
+        return self.head(torch.cat(means, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_a_module_that_are_nothing_but_rounding_are_no_difference(dtype):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model, sample = Pooled().to(dtype), (torch.randn(4, 8, 6), torch.randn(4, 3))
+        assert len(to_sequential(model, tuple([each.to(dtype) for each in sample]))) > 4
+
+
+class Scaled(nn.Linear):
+    """It counts little, as a layer with a small scale does."""
+
+    def forward(self, x):
+        return x + 1e-4 * super().forward(x)
+
+
+def test_another_gradient_is_seen_in_a_module_that_counts_little():
+    torch.manual_seed(0)
+    around, x = Around(Scaled(8, 8), lambda grad: grad), torch.randn(5, 8)
+    head = nn.Linear(8, 8)
+    seen = record_model(nn.Sequential(around, head), x, lambda out: out)
+    with pytest.raises(PartitionError, match="the gradient of 0.model.weight is not that of the model"):
+        check_layers(seen, nn.Sequential(Around(around.model, lambda grad: 1.01 * grad), head), lambda out: out, ())
+
+
+class DropsInBackward(torch.autograd.Function):
+    """Its backward draws, as that of a checkpoint does which runs dropout again under no seed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return nn.functional.dropout(grad, 0.5)
+
+
+class Dropping(nn.Linear):
+    def forward(self, x):
+        return DropsInBackward.apply(super().forward(x))
+
+
+def test_what_a_backward_draws_is_the_same_in_the_model_and_in_its_parts():
+    model = Chain()
+    model.blocks = nn.ModuleList(Dropping(4, 4) for _ in range(3))
+    assert len(to_sequential(model, ids(4))) == 5
