@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from inspect import Parameter, signature
 from itertools import chain
 from math import ulp
@@ -248,6 +249,28 @@ def draws_matter(record: ModelRecord, names: Container[str]) -> bool:
     return not all([same_numbers(outcome, outcomes[0]) for outcome in outcomes])
 
 
+@contextmanager
+def forward_is_call(module: nn.Module) -> Iterator[None]:
+    """Within: who calls a module's forward calls the module, so its hooks see that."""
+    attributes, original, running = vars(module), module.forward, list[nn.Module]()
+    own = {"forward": original} if "forward" in attributes else {}
+
+    def leave(*_: Any) -> None:
+        del running[-1:]
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if running else module(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.callback(module.register_forward_pre_hook(lambda *_: running.append(module)).remove)
+        stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        attributes["forward"] = forward
+        stack.callback(attributes.update, own)
+        stack.callback(attributes.pop, "forward", None)
+        yield
+
+
 def _how_called(model: nn.Module, sample: Any, always: Iterable[str], mode: str) -> str:
     hint = ""
     if isinstance(sample, Mapping):
@@ -357,6 +380,7 @@ def _calling(
             stack.callback(delattr, nn.Module, "__getattribute__")
         for name, module in named_modules:
             if name and not isinstance(module, torch.jit.ScriptModule):  # these have no such hooks
+                stack.enter_context(forward_is_call(module))
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after(name), with_kwargs=True).remove)
         yield tick

@@ -15,7 +15,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from partition.errors import PartitionError
 from partition.models.as_found import as_found
-from partition.models.calls import SHARES, ModelRecord, equal, near, run_model, same_numbers, training
+from partition.models.calls import (
+    SHARES,
+    ModelRecord,
+    equal,
+    forward_is_call,
+    near,
+    run_model,
+    same_numbers,
+    training,
+)
 from partition.models.inputs import Leaves
 from partition.models.parts import Block, Part
 from partition.names import OF_EVERY_MODULE
@@ -245,6 +254,7 @@ def _seeded(blocks: Iterable[nn.Module], first: int, shares: Sequence[float]) ->
                 stack.enter_context(drawing(shares[number > first]))
 
         for block in blocks:
+            stack.enter_context(forward_is_call(block))
             stack.callback(block.register_forward_pre_hook(seed).remove)
         seed()
         yield

@@ -868,6 +868,41 @@ def test_a_module_that_calls_none_of_those_in_it_is_a_block_however_large():
     assert max(parameters) == sum(parameter.numel() for parameter in model[3].parameters())
 
 
+class Forwards(Chain):
+    """It calls the forwards of its blocks, and not the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True) for _ in range(3)
+        )
+
+    def forward(self, ids):
+        x = self.embed.forward(ids)
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+@pytest.mark.parametrize("of_its_own", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_blocks_may_be_called_by_their_forwards(training, of_its_own):
+    model = Forwards().train(training)
+    if of_its_own:
+        model.blocks[1].forward = model.blocks[1].forward
+    attributes = [{**vars(module)} for module in model.modules()]
+    layers, x = to_sequential(model, ids(4)), ids(3)
+    assert [type(layer).__name__ for layer in layers] == ["Beginning", *["Block"] * 3, "End"]
+    assert [vars(module).keys() for module in model.modules()] == [found.keys() for found in attributes]
+    outputs = []
+    for run in (layers, model):
+        torch.manual_seed(1)
+        outputs.append(run(x))
+    assert torch.equal(*outputs)
+    grads = [torch.autograd.grad(out.square().sum(), list(model.parameters())) for out in outputs]
+    assert all(map(torch.allclose, *grads))
+
+
 def test_a_call_that_is_not_like_the_sample_is_refused():
     layers = to_sequential(Gpt().eval(), padded(2))
     with pytest.raises(PartitionError, match="for inputs like a dict of ids, padding; it is called with one tensor"):
