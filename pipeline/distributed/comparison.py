@@ -30,10 +30,7 @@ _SECOND = (
     "rank whose gradients are all None), and be differentiated by its parameters or by x."
 )
 _REMEDIES = {  # by what differs
-    MODES: (
-        " Use the same autocast, and put the same layers in eval mode, on every rank, by number: pipe[1].eval(). "
-        "(Other ranks' layers are placeholders here, which a search for a type, such as BatchNorm, does not find.)"
-    ),
+    MODES: " Use the same autocast, and call pipe.train() or pipe.eval(), on every rank.",
     LOADS: (
         " Call pipe.load_state_dict(state) on every rank: each takes its part. (What full_state_dict() gives to rank 0 "
         "alone, torch.distributed.broadcast_object_list sends to the others.)"

@@ -246,16 +246,18 @@ class Runtime:
         return setup
 
     def _probe(self, setup: Setup, batch: Batch, gathers: bool) -> None:
-        """Check whether this mini-batch may be cut: in validating calls, counted in each of the modes.
+        """Check whether this mini-batch may be cut: in validating calls, counted in each mode of the Pipe.
 
-        In one process also by the classes of modules, and which have hooks: what was put in since the last probe may
-        mix rows. A failure over ranks fails all of them, and restarts the count on all.
+        In one process also by the modes of layers, the classes of modules, and which have hooks: what was put in since
+        the last probe may mix rows. A failure over ranks fails all of them, and restarts the count on all.
         """
-        modules = modules_of(list(self.module.children())) if setup.communicator.is_alone else ()
+        layers = list(self.module.children()) if setup.communicator.is_alone else []
         kinds = tuple([
-            (type(module).__qualname__, not module._forward_pre_hooks, not module._forward_hooks) for module in modules
+            (type(module).__qualname__, not module._forward_pre_hooks, not module._forward_hooks)
+            for module in modules_of(layers)
         ])
-        key = (self._flags(), kinds, gathers, 0 if self.topology is None else self.topology.ranks.generation)
+        generation = 0 if self.topology is None else self.topology.ranks.generation
+        key = (self.module.training, modes_of(layers), kinds, gathers, generation)
         if not self.history.probed.next(key):
             return
         try:
@@ -284,18 +286,11 @@ class Runtime:
             descriptions[SCALES] = ", ".join([str(scale.item()) for scale in _scales(request.scaler)])
         return descriptions
 
-    def _flags(self) -> tuple[bool, ...]:
-        """Whether each layer is in train mode."""
-        return modes_of([layer for layer in self.module._modules.values() if layer is not None])
-
     def _modes(self) -> str:
-        """A description of the layers in train mode and of autocast."""
-        flags = self._flags()
-        mixed = f"layers {[index for index, flag in enumerate(flags) if flag]} in train mode, the others in eval mode"
-        training = "train" if all(flags) else mixed if any(flags) else "eval"
+        """A description of the mode of the Pipe, and of autocast. A layer has the mode that it has on its own rank."""
         types = dict.fromkeys(["cpu", *(device.type for device in self.settings.layout.devices)])
         kinds = [(kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)]
-        return f"{training}, autocast {kinds or 'off'}"
+        return f"{'train' if self.module.training else 'eval'}, autocast {kinds or 'off'}"
 
     # -------------------------------------------------------------------------------------------------------- traces
 

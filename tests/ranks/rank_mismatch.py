@@ -423,22 +423,6 @@ def mode(odd: bool, size: int) -> object:
     return stepped(right(size).train(not odd))
 
 
-def mode_by_type(odd: bool, size: int) -> object:
-    """Each rank freezes the layers of a type that it has: as a remedy it does so by number."""
-    pipe = right(size)
-    for layer in pipe.modules():
-        if isinstance(layer, nn.BatchNorm1d):
-            layer.eval()
-    try:
-        return stepped(pipe)
-    finally:
-        pipe.train()
-        for number, layer in enumerate(layered(8)):
-            if isinstance(layer, nn.BatchNorm1d):
-                pipe[number].eval()
-        stepped(pipe)
-
-
 def loaded(odd: bool, size: int) -> object:
     """One rank alone loads a state, and evaluates; then all load one and go on, until it does so again."""
     pipe = right(size)
@@ -530,7 +514,7 @@ SCRIPTS: dict[str, Script] = {
         other_labels, other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch, width,
         batch_count, data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, no_target, plain_value,
         entry, forward_or_step, other_pipe, copied, no_grad, input_grad, options, loss_function, no_optimizer,
-        autocast, mode, mode_by_type, loaded,
+        autocast, mode, loaded,
         clip, clip_nonfinite, no_backward, no_last_backward, other_backward, retain, extra_call, moved_buffer,
     )
 }  # fmt: skip

@@ -87,6 +87,25 @@ def modes_switch(make: Make, stages: int) -> Found:
     return {**found, "last": pipe.step(rows(6), rows(6), loss_fn=square).loss, **state_of(pipe)}
 
 
+def modes_by_type(make: Make, stages: int, kind: type[nn.Module], entry: str) -> Found:
+    """Scripts freeze the statistics of all BatchNorms, and draw masks of all Dropouts in eval mode."""
+    pipe = piped(make, stages)
+    found: Found = {}
+    for step, training in enumerate((True, False, True)):
+        pipe.train(training)
+        for module in pipe.modules():
+            if isinstance(module, kind):
+                module.train(not training)
+        if entry == "step":
+            found[f"loss {step}"] = pipe.step(rows(7, seed=step), rows(7), loss_fn=square).loss
+        else:
+            loss = square(pipe(rows(7, seed=step)), rows(7))
+            loss.backward()
+            found[f"loss {step}"] = loss.detach()
+        found |= state_of(pipe, step)
+    return found
+
+
 def evaluated(make: Make, stages: int, count: int, chunks: int, reduction: str) -> Found:
     pipe = make(_model(stages), [1] * stages, chunks)
     step = pipe.evaluate(rows(count), rows(count, seed=2), loss_fn=nn.MSELoss(reduction=reduction))

@@ -201,7 +201,7 @@ APART = {  # what is done -> what the error says
     "mini-batches": "none after 2",
     "chunks": "chunks 2",
     "matrix": "matrix=Gauss-Newton",
-    "training": "the modes differ between the ranks",
+    "training": "training=True",
     "params": "params differ between the ranks",
     "reduction": "loss_reduction=sum",
     "vectors": "differ between the ranks",

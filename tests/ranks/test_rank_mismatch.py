@@ -66,8 +66,7 @@ WORDS = {
     "loss_function": "the options differ.*{odd}: loss_fn=L1Loss.*{even}: loss_fn=MSELoss",
     "no_optimizer": "the options differ.*{odd}: optimizer=NoneType.*{even}: optimizer=SGD",
     "autocast": "differ.*{odd}: .*autocast.*{even}: ",
-    "mode": "the modes differ.*{odd}: .*eval.*{even}: .*train",
-    "mode_by_type": r"the modes differ.*the same layers in eval mode, on every rank, by number: pipe\[1\]\.eval\(\)",
+    "mode": r"the modes differ(?=.*call pipe\.train\(\) or pipe\.eval\(\), on every rank).*{odd}: eval.*{even}: train",
     "loaded": (
         r"the states differ(?=.*Call pipe\.load_state_dict\(state\) on every rank: each takes its part)"
         ".*{odd}: loaded since the last call with gradients.*{even}: not loaded"

@@ -9,6 +9,7 @@ import pytest
 from crew import Crew
 from one_and_many import agree, agree_all, agree_on
 from rank_entry_points import OPTIMIZERS
+from torch import nn
 
 from scheduler import names
 
@@ -34,6 +35,12 @@ def test_where_torch_keeps_its_first_shapes_sequence_lengths_change_between_step
 def test_where_torch_keeps_its_first_mode_training_and_evaluation_alternate(crew2: Crew, crew3: Crew) -> None:
     agree(crew2, "rank_steps:modes_switch", 2)
     agree_all(crew3, "rank_steps:modes_switch", [(3,), (6,)])
+
+
+def test_a_layer_has_the_mode_that_its_own_rank_finds_by_its_type(crew2: Crew, crew3: Crew) -> None:
+    cases = product((3, 6), (nn.BatchNorm1d, nn.Dropout), ("step", "forward"))
+    agree_all(crew2, "rank_steps:modes_by_type", [(2, nn.BatchNorm1d, "step"), (4, nn.Dropout, "forward")])
+    agree_all(crew3, "rank_steps:modes_by_type", cases)
 
 
 def test_where_torch_runs_a_forward_to_learn_shapes_statistics_are_right_at_the_first_step(crew3: Crew) -> None:

@@ -103,6 +103,7 @@ def _sum_minibatches(op: Operator, task: ProductTask, vector: int) -> tuple[floa
                 "matrix": op.product.name, "vectors": task.number, "gradient": task.gradient,
                 "mini-batch": number, "its values": item.digest, "first vector": vector,
                 "loss_fn": name_of(op.loss_fn), "loss_reduction": op.loss_reduction,
+                "training": op.training,
             }  # fmt: skip
             with no_collecting(), _prepared(op, op.seed + number):
                 seed = op.seed + number
