@@ -81,6 +81,10 @@ class PipeTopology(Topology):
         name, reference = self._named_references.get(id(leaf), (None, None))
         return name if reference is not None and reference() is leaf else None
 
+    def is_elsewhere(self, leaf: Tensor) -> bool:
+        name = self.name_of(leaf)
+        return name is not None and self.assignment.rank not in self._holders[name]
+
     def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         for leaf in leaves:
             name = self.name_of(leaf)
@@ -126,9 +130,8 @@ class PipeTopology(Topology):
             if copies[tied] is not original or readers != {stage for stage, _ in tied.readers if stage in by_stage}:
                 _refuse_tie(tied.name, "in this rank's layers was replaced, or tied to one more,")
         for parameter in [parameter for parameters in by_stage.values() for parameter in parameters.values()]:
-            name = self.name_of(parameter)
-            if name is not None and self.assignment.rank not in self._holders[name]:
-                _refuse_tie(name, "of another rank's layer was put into one of this rank's")
+            if self.is_elsewhere(parameter):
+                _refuse_tie(self.name_of(parameter), "of another rank's layer was put into one of this rank's")
 
     def named(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], remove_duplicate: bool
@@ -160,7 +163,7 @@ class PipeTopology(Topology):
                 index += 1
 
 
-def _refuse_tie(name: str, change: str) -> NoReturn:
+def _refuse_tie(name: str | None, change: str) -> NoReturn:
     raise RuntimeError(
         f"parameter '{name}' {change} after the Pipe was built. Over ranks ties are those that it was built with, and "
         "load_state_dict(assign=True) cuts them: change the model first, and build the Pipe anew."

@@ -78,7 +78,10 @@ def _check(update: EagerUpdate, run: RunWithLoss, named: Sequence[tuple[str, Ten
     stages = enumerate(run.execution.setup.stages)
     params = [(stage, param) for stage, layers in stages for layer in layers for param in layer.parameters()]
     refuse_shared_memory([(stage, param) for stage, param in params if update.holds(param)], "stage")
-    others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
+    is_elsewhere = run.execution.communicator.topology.is_elsewhere
+    others = [
+        (f"a parameter of shape {list(param.shape)}", param) for param in update.params if not is_elsewhere(param)
+    ]
     used = [pair for pair in named if update.holds(pair[1]) or pair[1]._post_accumulate_grad_hooks]
     check_free([*[(f"'{name}'", param) for name, param in used], *others])
 

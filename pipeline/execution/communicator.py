@@ -103,6 +103,10 @@ class Topology:
         """Whether this process runs a stage."""
         return True
 
+    def is_elsewhere(self, leaf: Tensor) -> bool:
+        """Whether this is a parameter of the module that other processes alone have."""
+        return False
+
     def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         """Raise if gradients of these leaves would be lost on other ranks.
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from state_training import CUTS, FRESH, make, names_of, net, train
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
-from pipeline import Pipe
+from pipeline import EagerUpdate, Pipe
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.state.meta_init import materialize, reset_parameters
 from pipeline.entry.state.meta_tensors import PlacedLayer
@@ -181,19 +182,48 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
-def whole(kind: str, apart: bool, start: tuple[Any, Any] | None, steps: tuple[int, int]) -> list[tuple[Any, Any]]:
-    """Train a Pipe over the ranks, from whole states or from the beginning; the whole states after each step."""
-    size = dist.get_world_size()
-    pipe = Pipe(tied_and_frozen(), {1: [5], 2: [2, 3], 3: [1, 1, 3]}[size], chunks=3)
-    optimizer = KINDS[kind](groups_of(pipe, apart))
+def whole(
+    kind: str, apart: bool, start: tuple[Any, Any] | None, steps: tuple[int, int], of_model: bool = False
+) -> list[tuple[Any, Any]]:
+    """Train a Pipe over the ranks, from whole states or from the beginning; the whole states after each step.
+
+    The optimizer is of this rank's parameters; or, made before the Pipe, of the model's, and steps eagerly in turns.
+    """
+    size, model = dist.get_world_size(), tied_and_frozen()
+    optimizer = KINDS[kind](groups_of(model, apart))
+    pipe = Pipe(model, {1: [5], 2: [2, 3], 3: [1, 1, 3]}[size], chunks=3)
+    if not of_model:
+        optimizer = KINDS[kind](groups_of(pipe, apart))
     if start is not None:
         pipe.load_state_dict(start[0])
         pipe.load_optimizer_state_dict(optimizer, start[1])
     found = []
     for step in range(*steps):
-        pipe.step(*data(step), loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+        stepper = EagerUpdate(optimizer) if of_model and step % 2 else optimizer
+        pipe.step(*data(step), loss_fn=nn.functional.mse_loss, optimizer=stepper)
         found.append((pipe.full_state_dict(), pipe.full_optimizer_state_dict(optimizer)))  # not live: of this step
     return found
+
+
+def by_name(of_model: bool) -> dict[str, Any]:
+    """The state by name, after a step, of an optimizer of this rank's parameters or of the model's."""
+    model = tied_and_frozen()
+    pipe = Pipe(model, {1: [5], 2: [2, 3], 3: [1, 1, 3]}[dist.get_world_size()], chunks=3)
+    optimizer = torch.optim.AdamW(groups_of(model if of_model else pipe, False))
+    pipe.step(*data(0), loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+    return pipe.optimizer_state_dict(optimizer)
+
+
+def renamed() -> list[Any]:
+    """The whole state of an optimizer of parameters that got other names when the Pipe was there."""
+    size, model = dist.get_world_size(), tied_and_frozen()
+    pipe = Pipe(model, {1: [5], 2: [2, 3], 3: [1, 1, 3]}[size], chunks=3)
+    for number in (2, 3):
+        if isinstance(pipe[number], nn.Linear):
+            weight_norm(pipe[number])
+    optimizer = KINDS["adamw"](groups_of(pipe, False))
+    pipe.step(*data(0), loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+    return [pipe.full_optimizer_state_dict(optimizer)]
 
 
 def in_turn(frozen: bool) -> list[Any]:

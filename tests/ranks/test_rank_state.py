@@ -144,6 +144,25 @@ def test_a_whole_optimizer_state_goes_on_in_the_plain_module_and_at_any_number_o
             assert alike(last, expected[3], 1e-12)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_an_optimizer_of_the_models_parameters_saves_and_loads_as_one_of_the_pipes(
+    size: int, apart: bool, crews: dict[int, Crew]
+) -> None:
+    crew = crews[size]
+    assert alike(crew.run("rank_state_jobs:by_name", True), crew.run("rank_state_jobs:by_name", False), 0)
+    expected, *_ = crew.run("rank_state_jobs:whole", "adamw", apart, None, (0, 4))
+    first, *_ = crew.run("rank_state_jobs:whole", "adamw", apart, None, (0, 2), True)
+    last, *_ = crew.run("rank_state_jobs:whole", "adamw", apart, first[1], (2, 4), True)
+    assert alike([*first, *last], expected, 0)
+
+
+def test_a_whole_optimizer_state_has_the_names_that_parameters_got_after_the_pipe(crews: dict[int, Crew]) -> None:
+    expected, *found = [crews[size].run("rank_state_jobs:renamed")[0] for size in SIZES]
+    assert "3.parametrizations.weight.original0" in expected[0]["param_groups"][0]["param_names"]
+    assert all(alike(state, expected, 1e-12) for state in found)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_loaded_a_whole_optimizer_state_saves_it_where_a_rank_has_or_trains_none_of_a_group(
     frozen: bool, crew2: Crew
@@ -216,7 +235,7 @@ REFUSED = {
     "one each": r"group 0 of the optimizer has another lr on rank 1.*params=\[\] where a rank has none of a group's",
     "options": r"group 0 of the optimizer has another momentum on rank 1. Build the groups alike on.*params=\[\]",
     "tied": "the tied parameter '0.weight' is in group 1 of the optimizer on rank 1, and in group 0 on another. Build",
-    "stranger": "the optimizer has a parameter that is none of this rank's of the Pipe",
+    "stranger": "the optimizer has a parameter that is none of the Pipe's",
 }
 
 

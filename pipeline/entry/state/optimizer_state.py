@@ -38,8 +38,8 @@ def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
     `optimizer.state_dict()` the tensors are the optimizer's own, not copies.
 
     Args:
-        named_parameters: this process's, a tied one under all its names. One named "" stands for none, where an
-            optimizer must have some: nothing is saved for it.
+        named_parameters: this process's, a tied one under all its names; and those, named "", for which nothing is
+            saved: empty ones, where an optimizer must have some, and those that other processes train.
         optimizer: of some or all of them.
 
     Raises:

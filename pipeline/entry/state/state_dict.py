@@ -88,9 +88,9 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
             makes with flatten_optimizer_state_dict=True. Those of several ranks are parts of one.
 
         Raises:
-            ValueError: the optimizer has parameters that this rank's stages do not.
+            ValueError: the optimizer has a parameter that is none of the model's.
         """
-        return optimizer_state(_with_none(super().named_parameters(remove_duplicate=False), optimizer), optimizer)
+        return optimizer_state(self._known(super().named_parameters(remove_duplicate=False), optimizer), optimizer)
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """A copy of an optimizer's state of all parameters, on the CPU, on rank 0; None on others. All ranks call it.
@@ -116,10 +116,14 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         """
         with turn(), self.runtime.communicator("full_optimizer_state_dict") as communicator:
             communicator.open(lambda values: {}, draws=False)
-            own = own_groups(_with_none(self.named_parameters(), optimizer), optimizer)
+            first_names = self.runtime.first_names
+            own = own_groups(self._known(self.named_parameters(), optimizer), optimizer, first_names)
             groups = communicator.exchange.gather({str(self.runtime.rank): own})
             communicator.agree(Verdict(None, None, True))
-            whole = None if groups is None else whole_state(groups, dict.fromkeys(self.runtime.first_names.values()))
+            whole = None
+            if groups is not None:
+                kept = [name for rank_groups in groups.values() for _, states in rank_groups for name in states]
+                whole = whole_state(groups, dict.fromkeys(in_order([*first_names.values(), *kept], self._modules)))
             communicator.close()
         return whole
 
@@ -137,11 +141,11 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         _check_state(state_dict, "full_optimizer_state_dict")
         if is_packed(state_dict):
             if not all("param_names" in group for group in state_dict["param_groups"]):
-                own = _with_none(self.named_parameters(), optimizer)
-                names_of_groups(own, optimizer)  # numbers tell in one order alone
+                own = self._known(self.named_parameters(), optimizer)
+                names_of_groups(own, optimizer, self.runtime.first_names)  # numbers tell in one order alone
             state_dict = whole_by_name(state_dict, self.runtime.first_names)
         every_name = super().named_parameters(remove_duplicate=False)  # no two ranks save under one key
-        named = _with_none(every_name, optimizer)
+        named = self._known(every_name, optimizer)
         load_optimizer_state(named, optimizer, state_dict, self.runtime.first_names)
 
     def named_parameters(
@@ -162,6 +166,20 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         topology = self.runtime.topology
         is_trained = any(param.requires_grad for param in nn.Module.parameters(self))
         return [] if topology is None or is_trained else [topology.nothing]
+
+    def _known(self, named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+        """Parameters of this rank, and those in an optimizer for which it keeps nothing here, named "".
+
+        These are empty ones, which stand for none, and parameters of the model that other ranks alone train.
+        """
+        check_optimizer(optimizer)
+        own, topology = list(named), self.runtime.topology
+        ids = {id(param) for _, param in own}
+        others = [param for param in params_of(optimizer) if id(param) not in ids]
+        return [*own, *[
+            ("", param) for param in others
+            if not param.numel() or topology is not None and topology.is_elsewhere(param)
+        ]]  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; over ranks, this rank's part of the whole model's. torchgpipe's keys are read too.
@@ -202,14 +220,6 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.runtime.history.loaded = True
         self.runtime.history.stale.mark()  # other ranks load the others' layers
-
-
-def _with_none(named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-    """Parameters of this rank, and the empty ones that stand for none in an optimizer."""
-    check_optimizer(optimizer)
-    own = list(named)
-    ids = {id(param) for _, param in own}
-    return [*own, *[("", param) for param in params_of(optimizer) if not param.numel() and id(param) not in ids]]
 
 
 def _check_state(state_dict: object, method: str) -> None:

@@ -26,12 +26,15 @@ from pipeline.entry.state.optimizer_state import (
 )
 
 
-def own_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> list[Any]:
+def own_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, all_names: Iterable[str]
+) -> list[Any]:
     """The groups of this process's optimizer, each as a pair: its options, and by name what is kept of its parameters.
 
     Args:
-        named_parameters: this process's, each once, in the order of the model. One named "" stands for none.
+        named_parameters: this process's, each once, in the order of the model. Nothing is kept of those named "".
         optimizer: of some or all of them.
+        all_names: of the model's parameters, in order.
 
     Raises:
         ValueError: a parameter without a name; or groups that have theirs in another order, which numbers depend on.
@@ -40,36 +43,50 @@ def own_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimi
     packed = optimizer.state_dict()
     check_numbers(packed)
     groups = []
-    for group, names in zip(packed["param_groups"], names_of_groups(named_parameters, optimizer), strict=True):
+    names_by_group = names_of_groups(named_parameters, optimizer, all_names)
+    for group, names in zip(packed["param_groups"], names_by_group, strict=True):
         kept = {name: packed["state"].get(number, {}) for number, name in zip(group["params"], names, strict=True)}
         groups.append((options_of(group), {name: state for name, state in kept.items() if name}))
     return groups
 
 
-def names_of_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> list[list[str]]:
-    """The names of the parameters of each group, which stand in the order of the model.
+def names_of_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, all_names: Iterable[str]
+) -> list[list[str]]:
+    """The names of the parameters of each group, which stand in the order of the model, or of this process's layers.
+
+    The two differ where a tied parameter's first layer is not here.
 
     Raises:
         ValueError: a parameter without a name, or another order: numbers would be of others than the plain module's.
     """
-    places = {id(param): (place, name) for place, (name, param) in enumerate(named_parameters)}
-    names = []
+    by_id = {id(param): name for name, param in named_parameters}
+    orders = [list(by_id.values()), list(all_names)]
+    groups = []
     for index, group in enumerate(optimizer.param_groups):
-        known_places = [places[id(param)] for param in group["params"] if id(param) in places]
-        if len(known_places) < len(group["params"]):
+        names = [by_id[id(param)] for param in group["params"] if id(param) in by_id]
+        if len(names) < len(group["params"]):
             raise ValueError(
-                "the optimizer has a parameter that is none of this rank's of the Pipe. Make the optimizer of "
+                "the optimizer has a parameter that is none of the Pipe's. Make the optimizer of "
                 "pipe.parameters(), and another one for other parameters."
             )
-        if known_places != sorted(known_places):
+        own_names = [name for name in names if name]
+        if not any(_is_in_order(own_names, order) for order in orders):
             raise ValueError(
                 f"group {index} of the optimizer has its parameters in another order than the Pipe: "
-                f"{[name for _, name in known_places][:5]}. By numbers they would be taken for others: build the "
+                f"{own_names[:5]}. By numbers they would be taken for others: build the "
                 "groups in the order of pipe.named_parameters(), or, in one process, save and load by "
                 "optimizer.state_dict() and optimizer.load_state_dict."
             )
-        names.append([name for _, name in known_places])
-    return names
+        groups.append(names)
+    return groups
+
+
+def _is_in_order(names: Sequence[str], order: Sequence[str]) -> bool:
+    """Whether names stand as in an order, which may lack some that are new."""
+    places = {name: place for place, name in enumerate(order)}
+    found = [places.get(name, -1) for name in names]
+    return found == sorted(found)
 
 
 def whole_state(groups_of_ranks: Mapping[str, Sequence[Any]], names: Iterable[str]) -> dict[str, Any]:
