@@ -16,6 +16,7 @@ from pipeline.distributed.agreement import (
     MODES,
     OPTIONS,
     SCALES,
+    VALUES,
     MismatchError,
     difference,
     digest,
@@ -28,6 +29,10 @@ _SECOND = (
     " All ranks make a second backward, or none does: what each rank differentiates must depend on gradients that it "
     "took with create_graph=True, of the same calls (add 0 * grad.sum() where it does not; freeze the parameters of a "
     "rank whose gradients are all None), and be differentiated by its parameters or by x."
+)
+_GENERATORS = (
+    " The ranks' default generators are not alike: each draws other numbers. What a rank draws for its own parameters "
+    "(initial values, noise) it draws before Pipe(...), for all of the model, or from a generator of its own."
 )
 _REMEDIES = {  # by what differs
     MODES: " Use the same autocast, and call pipe.train() or pipe.eval(), on every rank.",
@@ -76,24 +81,26 @@ class Comparison:
         fingerprint = self._mini_batch.number if self._mini_batch.is_on_host else 0
         rows = self._topology.ranks.exchange([seed, fingerprint, digest("\0".join(descriptions.values()))])
         if any(row[2:] != rows[0][2:] for row in rows) or len({row[1] for row in rows} - {0}) > 1:
-            self._refuse()
+            self._refuse([row[0] for row in rows])
         self._is_mini_batch_compared = all(row[1] for row in rows)
         return rows[0][0], digest(descriptions.get(OPTIONS, "") + descriptions.get(MINI_BATCHES, ""))
 
     def _descriptions(self, values: bool) -> dict[str, str]:
         return {"the calls": self._calls, **self._describe(values)}
 
-    def _refuse(self) -> NoReturn:
-        """Raise on all ranks, after digests differed: exchange the descriptions."""
+    def _refuse(self, seeds: Sequence[int] = ()) -> NoReturn:
+        """Raise on all ranks, after digests differed: exchange the descriptions. `seeds`: those that were drawn."""
         descriptions = self._descriptions(True)
         by_rank = self._topology.ranks.exchange(descriptions)
         first_difference = difference(by_rank)
         remedy = "".join([remedy for name, remedy in _REMEDIES.items() if first_difference.startswith(name)])
+        generators = _GENERATORS if first_difference.startswith(VALUES) and len(set(seeds)) > 1 else ""
         second = _SECOND if any("second backward" in str(theirs) for theirs in by_rank) else ""
         raise MismatchError(
             f"{first_difference}.{remedy} All ranks run the same script: the same Pipe, the same calls in "
             "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
-            f"generators the same seed on every rank; no DistributedSampler, which gives each its own part.{second}"
+            "generators the same seed on every rank; no DistributedSampler, which gives each its own part."
+            f"{generators}{second}"
         )
 
     def values(self) -> list[Any]:

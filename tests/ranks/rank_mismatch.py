@@ -323,6 +323,15 @@ def batch(odd: bool, size: int) -> object:
     return pipe.step(rows(7 + odd), rows(7 + odd), loss_fn=square)
 
 
+def drawn_apart(odd: bool, size: int) -> object:
+    """One rank draws a number more, as for a parameter of its own, before all draw their mini-batches."""
+    pipe = right(size)
+    with torch.random.fork_rng():
+        if odd:
+            torch.rand(())
+        return pipe.step(torch.randn(7, 4, dtype=torch.float64), rows(7), loss_fn=square)
+
+
 def width(odd: bool, size: int) -> object:
     return right(size).step(rows(7, 4 + odd), rows(7), loss_fn=square)
 
@@ -511,7 +520,8 @@ SCRIPTS: dict[str, Script] = {
         balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, late_tied_values, later_tie,
         later_untie, later_tie_of_tied, assigned, later_chunks, later_schedule, values, target_values, shuffled,
         later_target, later_labels, later_input, later_order, later_whole, later_forward, later_evaluate, later_eager,
-        other_labels, other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch, width,
+        other_labels, other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch,
+        drawn_apart, width,
         batch_count, data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, no_target, plain_value,
         entry, forward_or_step, other_pipe, copied, no_grad, input_grad, options, loss_function, no_optimizer,
         autocast, mode, loaded,

@@ -28,7 +28,8 @@ WORDS = {
     ),
     "later_chunks": "the settings differ.*{odd}: chunks 2.*{even}: chunks 3",
     "later_schedule": "the settings differ.*{odd}: schedule gpipe.*{even}: schedule 1f1b",
-    "values": "the values of the mini-batches differ.*the same seed on every rank",
+    "values": "the values of the mini-batches differ.*the same seed on every rank(?!.*not alike)",
+    "drawn_apart": "the values of the mini-batches differ.*default generators are not alike.*before Pipe",
     "target_values": "the values of the mini-batches differ.*the same seed on every rank",
     "shuffled": "the values of the mini-batches differ.*the same seed on every rank",
     **dict.fromkeys(
