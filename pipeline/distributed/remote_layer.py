@@ -10,7 +10,7 @@ on every rank, and a state_dict from here tells the versions of all layers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,13 +47,15 @@ class BuffersElsewhere:
 class RemoteLayer(NamedLayer):
     """The place of a layer that another rank has: no parameters, no buffers, not to be called.
 
-    train(), eval(), requires_grad_() and hooks do nothing here, and do what they do where the layer is.
+    requires_grad_() and hooks do nothing here, and do what they do where the layer is. So do train() and eval(); they
+    also tell modules of the layer that stand in layers here.
 
     Args:
         layer: the layer, whose training mode this takes, and of which it keeps nothing alive but random generators.
         index: its index in the nn.Sequential.
         stage: the stage that it belongs to.
         rank: the rank that has it.
+        here: the ids of the modules that layers of this rank have.
 
     Raises:
         RuntimeError: when called.
@@ -66,7 +68,9 @@ class RemoteLayer(NamedLayer):
         Linear(...) of stage 2 on rank 1
     """
 
-    def __init__(self, layer: nn.Module, index: int, stage: int, rank: int) -> None:
+    def __init__(
+        self, layer: nn.Module, index: int, stage: int, rank: int, here: Collection[int] = ()
+    ) -> None:
         super().__init__()
         kind = type(layer).__name__
         self._where = f"layer {index} ({kind}) belongs to stage {stage}, which rank {rank} has"
@@ -80,9 +84,17 @@ class RemoteLayer(NamedLayer):
         # In these it may load any key, since it changes keys as it loads them.
         self._open_names = frozenset(names if any(map(_changes_keys, layer.modules())) else ())
         self.training = mode_of(layer)
+        self._modules_here = [module for module in layer.modules() if id(module) in here]
         # What stages here may hold too, see recompute/snapshot.py.
         self.generators: dict[int, Generator] = private_generators(layer.modules())
         self.held_buffers = BuffersElsewhere(layer.modules())
+
+    def train(self, mode: bool = True) -> RemoteLayer:
+        """As nn.Module's, of what is here."""
+        for module in self._modules_here:
+            module.train(mode)
+        super().train(mode)
+        return self
 
     @property
     def in_model(self) -> ModelNames | None:

@@ -46,7 +46,8 @@ class TiedGradients(Gradients):
         self.check_alike(
             lambda copy: f"{values_in_words([copy])} {copy.requires_grad}",
             "the tied parameter {0} has other values, or another requires_grad, on rank {1[0]} than on another of "
-            "ranks {1}. Change it on all of them alike: give it to the optimizer of each, with the same settings."
+            "ranks {1}. Change it on all of them alike: give it to the optimizer of each, with the same settings. Find "
+            "it by its name in pipe.named_parameters(): by number, as in pipe[0], other ranks have a placeholder."
         )
 
     def check_alike(self, words: Callable[[Tensor], str], error: str) -> None:

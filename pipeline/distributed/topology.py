@@ -154,12 +154,14 @@ class PipeTopology(Topology):
 
     def elsewhere(self, stages: Sequence[nn.Sequential]) -> Iterator[tuple[str, nn.Module]]:
         """The placeholders of other ranks' layers, by their names."""
+        own_stages = [stages[stage] for stage in self.assignment.own_stages]
+        here = {id(module) for stage in own_stages for layer in stage for module in layer.modules()}
         index = 0
         for stage, rank in enumerate(self.assignment.rank_of):
             layers: Mapping[str, Any] = stages[stage]._modules
             for name, layer in layers.items():
                 if rank != self.assignment.rank:
-                    yield name, RemoteLayer(layer, index, stage, rank)
+                    yield name, RemoteLayer(layer, index, stage, rank, here)
                 index += 1
 
 

@@ -106,6 +106,35 @@ def modes_by_type(make: Make, stages: int, kind: type[nn.Module], entry: str) ->
     return found
 
 
+class Around(nn.Module):
+    """A layer with a block that may stand in others, too."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.dropout = block, nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x) + self.block(x)
+
+
+def modes_of_a_block(make: Make, stages: int, number: int, nested: bool, copied: bool) -> Found:
+    """A block with a Dropout stands in two layers, and gets its mode by the number of one of them."""
+    torch.manual_seed(3)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4))
+    places = [Around(block) if nested else block for _ in range(2)]
+    model = nn.Sequential(nn.Linear(4, 4), places[0], nn.Linear(4, 4), nn.Tanh(), places[1], nn.Linear(4, 4)).double()
+    pipe = make(model, even(6, stages), 3)
+    pipe = copy.deepcopy(pipe) if copied else pipe
+    found: Found = {}
+    for step, training in enumerate((False, True, False)):
+        pipe.train(step > 1)
+        pipe[number].train(training)
+        loss = square(pipe(rows(7, seed=step)), rows(7))
+        loss.backward()
+        found |= {f"loss {step}": loss.detach(), **state_of(pipe, step)}
+    return found
+
+
 def evaluated(make: Make, stages: int, count: int, chunks: int, reduction: str) -> Found:
     pipe = make(_model(stages), [1] * stages, chunks)
     step = pipe.evaluate(rows(count), rows(count, seed=2), loss_fn=nn.MSELoss(reduction=reduction))

@@ -43,6 +43,12 @@ def test_a_layer_has_the_mode_that_its_own_rank_finds_by_its_type(crew2: Crew, c
     agree_all(crew3, "rank_steps:modes_by_type", cases)
 
 
+def test_a_block_of_layers_of_several_ranks_has_one_mode_whichever_number_gives_it(crew2: Crew, crew3: Crew) -> None:
+    cases = product((1, 4), (False, True), (False, True))
+    agree_all(crew2, "rank_steps:modes_of_a_block", [(2, *case) for case in cases])
+    agree_all(crew3, "rank_steps:modes_of_a_block", [(3, 1, True, False), (6, 4, False, True)])
+
+
 def test_where_torch_runs_a_forward_to_learn_shapes_statistics_are_right_at_the_first_step(crew3: Crew) -> None:
     agree_all(crew3, "rank_steps:first_step", product((3, 6), (False, True)))
 
