@@ -82,6 +82,7 @@ def _eager_backward(loss: Tensor, update: EagerUpdate) -> None:
     with grads_kept(left), _taking(loss, parents, step):
         if step.only_norms:
             _autograd(loss, True, list(parents))  # `.grad` of other leaves is added to once
+            step.take_grads(update.params)
             step.clip_to(joined_norm([norm for _, norm in step.norms]))
         with update.guarded(step):
             _autograd(loss, False, None)
@@ -94,11 +95,11 @@ def _explored(loss: Tensor, update: EagerUpdate) -> tuple[dict[Tensor, list[Any]
     if loss.grad_fn is None:
         return {}, []
     nodes = nodes_of([loss])
-    if update.optimizer is None and any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+    refused = "a rule" if update.optimizer is None else "clip='two_pass'" if update.needs_two_runs else None
+    if refused is not None and any(node.name() == "CheckpointFunctionBackward" for node in nodes):
         raise RuntimeError(
-            "torch's reentrant checkpoint hides its parameters from the graph, and a rule has no list of them, so they "
-            "would not be updated. Use checkpoint(..., use_reentrant=False), checkpoint_blocks, or an optimizer in the "
-            "rule's place."
+            f"torch's reentrant checkpoint hides its parameters from the graph, where {refused} looks for them. Use "
+            "checkpoint(..., use_reentrant=False), checkpoint_blocks, or an optimizer without clip='two_pass'."
         )
     leaves: dict[Tensor, list[Any]] = {}
     for node in nodes:
@@ -120,7 +121,8 @@ def _check(loss: Tensor, leaves: Sequence[Tensor], update: EagerUpdate, is_alone
     if not leaves and is_alone:  # over ranks others may have leaves, and wait for this rank
         raise RuntimeError(
             "the loss depends on no parameter that this EagerUpdate holds: they are frozen, or another optimizer's, or "
-            f"the loss is detached (it has {'a' if loss.requires_grad else 'no'} gradient)."
+            f"the loss is detached (it has {'a' if loss.requires_grad else 'no'} gradient), or a layer that runs a "
+            "backward of its own hides all of them (torch's reentrant checkpoint: give it use_reentrant=False)."
         )
     params = leaves if update.optimizer is None else update.params
     named = [(f"a parameter of shape {list(param.shape)}", param) for param in params]

@@ -199,14 +199,14 @@ class EagerStep:
         """Take a whole gradient: update the parameter, once; or keep it for the leaf.
 
         Raises:
-            RuntimeError: it was updated in this run; or its norm is not known in time.
+            RuntimeError: it was taken in this run; or its norm is not known in time.
         """
         with self._lock:
             name, is_held = self.names.get(id(owner)), self.update.holds(owner)
-            if id(owner) in self.updated:
+            if id(owner) in (self._norms if self.only_norms else self.updated):
                 raise RuntimeError(
-                    f"late gradient for {f'{name!r}' if name else 'a parameter'} of shape {list(owner.shape)}: it was "
-                    "updated already in this step, and this part of its gradient was not in it. x was computed with "
+                    f"late gradient for {f'{name!r}' if name else 'a parameter'} of shape {list(owner.shape)}: its "
+                    "gradient was used already in this step, without this part. x was computed with "
                     "it, or a layer ran a backward of its own (a reentrant checkpoint): use checkpoint_blocks or "
                     "use_reentrant=False, or the optimizer itself."
                 )
@@ -216,6 +216,7 @@ class EagerStep:
             elif self.only_norms:
                 self._norms[id(owner)] = owner, norm_of(as_grad_of(owner, grad))
             elif is_held:
+                self._refuse_unclipped(owner)
                 firm()
                 self.updated.add(id(owner))
                 self.update.apply(owner, self._clipped(as_grad_of(owner, grad)))
@@ -226,6 +227,14 @@ class EagerStep:
                 "x was computed from something that requires a gradient, whose norm is known only when the backward "
                 f"goes on from x; clip={self.update.clip!r} needs all norms before. Make what computes x a layer of "
                 "the model, give x.detach(), or step with the optimizer itself."
+            )
+
+    def _refuse_unclipped(self, owner: Tensor) -> None:
+        if self._factor is not None and id(owner) not in self._norms:
+            raise RuntimeError(
+                f"a parameter of shape {list(owner.shape)} got a gradient in the second run only, so it is not in the "
+                "norm of clip='two_pass': a layer runs a backward of its own, which the first run did not reach. Let "
+                "the layer's forward record its graph, or step with the optimizer itself."
             )
 
     def take_grads(self, params: Iterable[Tensor]) -> None:

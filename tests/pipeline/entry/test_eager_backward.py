@@ -483,10 +483,23 @@ def test_a_loss_of_several_numbers_is_refused_by_torch_and_nothing_is_torn():
     assert not update.is_torn
 
 
-def test_a_rule_and_a_reentrant_checkpoint_are_refused_together():
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Within(nn.Linear(WIDTH, WIDTH), True)).double()
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_rule", [True, False])
+def test_a_reentrant_checkpoint_is_refused_by_a_rule_and_by_two_runs(is_rule, is_first):
+    # The norm of the first run lacked its parameters where x, which is no parameter, was all that went into it.
+    layers = [nn.Linear(WIDTH, WIDTH), Within(nn.Linear(WIDTH, WIDTH), True)]
+    module = nn.Sequential(*(reversed(layers) if is_first else layers)).double()
+    two_runs = EagerUpdate(sgd(module), clip="two_pass", max_norm=0.1)
+    update = EagerUpdate(lambda param, grad: None) if is_rule else two_runs
     with pytest.raises(RuntimeError, match="reentrant checkpoint hides its parameters.*use_reentrant=False"):
-        eager_backward(module(batch()[0]).sum(), EagerUpdate(lambda param, grad: None))
+        eager_backward(module(batch()[0].requires_grad_()).sum(), update)
+    assert not update.is_torn
+
+
+def test_a_loss_whose_parameters_are_all_hidden_is_refused_in_words_that_say_so():
+    module = Within(linears("linear"), True)
+    with pytest.raises(RuntimeError, match="hides all of them.*use_reentrant=False"):
+        eager_backward(module(batch()[0].requires_grad_()).sum(), EagerUpdate(sgd(module)))
 
 
 class Later(torch.autograd.Function):
@@ -494,12 +507,13 @@ class Later(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.inner = x.detach().requires_grad_(), weight[0]
+        ctx.inner = x.detach(), weight[0]
         return x @ weight[0].detach().T
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.inner
+        x = x.clone().requires_grad_()  # which a second backward begins anew
         with torch.enable_grad():
             y = x @ weight.T
         torch.autograd.backward(y, grad)
@@ -513,6 +527,52 @@ class Hidden(nn.Module):
 
     def forward(self, x):
         return Later.apply(x, [self.layer.weight])
+
+
+@pytest.mark.parametrize("max_norm", [1e-2, 1e9])
+@pytest.mark.parametrize("order", [[0, "hidden"], [0, 1, "hidden"], [0, "hidden", 2, "hidden"]])
+def test_two_runs_count_hidden_gradients_in_the_norm_and_once(order, max_norm):
+    # Those of the first run stayed in `.grad`, were added to by the second, and were not in the norm.
+    def run(is_eager):
+        module = linears("linear", "linear", "linear")
+        hidden = Hidden(nn.Linear(WIDTH, WIDTH, bias=False).double())
+        nn.init.constant_(hidden.layer.weight, 0.1)
+        whole = nn.Sequential(*(hidden if place == "hidden" else module[place] for place in order))
+        optimizer = sgd(whole)
+        for number in range(3):
+            x, target = batch(number)
+            loss = (whole(x) - target).square().mean()
+            if is_eager:
+                eager_backward(loss, EagerUpdate(optimizer, clip="two_pass", max_norm=max_norm))
+            else:
+                loss.backward()
+                nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(param.grad is None for param in whole.parameters())
+        return [param.detach().clone() for param in whole.parameters()]
+
+    for eager, ordinary in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(eager, ordinary, rtol=1e-12, atol=0)
+
+
+def test_two_runs_refuse_a_hidden_part_that_comes_late_before_any_update():
+    module = linears("linear", "linear")
+    whole = nn.Sequential(module[0], Hidden(module[1]), module[1])
+    before = [param.detach().clone() for param in whole.parameters()]
+    update = EagerUpdate(sgd(whole), clip="two_pass", max_norm=1e-2)
+    with pytest.raises(RuntimeError, match=r"late gradient for a parameter of shape \[4, 4\]"):
+        eager_backward(whole(batch()[0]).square().mean(), update)
+    assert not update.is_torn and all(map(torch.equal, whole.parameters(), before))
+    assert all(param.grad is None for param in whole.parameters())
+
+
+def test_two_runs_refuse_a_gradient_that_the_first_did_not_reach():
+    module = linears("linear", "linear")
+    whole = nn.Sequential(Hidden(module[0]), module[1])
+    update = EagerUpdate(sgd(whole), clip="two_pass", max_norm=1e-2)
+    with pytest.raises(RuntimeError, match=r"shape \[4, 4\] got a gradient in the second run only"):
+        eager_backward(whole(batch()[0].requires_grad_()).square().mean(), update)
 
 
 def test_a_hidden_gradient_after_the_update_is_loud_and_one_before_it_is_waited_for():
