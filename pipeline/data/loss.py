@@ -260,6 +260,10 @@ class Loss:
         """Whether loss_fn returned (sum, count) for a chunk, and both are nothing."""
         return self._kind == _PAIR and not self._chunks[chunk].counted and not self._chunks[chunk].amount
 
+    def is_zero(self, chunk: int) -> bool:
+        """Whether a chunk's part of the loss is 0. The host waits."""
+        return not self._chunks[chunk].amount
+
     def anew(self, rows: Sequence[int]) -> Loss:
         """A loss of the same loss_fn, of chunks of so many rows, that is one of several."""
         return Loss(self.loss_fn, self._requested, rows, True)

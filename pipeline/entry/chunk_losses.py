@@ -5,8 +5,8 @@
 
 The gradient too: the values of a surrogate (a policy gradient, loss / loss.detach()) may agree by construction. Where
 all outputs are more than 16 MiB, as those of a language model are, its largest tensors, as many as these hold are
-compared together, or two, and the last of them with the next ones. If the chunks' weights are right in each of these,
-they are right in all.
+compared together, or two, and one of them with the next ones. If the chunks' weights are right in each of these, they
+are right in all.
 """
 
 from __future__ import annotations
@@ -121,8 +121,12 @@ class ChunkLosses:
         sizes = [tensor.numel() * tensor.itemsize for tensor in held]
         if not self._left or len(self._held) > 1 and sum(sizes) > _HELD:
             self._compare_held(scale is not None)
-            # The next ones are compared with the last that counts something.
-            self._held = [max(self._held, key=lambda end: not end.is_empty)] if self._left else []
+            # The next ones are compared with one that counts something: beside what is 0 they are right by themselves.
+            self._held = [max(self._held, key=self._counts)] if self._left else []
+
+    def _counts(self, end: _ChunkEnd) -> tuple[bool, bool]:
+        """Whether a chunk counts something, and whether it adds something to the loss. The host waits."""
+        return not end.is_empty, not self.loss.is_zero(end.chunk) or any([bool(grad.any()) for grad in end.grads])
 
     def _compare_held(self, is_scaled: bool) -> None:
         if len(self._held) > 1 and not all([end.is_empty for end in self._held]):  # what counts nothing shows nothing

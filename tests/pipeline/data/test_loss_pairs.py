@@ -4,7 +4,7 @@ The reference computes the loss of each chunk and that of all rows at once, by a
 """
 
 import weakref
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -133,7 +133,7 @@ def test_of_large_outputs_pairs_are_compared(name, case, seed, schedule):
 
 @pytest.mark.parametrize("outputs, held", [(1, [2, 2, 2]), (3, [3, 2]), (3.5, [3, 2]), (4, [4]), (9, [4])])
 def test_as_many_outputs_are_compared_together_as_the_limit_holds(outputs, held, monkeypatch):
-    """And the last of them with the next ones."""
+    """And the first of them that adds something with the next ones."""
     joined, gather = [], chunk_losses.gather
     monkeypatch.setattr(chunk_losses, "_HELD", int(outputs * 2 * WIDE * 8))
     monkeypatch.setattr(chunk_losses, "gather", lambda trees, *args: joined.append(len(trees)) or gather(trees, *args))
@@ -165,6 +165,29 @@ def test_chunks_that_count_nothing_do_not_stand_between_those_that_do(kept, sche
     pipe = Pipe(model, [1, 1], len(kept), schedule=schedule)
     with pytest.raises(ValueError, match="is not a mean over rows|do not add up"):
         pipe.step(x, target, loss_fn=lambda o, t: ((o * t).abs().amax() * t.sum(), t.sum()))
+
+
+@pytest.mark.usefixtures("pairs_alone")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_chunks_whose_loss_is_0_do_not_stand_between_those_that_count(reduction):
+    """A loss without a count: each chunk was compared with the first, beside which any is right if it has no tokens."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()).double(), torch.randn(8, WIDE).double()
+
+    def masked(output, mask):
+        return (output.square().sum(1) * mask).sum() / mask.sum().clamp(min=1)
+
+    for tokens in product(range(3), repeat=4):
+        mask = torch.tensor([[1.0] * count + [0.0] * (2 - count) for count in tokens]).flatten().double()
+        pipe, expected = Pipe(model, [1, 1], 4), masked(model(x), mask).detach()
+        weight = 1 / 4 if reduction == "mean" else 1
+        combined = sum(weight * masked(model(x[start : start + 2]), mask[start : start + 2]) for start in (0, 2, 4, 6))
+        if torch.isclose(combined, expected, rtol=1e-9):
+            torch.testing.assert_close(pipe.step(x, mask, loss_fn=masked, loss_reduction=reduction).loss, expected)
+            continue
+        for call in (pipe.step, pipe.evaluate):
+            with pytest.raises(ValueError, match=f"is not a {reduction} over rows"):
+                call(x, mask, loss_fn=masked, loss_reduction=reduction)
 
 
 class Alive(TorchDispatchMode):
