@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from partition.graph import nodes_of
+from partition.halves import REENTRANT
 from pipeline.common.arguments import shown
 from pipeline.common.interrupts import DeferredSignals, calls_users_code
 from pipeline.distributed.wrapped import OF_PARTS, refuse_parts, refuse_reduced
@@ -81,7 +82,7 @@ def _eager_backward(loss: Tensor, update: EagerUpdate) -> None:
     left = [*parents, *update.params]  # by a backward within the backward
     with grads_kept(left), _taking(loss, parents, step):
         if step.only_norms:
-            _autograd(loss, True, list(parents))  # `.grad` of other leaves is added to once
+            _norms_only(loss, list(parents))
             step.take_grads(update.params)
             step.clip_to(joined_norm([norm for _, norm in step.norms]))
         with update.guarded(step):
@@ -96,11 +97,8 @@ def _explored(loss: Tensor, update: EagerUpdate) -> tuple[dict[Tensor, list[Any]
         return {}, []
     nodes = nodes_of([loss])
     refused = "a rule" if update.optimizer is None else "clip='two_pass'" if update.needs_two_runs else None
-    if refused is not None and any(node.name() == "CheckpointFunctionBackward" for node in nodes):
-        raise RuntimeError(
-            f"torch's reentrant checkpoint hides its parameters from the graph, where {refused} looks for them. Use "
-            "checkpoint(..., use_reentrant=False), checkpoint_blocks, or an optimizer without clip='two_pass'."
-        )
+    if refused is not None and any(node.name() == REENTRANT for node in nodes):
+        raise _hidden(refused)
     leaves: dict[Tensor, list[Any]] = {}
     for node in nodes:
         for next_node, _ in node.next_functions:
@@ -109,6 +107,23 @@ def _explored(loss: Tensor, update: EagerUpdate) -> tuple[dict[Tensor, list[Any]
                 leaves.setdefault(leaf, []).append(node)
     calls = [getattr(node, "backward_call", None) for node in nodes]
     return leaves, [call for call in calls if isinstance(call, Backward)]
+
+
+def _hidden(refused: str) -> RuntimeError:
+    return RuntimeError(
+        f"torch's reentrant checkpoint hides its parameters from the graph, where {refused} looks for them. Use "
+        "checkpoint(..., use_reentrant=False), checkpoint_blocks, or an optimizer without clip='two_pass'."
+    )
+
+
+def _norms_only(loss: Tensor, params: list[Tensor]) -> None:
+    """The run of clip="two_pass" that takes norms. `.grad` of other leaves is added to once, in the run after it."""
+    try:
+        _autograd(loss, True, params)
+    except RuntimeError as error:
+        if "use_reentrant=True" in str(error):  # torch's words: a layer of a Pipe, whose graph is not the loss's
+            raise _hidden("clip='two_pass'") from error
+        raise
 
 
 def _check(loss: Tensor, leaves: Sequence[Tensor], update: EagerUpdate, is_alone: bool) -> None:

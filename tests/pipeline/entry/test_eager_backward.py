@@ -3,6 +3,7 @@
 The reference is that loop on a twin; of a pipe's output too.
 """
 
+import copy
 import sys
 
 import pytest
@@ -494,6 +495,24 @@ def test_a_reentrant_checkpoint_is_refused_by_a_rule_and_by_two_runs(is_rule, is
     with pytest.raises(RuntimeError, match="reentrant checkpoint hides its parameters.*use_reentrant=False"):
         eager_backward(module(batch()[0].requires_grad_()).sum(), update)
     assert not update.is_torn
+
+
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_a_reentrant_checkpoint_within_a_pipe_is_refused_by_two_runs_before_anything_changes(policy):
+    def loss_of(module):
+        x, target = batch()
+        return (Pipe(module, [1, 2], 2, checkpoint=policy)(x) - target).square().mean()
+
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Within(nn.Linear(WIDTH, WIDTH), True), nn.Tanh()).double()
+    twin = copy.deepcopy(module)
+    update, loss = EagerUpdate(sgd(module), clip="two_pass", max_norm=0.1), loss_of(module)
+    with pytest.raises(RuntimeError, match="reentrant checkpoint hides its parameters.*use_reentrant=False"):
+        eager_backward(loss, update)
+    assert not update.is_torn and all(param.grad is None for param in module.parameters())
+    loss.backward()
+    loss_of(twin).backward()
+    for param, other in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close((param, param.grad), (other, other.grad), rtol=0, atol=0)
 
 
 def test_a_loss_whose_parameters_are_all_hidden_is_refused_in_words_that_say_so():
