@@ -190,15 +190,15 @@ def _devices(
     for cost in link.values() if isinstance(link, Mapping) else [link]:
         if not isinstance(cost, Link):
             refuse_unless_finite("link", cost, error=PartitionError)
-    caps = _each("memory", math.inf if memory is None else memory, count)
-    return labels, _each("speed", speed, count), caps, link
+    caps = _each("memory", math.inf if memory is None else memory, count, "a number of bytes, such as 2**30,")
+    return labels, _each("speed", speed, count, "a number"), caps, link
 
 
-def _each(name: str, setting: Any, count: int) -> tuple[float, ...]:
+def _each(name: str, setting: Any, count: int, kind: str) -> tuple[float, ...]:
     values = tuple(map(plain, one_each(name, setting, count, PartitionError)))
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise PartitionError(f"{name} is {setting!r}, but must be a number above 0, or one for each device.")
+            raise PartitionError(f"{name} is {setting!r}, but must be {kind} above 0, or one for each device.")
     return values
 
 

@@ -99,7 +99,7 @@ def _each_layer(
             renew(dict(zip(visited.stashes, _cut(skips_under(visited.stashes)), strict=True)))
             results.append(result)
         if loss is not None:
-            with _noted("loss" if loss.target is not None else "loss, without a target=", loss.function, sandbox):
+            with _target_asked_for(loss), _noted("loss", loss.function, sandbox):
                 loss_layer = _LossLayer(loss, sandbox)
                 with sandbox.running():
                     visited = VisitedLayer(len(module), sandbox, [], [], tensors_in(loss_layer.target))
@@ -124,6 +124,16 @@ def _noted(name: str, layer: Any, sandbox: Sandbox) -> Iterator[None]:
         ) from None
     except Exception as error:
         error.add_note(f"while profiling layer {name!r} ({type(layer).__name__}) on {sandbox}")
+        raise
+
+
+@contextmanager
+def _target_asked_for(loss: VisitedLoss) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if loss.target is None:
+            error.add_note("loss_fn was called with target=None. Give target= too, of as many rows as the sample.")
         raise
 
 

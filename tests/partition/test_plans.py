@@ -551,7 +551,7 @@ def test_what_cannot_be_planned_is_said() -> None:
         r"link has nothing for lanes \(\d, \d\)": {"link": {}, "flops": 1e9},
         "link is '1', but must be a finite number": {"link": {(0, 1): "1", (1, 0): 1.0}},
         "flops is 0, but must be a finite number above 0": {"flops": 0},
-        "memory is '7MiB', but must be a number above 0": {"memory": "7MiB"},
+        "memory is '7MiB', but must be a number of bytes, such as 2..30, above 0": {"memory": "7MiB"},
         "link is in seconds, but a profile without a run counts FLOPs": {"link": 1.0},
         "none of interleaved is defined for 2 devices, 3 layers": {"schedules": ["interleaved"]},
     }.items():

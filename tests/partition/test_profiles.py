@@ -11,7 +11,7 @@ from block_models import MODELS
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from partition import PartitionError, Profile, halves, profile, to_sequential
+from partition import PartitionError, Profile, halves, plan, profile, to_sequential
 from partition.profiles import working
 from partition.profiles.amounts import MedianSpread, sum_of_bytes
 from partition.profiles.optimizer_state import state_bytes
@@ -345,6 +345,18 @@ def halved() -> dict[str, tuple[list[nn.Module], Tensor]]:
 
 def total(y: Tensor, target: None) -> Tensor:
     return y.sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("ask", [partial(profile, chunks=2), partial(plan, devices=1)], ids=["profile", "plan"])
+def test_a_loss_that_needs_a_target_and_has_none_is_an_error_that_says_so(ask: Any, device: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.rand(8, 4)
+    with pytest.raises(TypeError, match="(?s)while profiling layer 'loss'.*target=None. Give target= too"):
+        ask(model, x, loss_fn=nn.functional.cross_entropy, device=device)
+    ask(model, x, loss_fn=total, device=device)
+    with pytest.raises(Exception) as caught:
+        ask(model, x, loss_fn=nn.functional.cross_entropy, target=torch.rand(8, 5), device=device)
+    assert "target=None" not in str(caught.value.__notes__)
 
 
 @pytest.mark.inline
