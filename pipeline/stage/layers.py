@@ -95,8 +95,17 @@ class StageLayers:
                 value = layer(value)
             except BaseException as error:
                 error.add_note(_in_words(index, layer))
+                if any([isinstance(word, str) and _ONE_VALUE in word for word in error.args]):
+                    error.add_note(_TWO_ROWS)
                 raise
         return value
+
+
+_ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's words, of its norms
+_TWO_ROWS = (
+    "The chunk has too few rows for a norm in train mode. Use fewer chunks, or a mini-batch with at least two rows for "
+    "each chunk: drop_last=True of a DataLoader leaves out a smaller last one."
+)
 
 
 def stage_name(index: int, first: int, layers: int) -> str:

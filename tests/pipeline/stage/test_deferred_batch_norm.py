@@ -289,6 +289,18 @@ def test_one_value_a_channel_in_one_chunk_is_torchs_own_error_with_the_chunk_nam
     assert "stage 0 (layer 0), chunk 1, 0F1" in caught.value.__notes__
 
 
+@pytest.mark.parametrize("is_deferred", [True, False])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, lambda width: nn.Sequential(nn.BatchNorm1d(width))])
+@pytest.mark.parametrize("chunks, rows", [(4, 4), (3, 4), (1, 1)])
+def test_a_chunk_of_one_row_is_an_error_that_says_to_use_fewer_chunks_and_that_helps(
+    chunks: int, rows: int, norm: Any, is_deferred: bool
+) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), norm(4), nn.Linear(4, 1)), torch.rand(max(rows, 2), 4)
+    with untouched(model), pytest.raises(ValueError, match=f"(?s){TOO_FEW}.*fewer chunks.*drop_last=True"):
+        Pipe(model, [1, 2], chunks, deferred_batch_norm=is_deferred)(x[:rows])
+    Pipe(model, [1, 2], min(chunks, len(x) // 2), deferred_batch_norm=is_deferred)(x)
+
+
 @pytest.mark.parametrize("chunks", [2, 3, 5])
 def test_statistics_behind_linear_layers_equal_the_plain_modules(chunks: int) -> None:
     model = randomised(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)))
