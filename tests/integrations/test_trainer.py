@@ -87,6 +87,19 @@ def test_losses_norms_and_parameters_are_the_models(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)  # Adam divides by small numbers, of float32
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("option", [
+    {"activation_checkpointing": True}, {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 1.0},
+])  # fmt: skip
+def test_options_that_ask_a_pre_trained_model_raise_an_attribute_error(option: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    if next(iter(option)) not in TrainingArguments.__dataclass_fields__:  # older versions name it otherwise
+        option = {"gradient_checkpointing": True}
+    with pytest.raises(AttributeError, match="'Pipe' object has no attribute"):
+        Trainer(piped(gpt()), arguments(tmp_path, **option), train_dataset=data(6)).train()
+
+
 def test_at_the_end_the_best_model_is_back(example: dict[str, Any], tmp_path: Path) -> None:
     from transformers import Trainer
 
