@@ -189,7 +189,7 @@ class Pipe(FixedModule, StateDictMixin):
             else:
                 processes = replace(processes, copies=join_ranks(self.runtime, stages, materialize))
                 self._settings = replace(self._settings, processes=processes)
-                is_part(self)
+                is_part(self, self.runtime.world_ranks)
             if replica_ranks is not None:
                 pipe_replicas = Replicas(replica_ranks, ranks)
                 self._settings = replace(self._settings, processes=replace(processes, replicas=pipe_replicas))
@@ -270,7 +270,7 @@ class Pipe(FixedModule, StateDictMixin):
         """Restore a copy, which has parameters of its own."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.runtime.topology is not None:
-            is_part(self)
+            is_part(self, self.runtime.world_ranks)
 
     # ---------------------------------------------------------------------------------------------------- settings
 

@@ -84,27 +84,15 @@ def refuse_around(pipe: nn.Module, ranks: Collection[int]) -> None:
             "gradients."
         )
     outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if outer is not None:
-        _refuse_group(outer.process_group, ranks, "DistributedDataParallel(pipe)")
-
-
-def refuse_sharded(optimizer: object, ranks: Collection[int]) -> None:
-    """Refuse an optimizer that has its parameters stepped by other ranks of the pipeline, which have others.
-
-    Raises:
-        RuntimeError: it is one.
-    """
-    if isinstance(optimizer, _imported("torch.distributed.optim", "ZeroRedundancyOptimizer")):
-        _refuse_group(getattr(optimizer, "process_group"), ranks, "ZeroRedundancyOptimizer")
-
-
-def _refuse_group(group: distributed.ProcessGroup, ranks: Collection[int], what: str) -> None:
-    common = sorted(set(distributed.get_process_group_ranks(group)).intersection(ranks))
+    if outer is None:
+        return
+    common = sorted(set(distributed.get_process_group_ranks(outer.process_group)).intersection(ranks))
     if len(common) > 1:
         raise RuntimeError(
-            f"{what} takes ranks {common} for replicas, but they have different stages of one pipeline: it would mix "
-            "their parameters, and has when it was built. Leave it out, or give it the ranks that have the same "
-            'stages: process_group=mesh["dp"].get_group(). Pipe(..., replicas=group) averages gradients over these.'
+            f"DistributedDataParallel(pipe) takes ranks {common} for replicas, but they have different stages of one "
+            "pipeline: it would mix their parameters, and has when it was built. Leave it out, or give it the ranks "
+            'that have the same stages: process_group=mesh["dp"].get_group(). Pipe(..., replicas=group) averages '
+            "gradients over these."
         )
 
 

@@ -20,7 +20,6 @@ from partition.modes import modes_kept
 from pipeline.common.arguments import check_flags, check_limit, check_norm_type
 from pipeline.common.call_lock import turn
 from pipeline.data.microbatch import scatter
-from pipeline.distributed.wrapped import refuse_sharded
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
 from pipeline.entry.minibatches import cut_mini_batches, is_loader, noting_pairs, pairs, read_before
@@ -60,7 +59,6 @@ def forward(runtime: Runtime, value: Any, output: str) -> Any:
 
 def step(runtime: Runtime, arguments: StepArguments) -> Step:
     """`pipe.step`: forward, loss and backward of one mini-batch in the order of the schedule."""
-    refuse_sharded(arguments.optimizer, runtime.world_ranks)
     if is_loader(arguments.x):
         pairs_read = read_before(runtime, "step", lambda: list(pairs(arguments.x, arguments.target, "step")))
         arguments = arguments._replace(x=iter(pairs_read))

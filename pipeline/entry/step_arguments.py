@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeline.common.arguments import check_flags, check_limit, check_optimizer, check_scaler
 from pipeline.data.loss import LossFn, name_of
 from pipeline.gradients.eager import EagerUpdate
-from pipeline.gradients.partial import refuse_lbfgs
+from pipeline.gradients.partial import refuse_lbfgs, refuse_sharded
 from pipeline.gradients.per_parameter import params_of
 
 _ANEW = (
@@ -62,6 +62,7 @@ class StepArguments(NamedTuple):
             raise ValueError(f"grads is {self.grads!r}. Use 'param' or 'store'.")
         if optimizer is not None and not isinstance(optimizer, EagerUpdate):
             check_optimizer(optimizer)
+            refuse_sharded(optimizer)
         if scaler is not None:
             check_scaler(scaler)
         if clip is not None:

@@ -3,6 +3,7 @@
     torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  -->  get_total_norm of this rank's gradients  -->  error
     torch.optim.LBFGS(pipe.parameters()).step(closure)      -->  inner products of this rank's gradients  -->  error
     GradScaler().step(optimizer), .unscale_(optimizer)      -->  overflows of this rank's gradients       -->  error
+    ZeroRedundancyOptimizer(pipe.parameters(), SGD).step()  -->  other ranks' layers for copies of these  -->  error
     Prodigy(pipe.parameters()), another that is not torch's -->  it may combine this rank's parameters    -->  warning
 
 clip_grad_norm_ looks get_total_norm up when it is called, so a check in its place works however it was imported.
@@ -12,29 +13,36 @@ is refused too: it may be all that this rank has of what is chosen from the whol
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.utils import clip_grad
 
 from pipeline.gradients.per_parameter import params_of, steps_as_torch
 
-_parts: WeakSet[nn.Module] = WeakSet()  # the Pipes that have a part of their parameters here
+# The Pipes that have a part of their parameters here, and the ranks that have the others.
+_parts: WeakKeyDictionary[nn.Module, Sequence[int]] = WeakKeyDictionary()
 _overflows_are_shared: ContextVar[bool] = ContextVar("overflows_are_shared", default=False)
 
 
-def is_part(pipe: nn.Module) -> None:
-    """From now on refuse operations that take this rank's part of the Pipe's parameters for all of them."""
+def is_part(pipe: nn.Module, ranks: Sequence[int]) -> None:
+    """From now on refuse operations that take this rank's part of the Pipe's parameters for all of them.
+
+    Args:
+        pipe: a Pipe over ranks.
+        ranks: those of its pipeline, as the world numbers them.
+    """
     if not _parts:
         _check_torch()
-    _parts.add(pipe)
+    _parts[pipe] = ranks
 
 
 def refuse_norm(gradients: Iterable[Tensor], instead: str = "pipe.clip_grad_norm_(max_norm)") -> None:
@@ -72,9 +80,34 @@ def refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
     )
 
 
-def _warn_of_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Warn where an optimizer that may combine parameters has got a group of them."""
-    names = [] if steps_as_torch(optimizer) else names_of_parts(optimizer.param_groups[-1]["params"])
+def refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if it has parameters stepped by other ranks of a pipeline, which have other ones."""
+    if not isinstance(optimizer, _sharded()):
+        return
+    stepped = {id(param) for param in params_of(optimizer)}
+    group = distributed.get_process_group_ranks(getattr(optimizer, "process_group"))
+    for pipe, ranks in _parts.items():
+        common = sorted(set(group).intersection(ranks))
+        if len(common) > 1 and not stepped.isdisjoint(map(id, pipe.parameters())):
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer takes ranks {common} for replicas, but they have different stages of one "
+                "pipeline: it would copy the parameters of one to another. Give each rank an optimizer of torch.optim, "
+                "or give it the ranks that have the same stages: process_group=mesh[\"dp\"].get_group()."
+            )
+
+
+def _sharded() -> tuple[type, ...]:
+    """Torch's optimizer of which each rank steps a part, if it was ever imported: else there is none."""
+    kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    return () if kind is None else (kind,)
+
+
+def _check_group(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Check the steps of an optimizer that has got a group, or warn of it where they may combine parameters."""
+    for kind in _sharded():
+        _checked(kind, "step", refuse_sharded)
+    known = steps_as_torch(optimizer) or isinstance(optimizer, _sharded())
+    names = [] if known else names_of_parts(optimizer.param_groups[-1]["params"])
     if names:
         name = type(optimizer).__name__
         warnings.warn(
@@ -113,7 +146,7 @@ def _check_torch() -> None:
     _checked(clip_grad, "_get_total_norm", lambda tensors, *args, **kwargs: refuse_norm(tensors))
     setattr(torch.nn.utils, "get_total_norm", clip_grad._get_total_norm)
     _checked(torch.optim.LBFGS, "step", lambda optimizer, *args, **kwargs: refuse_lbfgs(optimizer))
-    _checked(torch.optim.Optimizer, "add_param_group", _warn_of_step, afterwards=True)
+    _checked(torch.optim.Optimizer, "add_param_group", _check_group, afterwards=True)
     for method in ("unscale_", "_check_inf_per_device"):  # of all optimizers but fused ones, and of these
         _checked(torch.amp.GradScaler, method, lambda scaler, optimizer: _refuse_overflows(optimizer))
 
