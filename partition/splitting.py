@@ -15,7 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from partition.contiguous import balance_costs
 from partition.errors import PartitionError
-from partition.names import sequential
+from partition.names import ModelLayers, sequential
 from scheduler.errors import whole
 
 
@@ -47,9 +47,15 @@ def split(module: nn.Sequential, balance: Iterable[int]) -> list[nn.Sequential]:
 
 def runs_in_order(module: object) -> bool:
     """Whether a module is an nn.Sequential whose forward is its layers one after the other."""
-    return isinstance(module, nn.Sequential) and (
-        type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
-    )
+    return isinstance(module, nn.Sequential) and not _own(module)
+
+
+def _own(module: nn.Sequential) -> list[str]:
+    """The methods that decide how a sequential module runs, where they are not torch's or ours, by name."""
+    names = ["forward", "__call__", "__iter__"]
+    of = ModelLayers if isinstance(module, ModelLayers) else nn.Sequential
+    own = [name for name in names if getattr(type(module), name) is not getattr(of, name)]
+    return own or [name for name in names[:1] if name in vars(module)]
 
 
 def check_module(module: object) -> nn.Sequential:
@@ -63,9 +69,9 @@ def check_module(module: object) -> nn.Sequential:
         )
     if not runs_in_order(module):
         raise PartitionError(
-            f"{kind} is an nn.Sequential with a forward of its own, which no stage would run. Move what it does into "
-            "layers, or cut it as other models are, Pipe(module, sample=...); if it only runs them in order, pass "
-            "nn.Sequential(*module)."
+            f"{kind} is an nn.Sequential with its own {_own(module)[0]}, which no stage would run. Move what it "
+            "does into layers, or cut it as other models are, Pipe(module, sample=...); if it only runs them in order, "
+            "pass nn.Sequential(*module)."
         )
     if not len(module):
         raise PartitionError(f"module has no layers ({kind}()), and a stage needs one. Give it one layer or more.")

@@ -225,7 +225,7 @@ class Pipe(FixedModule, StateDictMixin):
         return cls(module, **plan.settings_with(settings))
 
     def __init_subclass__(cls) -> None:
-        if cls.forward is not Pipe.forward:
+        if cls.forward is not Pipe.forward or cls.__call__ is not Pipe.__call__:
             raise TypeError(
                 f"{cls.__name__} has a forward of its own, which step, evaluate and operators of curvature would not "
                 "run: they run the layers. Make what it does a layer, or a module around the Pipe that calls pipe(x)."

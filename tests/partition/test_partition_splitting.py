@@ -99,7 +99,7 @@ def test_a_sequential_with_its_own_forward_is_refused() -> None:
     patched = linears(1)
     patched.forward = lambda x: x  # type: ignore[assignment]
     for module, name in ((Residual(nn.Linear(1, 1)), "Residual"), (patched, "Sequential")):
-        words = rf"{name} is an nn\.Sequential with a forward of its own.*sample=.*pass nn\.Sequential\(\*module\)"
+        words = rf"{name} is an nn\.Sequential with its own forward.*sample=.*pass nn\.Sequential\(\*module\)"
         with pytest.raises(PartitionError, match=words):
             split(module, [1])
 

@@ -34,6 +34,16 @@ class OwnForward(nn.Sequential):
         return super().forward(x) + 1
 
 
+class OwnCall(nn.Sequential):
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
+class OwnOrder(nn.Sequential):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
 def hooked():
     model = net()
     model.register_forward_hook(lambda *_: None)
@@ -62,7 +72,9 @@ MODULES = {
     "a Linear": (lambda: nn.Linear(2, 2), TypeError, r"must be an nn\.Sequential.*got Linear.*nn\.Sequential\(layer"),
     "a list": (lambda: [nn.Linear(2, 2)], TypeError, r"must be an nn\.Sequential.*got list"),
     "None": (lambda: None, TypeError, r"got NoneType"),
-    "own forward": (lambda: OwnForward(nn.Tanh()), ValueError, r"OwnForward.*forward of its own.*nn\.Sequential\(\*"),
+    "own forward": (lambda: OwnForward(nn.Tanh()), ValueError, r"OwnForward.*its own forward.*nn\.Sequential\(\*"),
+    "own call": (lambda: OwnCall(nn.Tanh()), ValueError, "OwnCall.*its own __call__"),
+    "own order": (lambda: OwnOrder(nn.Tanh()), ValueError, "OwnOrder.*its own __iter__"),
     "empty": (nn.Sequential, ValueError, r"no layers"),
     "hooks": (hooked, ValueError, r"hooks of its own.*Register them on the Pipe"),
     "own parameter": (with_parameter, ValueError, r"parameters or buffers of its own \(scale\).*into a layer"),
