@@ -373,7 +373,7 @@ def kind_of(kind: type) -> ContainerKind | None:
     return _SLOTTED._replace(has_dict=bool(kind.__dictoffset__))
 
 
-def package_of(made: type | types.FunctionType) -> str:
+def package_of(made: Any) -> str:
     """The name of the package, or of the script, in which a class or a function was made; of none "None"."""
     return str(made.__module__).partition(".")[0]
 

@@ -1,8 +1,9 @@
 """The Python state that modules or a loss can reach, which an extra call of them must not change.
 
     attributes, lists, dicts, sets, deques and arrays on them, tensors that are no parameters
-    objects of the user's classes, and the numbers and words of these classes
-    functions: their closures, and the containers, numbers and words that they name among the globals of their module
+    objects of the user's classes; the containers, numbers and words of these classes, and their methods
+    functions: their closures, and the functions, containers, numbers and words that they name among the globals of
+        their module; what functools.lru_cache keeps of them, if it kept nothing before
     generators of torch, numpy and Python's random
 
 Only objects a few steps away, and no large tensor: this covers counters, caches and logs, not data sets.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 _LONGEST = 100_000  # entries of a container
 _LONG = 2_000  # so many are searched; a dict has two for each name
 _LARGEST = 1_000_000  # entries of a tensor
+_CODE = (types.FunctionType, staticmethod, classmethod, property, _lru_cache_wrapper)
 
 Undo = Callable[[], None]
 
@@ -82,8 +84,15 @@ class ReachableState:
                 self._undo.append(partial(_refill_tensor, value, value._version, value.detach().clone()))
             return ()
         if isinstance(value, types.FunctionType):
-            is_left_out = self._of_loss and self._is_foreign(package_of(value))
-            return () if is_left_out else self._note_function(value)
+            return () if self._is_foreign(package_of(value)) else self._note_function(value)
+        if isinstance(value, _lru_cache_wrapper):
+            if not value.cache_info().currsize:
+                self._undo.append(value.cache_clear)
+            return (value.__wrapped__,)
+        if isinstance(value, (staticmethod, classmethod)):
+            return (value.__func__,)
+        if isinstance(value, property):
+            return (value.fget,)
         if isinstance(value, partial):
             return (value.func, value.args, value.keywords)
         if isinstance(value, types.MethodType):
@@ -91,30 +100,40 @@ class ReachableState:
         if isinstance(value, types.BuiltinFunctionType):  # such as log.append
             return (value.__self__,)
         if isinstance(value, nn.Module):
-            self._note_classes(type(value))
-            of_class = [entry for entry in vars(type(value)).values() if isinstance(entry, CONTAINERS)]
-            is_foreign = self._is_foreign(package_of(type(value)))
-            return (vars(value), *of_class, None if is_foreign else getattr(type(value), "forward", None))
+            return (vars(value), *self._note_classes(type(value)))
         kind = kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
         if kind is None or kind is ARRAY and (value.size > _LARGEST or value.dtype.hasobject):
             return ()
+        of_classes: Iterable[Any] = ()
         if kind in OBJECTS:
             if self._of_loss and is_installed(package_of(type(value))):
                 return ()
-            self._note_classes(type(value))
+            of_classes = self._note_classes(type(value))
         if kind.long is not None and length(value) > _LONGEST:
             kind = kind.long
         entries = list(kind.read(value))
         self._undo.append(partial(kind.write, value, entries))
-        return (*(entries if len(entries) <= _LONG else ()), *([vars(value)] if kind.has_dict else ()))
+        read = entries if len(entries) <= _LONG else ()
+        return (*read, *([vars(value)] if kind.has_dict else ()), *of_classes)
 
-    def _note_classes(self, kind: type) -> None:
-        """Keep the numbers and words of a class, and of those that it is derived from."""
+    def _note_classes(self, kind: type) -> Iterable[Any]:
+        """Keep the numbers and words of a class, and of those that it is derived from, and return what else they have.
+
+        Of installed packages that is no code but forwards, from which all of a package may be in reach.
+        """
         for base in kind.__mro__:
-            if id(base) not in self._seen and not self._is_foreign(package_of(base)):
-                self._seen[id(base)] = base
-                plain = {name: value for name, value in vars(base).items() if type(value) in _PLAIN}
-                self._undo.append(partial(_reset, base, plain))
+            if id(base) in self._seen or self._is_foreign(package_of(base)):
+                continue
+            self._seen[id(base)] = base
+            entries = dict(vars(base))
+            plain = {name: value for name, value in entries.items() if type(value) in _PLAIN}
+            self._undo.append(partial(_reset, base, plain))
+            yield from [entry for entry in entries.values() if isinstance(entry, CONTAINERS)]
+            forward = entries.get("forward")
+            if not is_installed(package_of(base)):
+                yield from [entry for entry in entries.values() if isinstance(entry, _CODE)]
+            elif isinstance(forward, types.FunctionType):
+                yield from self._note_function(forward)
 
     def _is_foreign(self, package: str) -> bool:
         return package in OTHER_PACKAGES or self._of_loss and is_installed(package)
@@ -123,8 +142,9 @@ class ReachableState:
         cells = filled_cells(function)
         self._undo += [partial(setattr, cell, "cell_contents", cell.cell_contents) for cell in cells]
         names = function.__globals__
-        counted = object if self._of_loss else (*CONTAINERS, *GENERATORS)
+        counted = object if self._of_loss else (*CONTAINERS, *GENERATORS, *_CODE)
         named = [value for name in function.__code__.co_names if isinstance(value := names.get(name), counted)]
+        named = [value for value in named if not isinstance(value, _CODE) or not is_installed(package_of(value))]
         plain = {name: names[name] for name in function.__code__.co_names if type(names.get(name, names)) in _PLAIN}
         if plain:
             self._undo.append(partial(names.update, plain))

@@ -9,6 +9,7 @@ import copy
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -552,6 +553,8 @@ def test_legal_layers_go_on_working(name: str) -> None:
 class Watches(nn.Module):
     """Keeps state in every way there is."""
 
+    of_class: dict[str, int] = {}
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -568,15 +571,35 @@ class Watches(nn.Module):
         self.count += 1
         self.last = x.detach()
         LOG.append(len(x))
+        self.write_elsewhere(len(x))
         factor = random.random() * numpy.random.rand() * (BITS.random_raw() % 7)
         return self.linear(x) + torch.rand(1, generator=TORCHS).double() * factor
 
+    @classmethod
+    def write_elsewhere(cls, rows: int) -> None:
+        cls.of_class[f"rows {rows}"] = rows
+        BY_METHOD.append(rows)
+        write_global(rows)
+        kept()
+
     def state(self) -> list[Any]:
         tensors = [self.plain.item(), self.count.item(), self.count._version]
-        return [self.number, list(self.log), dict(self.by_name), *tensors]
+        elsewhere = [dict(self.of_class), list(BY_METHOD), list(BY_FUNCTION), kept()]
+        return [self.number, list(self.log), dict(self.by_name), *tensors, *elsewhere]
 
 
 LOG: list[int] = []
+BY_METHOD: list[int] = []
+BY_FUNCTION: list[int] = []
+
+
+def write_global(rows: int) -> None:
+    BY_FUNCTION.append(rows)
+
+
+@lru_cache
+def kept() -> list[bool]:
+    return [is_recomputing()]
 
 
 def seen_by(probes: bool, entry: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
@@ -586,7 +609,9 @@ def seen_by(probes: bool, entry: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
     random.seed(5)
     numpy.random.seed(5)
     BITS.state = numpy.random.PCG64(5).state
-    LOG.clear()
+    for written in (LOG, BY_METHOD, BY_FUNCTION, Watches.of_class):
+        written.clear()
+    kept.cache_clear()
     layer, recorded = Watches(), []
     layer.register_forward_hook(lambda module, args, made: recorded.append(made.detach()))
     model = around(layer, nn.Dropout(0.5), nn.BatchNorm1d(WIDTH))
