@@ -120,6 +120,14 @@ class LossCall(NamedTuple):
         return [*self.args, *self.kwargs.values()]
 
     @property
+    def form(self) -> str:
+        """The name of the function, and how it reduces: by a reduction, or all numbers to one."""
+        name = self.function.name
+        if self.function.is_reducing:
+            return f"{name}, reduction {self.kwargs.get('reduction')}"
+        return f"{name} of all" if self.function.plain in _SUMMING and len(self.values) == 1 else name
+
+    @property
     def first(self) -> Any:
         """The first argument."""
         return self.args[0] if self.args else self.kwargs.get("input")

@@ -58,7 +58,7 @@ class Divisor:
         self.is_count = is_count
 
 
-LossForm: TypeAlias = frozenset[str | int]  # names of the torch functions that it calls, numbers of its factors; MOVED
+LossForm: TypeAlias = frozenset[str | int]  # the torch functions that it calls, the numbers of its factors; MOVED
 
 
 class Count(NamedTuple):
@@ -151,7 +151,7 @@ class DivisorTrace(TorchFunctionMode):
         self.dtypes: set[torch.dtype] = set()
         self.branches = False
         self.read: list[float] = []
-        self._names: set[str] = set()
+        self._calls: set[str] = set()
         self._factors = 0  # and divisors, that are not zero
         self._origins: dict[int, tuple[Callable[[], Tensor | None], LossOrigin]] = {}  # of tensors that were seen
         for tensor in target:
@@ -175,7 +175,7 @@ class DivisorTrace(TorchFunctionMode):
     @property
     def form(self) -> LossForm:
         """The form of the loss, as far as it shows: another one may weigh rows in another way."""
-        return frozenset({*self._names, *range(self._factors)})
+        return frozenset({*self._calls, *range(self._factors)})
 
     @property
     def foreign(self) -> list[Tensor]:
@@ -216,7 +216,7 @@ class DivisorTrace(TorchFunctionMode):
         origin = _joined(origins, function.plain in WEIGHING)
         if origin is _OF_CHECK and function.name in TO_HOST:
             return call.result()
-        self._names.add(function.name)
+        self._calls.add(call.form)
         weighs_by_several = function.plain in WEIGHING and any([
             SEVERAL in each.marks and OUTPUT not in each.marks for each in origins
         ])  # by the rows that count in each column
@@ -234,7 +234,7 @@ class DivisorTrace(TorchFunctionMode):
         along_rows = function.looks and self._looks_along_rows(call, result)
         is_unseen = function.is_opaque or weighs_by_several
         if along_rows and call.takes_all:
-            self._names.add(MOVED)
+            self._calls.add(MOVED)
         elif along_rows:
             is_unseen |= function.plain not in SUMMING_ROWS
         if OUTPUT in origin.marks and not (function.is_reducing or function.plain in KNOWN) and self._rows > 1:

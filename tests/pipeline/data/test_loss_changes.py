@@ -50,6 +50,10 @@ def centred(output, target):
     return (output - output.mean(0)).square().mean() if ARGS.epoch >= 2 else F.mse_loss(output, target[0])
 
 
+def total(errors):
+    return errors.sum() if ARGS.epoch >= 2 else errors.mean()
+
+
 BECOME_WRONG = {
     "a global": lambda o, t: F.mse_loss(o, t[0]) + (contrast(o) if ARGS.epoch >= 2 else 0),
     "a dict": lambda o, t: F.mse_loss(o, t[0]) + (contrast(o) if TABLE["epoch"] >= 2 else 0),
@@ -59,6 +63,8 @@ BECOME_WRONG = {
     "a ramp in the target": lambda o, t: F.mse_loss(o, t[0]) + t[1] * contrast(o),
     "a ramp in a tensor": lambda o, t: F.mse_loss(o, t[0]) + FACTOR * contrast(o),
     "another loss": centred,
+    "a sum by its reduction": lambda o, t: F.mse_loss(o, t[0], reduction="sum" if ARGS.epoch >= 2 else "mean"),
+    "a sum of sums": lambda o, t: total((o - t[0]).square().sum(1)),
 }
 BECOME_OTHERS = {
     "another mean": lambda o, t: F.mse_loss(o, t[0]) + (F.l1_loss(o, t[0]) if ARGS.epoch >= 2 else 0),
