@@ -73,7 +73,8 @@ def _drive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         def driven(self: Pipe, module: nn.Sequential, balance: Any = None, chunks: int = 1, **settings: Any) -> None:
             if "threads" in words:
                 settings.setdefault("workers", "threads")
-            if "apart" in words and settings.get("devices") is None and isinstance(balance, list):
+            is_told = settings.get("devices") is not None or "group" in settings
+            if "apart" in words and not is_told and isinstance(balance, list):
                 settings["devices"] = [Place(torch.device("cpu"), str(stage)) for stage in range(len(balance))]
             init(self, module, balance, chunks, **settings)
 

@@ -90,6 +90,7 @@ def test_costs_of_a_traced_step_are_what_its_layers_took(
         assert costs.link == (0, 0, 0)  # one thread hands over in memory
 
 
+@pytest.mark.inline
 def test_an_update_during_the_backward_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = traced(monkeypatch, schedule="1f1b", checkpoint="never")
     assert Kind.U not in measure(timeline).actions[0]
