@@ -230,6 +230,27 @@ def test_torchgpipes_keys_load_in_a_module_that_holds_the_pipe():
     assert_same_state(target, source)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_keys_that_count_layers_anew_in_each_stage_are_refused(strict):
+    """As torch.distributed.pipeline.sync.Pipe saves them: without `strict` layer 0 would get the weights of layer 3."""
+    source = nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU(), nn.BatchNorm1d(WIDE), nn.Linear(WIDE, WIDE))
+    source(torch.randn(4, WIDE))
+    saved = OrderedDict(
+        (f"partitions.{stage}.{place}.{name}", value)
+        for stage, layers in enumerate([source[:3], source[3:]])
+        for place, layer in enumerate(layers)
+        for name, value in layer.state_dict().items()
+    )
+    target = nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU(), nn.BatchNorm1d(WIDE), nn.Linear(WIDE, WIDE))
+    pipe = Pipe(target, [2, 2], CHUNKS)
+    for prefix, holder in {"": pipe, "body.": nn.ModuleDict({"body": pipe})}.items():
+        state = {f"{prefix}{key}": value for key, value in saved.items()}
+        with pytest.raises(RuntimeError, match=f"{prefix}partitions.1.0.weight names {prefix}0.weight, as another key"):
+            holder.load_state_dict(state, strict=strict)
+        holder.load_state_dict(dict(zip(holder.state_dict(), state.values(), strict=True)))
+        assert_same_state(target, source)
+
+
 class Versioned(nn.Module):
     """Reads older formats by version, as torch's own modules do."""
 

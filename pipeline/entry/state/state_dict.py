@@ -211,8 +211,11 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         if "partitions" not in self._modules:
             norms = {path for path, _ in within_scope(self.to_sequential(), _BatchNorm)}
             for key in [key for key in state_dict if key.startswith(old)]:
-                value = state_dict.pop(key)
                 _, _, name = key[len(old) :].partition(".")
+                if prefix + name in state_dict:
+                    args[-1].append(_COUNTED_ANEW.format(key=key, name=prefix + name))  # error_msgs of torch
+                    break
+                value = state_dict.pop(key)
                 layer, _, last = name.rpartition(".")
                 if layer in norms and last in ("sum", "sum_squares"):
                     continue  # what its DeferredBatchNorm has of an unfinished mini-batch
@@ -220,6 +223,12 @@ class StateDictMixin(LayeredModule, SkipScope, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.runtime.history.loaded = True
         self.runtime.history.stale.mark()  # other ranks load the others' layers
+
+
+_COUNTED_ANEW = (
+    "{key} names {name}, as another key does. The Pipe of torch.distributed.pipeline.sync counts layers anew in each "
+    "stage, in the order of the plain module: load dict(zip(model.state_dict(), saved.values()))."
+)
 
 
 def _check_state(state_dict: object, method: str) -> None:
