@@ -95,17 +95,24 @@ class StageLayers:
                 value = layer(value)
             except BaseException as error:
                 error.add_note(_in_words(index, layer))
-                if any([isinstance(word, str) and _ONE_VALUE in word for word in error.args]):
-                    error.add_note(_TWO_ROWS)
+                for words, advice in _ADVICE.items():
+                    known = words.format(type(layer).__name__)
+                    if any([isinstance(word, str) and known in word for word in error.args]):
+                        error.add_note(advice)
                 raise
         return value
 
 
-_ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's words, of its norms
-_TWO_ROWS = (
-    "The chunk has too few rows for a norm in train mode. Use fewer chunks, or a mini-batch with at least two rows for "
-    "each chunk: drop_last=True of a DataLoader leaves out a smaller last one."
-)
+_ADVICE = {  # by words of torch's norms, and of Python about the layer
+    "Expected more than 1 value per channel when training": (
+        "The chunk has too few rows for a norm in train mode. Use fewer chunks, or a mini-batch with at least two rows "
+        "for each chunk: drop_last=True of a DataLoader leaves out a smaller last one."
+    ),
+    "{}.forward() missing ": (
+        "A layer is called with one value, as nn.Sequential calls it: several stand in a tuple, which the layer takes "
+        "apart, def forward(self, values): hidden, mask = values."
+    ),
+}
 
 
 def stage_name(index: int, first: int, layers: int) -> str:

@@ -288,6 +288,20 @@ def test_inputs_that_cannot_be_cut_are_refused() -> None:
         pipe((rows_of(2), object()))
 
 
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_a_layer_of_several_arguments_is_told_that_it_gets_one_value(entry: str) -> None:
+    """The Pipe of torch.distributed.pipeline.sync gives a layer each value of a tuple as an argument."""
+
+    class Scale(nn.Module):
+        def forward(self, hidden: Tensor, factor: Tensor) -> Tensor:
+            return hidden * factor
+
+    pipe = Pipe(nn.Sequential(linears(1), Apply(lambda hidden: (hidden, hidden)), Scale()), [1, 2], 2)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'factor'") as caught:
+        pipe(rows_of(4)) if entry == "forward" else pipe.step(rows_of(4), loss_fn=lambda output, _: output.mean())
+    assert any("is called with one value" in note and "in a tuple" in note for note in caught.value.__notes__)
+
+
 def test_rows_are_never_dropped() -> None:
     """torchgpipe runs 5 and 8 rows in 4 chunks as 5 and 6, and gives one row a chunk for a mean over rows."""
     pair = Pipe(nn.Sequential(Apply(lambda pair: (pair[0] + 1, pair[1]))), [1], 4)
