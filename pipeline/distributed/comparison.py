@@ -99,8 +99,8 @@ class Comparison:
         raise MismatchError(
             f"{first_difference}.{remedy} All ranks run the same script: the same Pipe, the same calls in "
             "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
-            "generators the same seed on every rank; no DistributedSampler, which gives each its own part."
-            f"{generators}{second}"
+            "generators the same seed on every rank; no DistributedSampler, which gives each its own part: that is for "
+            f"a pipeline in each process, Pipe(..., devices=[...]).{generators}{second}"
         )
 
     def values(self) -> list[Any]:

@@ -31,7 +31,7 @@ WORDS = {
     "values": "the values of the mini-batches differ.*the same seed on every rank(?!.*not alike)",
     "drawn_apart": "the values of the mini-batches differ.*default generators are not alike.*before Pipe",
     "target_values": "the values of the mini-batches differ.*the same seed on every rank",
-    "shuffled": "the values of the mini-batches differ.*the same seed on every rank",
+    "shuffled": r"the values of the mini-batches differ.*the same seed on every rank.*Sampler.*Pipe\(..., devices=",
     **dict.fromkeys(
         [
             "later_target", "later_labels", "later_input", "later_order", "later_whole", "later_forward",

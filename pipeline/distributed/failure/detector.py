@@ -127,7 +127,8 @@ class FailureDetector:
             )
         return absent[0], (
             f"{', '.join([f'rank {rank}' for rank in absent])} did not enter {own_beat.call} {limit}. Every rank must "
-            "make the same calls; if one may stay away for that long, give a larger timeout."
+            "make the same calls; if one may stay away for that long, give a larger timeout. (A pipeline in one "
+            "process is Pipe(..., devices=[...]).)"
         )
 
 

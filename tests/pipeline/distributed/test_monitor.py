@@ -149,6 +149,7 @@ def test_a_rank_that_stays_away_is_named(absent: Heartbeat | None, words: str) -
     found = rules.accusation(now)
     assert found is not None and found.rank == 1
     assert "rank 1 did not enter step 7 for 1.5 s (timeout=1.5). Every rank must make the same" in found.message
+    assert "devices=[...]" in found.message  # of a pipeline in one process, among several of them
     assert found.waits.endswith(f"; {words}")
 
 
