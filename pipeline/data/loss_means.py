@@ -49,13 +49,16 @@ class Divisor:
     Args:
         amount: its value.
         is_count: whether it is the count of a mean over tokens.
+        counts_rows: whether it is a number of entries of the rows, as such a count is: where it is the same for other
+            rows, that is by chance.
     """
 
-    __slots__ = ("amount", "is_count")
+    __slots__ = ("amount", "is_count", "counts_rows")
 
-    def __init__(self, amount: Tensor | float, is_count: bool = False) -> None:
+    def __init__(self, amount: Tensor | float, is_count: bool = False, counts_rows: bool = False) -> None:
         self.amount = amount
         self.is_count = is_count
+        self.counts_rows = is_count or counts_rows
 
 
 LossForm: TypeAlias = frozenset[str | int]  # the torch functions that it calls, the numbers of its factors; MOVED
@@ -86,6 +89,8 @@ class LossOrigin(NamedTuple):
             OUTPUT: it was computed with the output.
             REDUCED: a part of it was summed over rows.
             SEVERAL: such sums are several numbers (one for each column), which are no divisors that are noted.
+            COUNTED: it is a sum of the target over rows (of a mask, say), times nothing; or over something else that
+                is as long as some rows.
             TOKENS: it is a mean over tokens, or a linear combination of such and of constant tensors.
             UNSEEN: a function that may divide unseen, or choose among rows, was called on the way to it, or code that
                 calls no torch function. Of constants too: of those that have a graph.
@@ -116,10 +121,11 @@ class LossOrigin(NamedTuple):
             return torch.where(count == 0, 0.0, mean) * count.to(mean), count  # zero for no tokens
 
 
-CONSTANT, OUTPUT, REDUCED, SEVERAL = "constant", "output", "reduced", "several"
+CONSTANT, OUTPUT, REDUCED, SEVERAL, COUNTED = "constant", "output", "reduced", "several", "counted"
 TOKENS, BENT, UNSEEN = "tokens", "bent", "unseen"
 _OF_CONSTANTS, _OF_FOREIGN, _OF_CHECK = [LossOrigin(frozenset([CONSTANT])) for _ in range(3)]
 _OF_UNSEEN = LossOrigin(frozenset([CONSTANT, UNSEEN]))
+_COUNTING = ("sum", "nansum", "count_nonzero")
 _FLOORS = ("clamp", "clip", "clamp_min")  # where they have no upper end
 
 
@@ -252,9 +258,9 @@ class DivisorTrace(TorchFunctionMode):
     def _followed(self, call: LossCall, result: Any, origin: LossOrigin, along_rows: bool) -> LossOrigin:
         """The origin of a function's result, from the joined one of its arguments."""
         (marks, divisors, _, count), function = origin, call.function
-        amounts = self._amounts(call, result)
-        divisors += tuple([Divisor(amount) for amount in amounts])
-        self._factors += sum([isinstance(amount, Tensor) or amount != 0 for amount in amounts])
+        own = self._divisors(call, result, marks)
+        divisors += own
+        self._factors += sum([isinstance(divisor.amount, Tensor) or divisor.amount != 0 for divisor in own])
         if CONSTANT in marks:
             return LossOrigin(marks, divisors)
         is_linear, sums_rows = function.plain in LINEAR, function.plain in SUMMING_ROWS
@@ -262,6 +268,10 @@ class DivisorTrace(TorchFunctionMode):
         adds_number = function.plain in ADDING and any([isinstance(one, (int, float)) and one for one in call.args])
         if several or not is_linear or adds_number or function.name == "detach":  # a fused one has its own gradient
             marks -= {TOKENS}
+        if function.plain in SCALING or function.name == "mean":
+            marks -= {COUNTED}
+        elif function.name in _COUNTING and not marks & {OUTPUT, REDUCED} and not divisors:
+            marks |= {COUNTED} if self._has_rows(call.first) else set()
         if count is not None or REDUCED in marks and not is_linear:
             is_number = not several and not marks & {OUTPUT} and (count is not None or BENT not in marks)
             count = self._count(call, count) if is_number else None
@@ -334,26 +344,29 @@ class DivisorTrace(TorchFunctionMode):
         is_other = value.dim() > self._batch_dim and value.shape[self._batch_dim] == self._rows
         return self._batch_dim if is_other else 0
 
-    def _amounts(self, call: LossCall, result: Any) -> list[Tensor | float]:
-        """The divisors and factors of a function call, and the other fractions that it is given: they may be some."""
+    def _divisors(self, call: LossCall, result: Any, marks: frozenset[str]) -> tuple[Divisor, ...]:
+        """The divisors and factors of a function call, and the other fractions that it is given: they may be some.
+
+        Args:
+            marks: of its arguments.
+        """
         function, args, kwargs = call
         name = function.name
-        if name in ("l1_loss", "mse_loss") and call.is_mean and kwargs["weight"] is not None:
-            with without_function_modes():
-                return [kwargs["weight"].detach().sum()]
         if name == "mean" or call.is_mean:
-            return [call.first.shape[1] if name == "ctc_loss" else call.first.numel() / max(result.numel(), 1)]
+            is_of_rows = OUTPUT in marks and REDUCED not in marks and isinstance(result, Tensor) and not result.dim()
+            return (Divisor(_mean_divisor(call, result), counts_rows=is_of_rows),)
         if function.plain not in SCALING:
-            return list(_floats(call.values))
+            return tuple([Divisor(amount) for amount in _floats(call.values)])
         values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
         if name in ("__rdiv__", "__rtruediv__"):
             values.reverse()
         divides = function.plain not in ("mul", "multiply")
-        return [
-            detached_number(value).reshape(()) if isinstance(value, Tensor) else float(value)
+        return tuple([
+            Divisor(detached_number(value).reshape(()), counts_rows=COUNTED in self._read(value).marks)
+            if isinstance(value, Tensor) else Divisor(float(value))
             for value in (values[1:] if divides else values)
             if isinstance(value, (int, float)) or (isinstance(value, Tensor) and self._is_of_chunk(value, divides))
-        ]
+        ])
 
     def _is_of_chunk(self, value: Tensor, divides: bool) -> bool:
         """Whether a tensor is one number of the whole chunk, rather than a factor that is the loss itself.
@@ -380,6 +393,17 @@ class DivisorTrace(TorchFunctionMode):
         self.dtypes.add(mean.dtype)
         self._note(mean, LossOrigin(marks, (*origin.divisors, Divisor(count, True)), total))
         return mean
+
+
+def _mean_divisor(call: LossCall, result: Any) -> Tensor | float:
+    """The number that a mean divides by."""
+    name, weight = call.function.name, call.kwargs.get("weight")
+    if name in ("l1_loss", "mse_loss") and weight is not None:
+        with without_function_modes():
+            total: Tensor = weight.detach().sum()
+        return total
+    entries: float = call.first.shape[1] if name == "ctc_loss" else call.first.numel() / max(result.numel(), 1)
+    return entries
 
 
 def _joined(origins: Sequence[LossOrigin], weighs: bool) -> LossOrigin:

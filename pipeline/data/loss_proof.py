@@ -78,18 +78,23 @@ def proof(
     kinds = {tuple([divisor.is_count for divisor in chunk_divisors]) for chunk_divisors in traced}
     if len(traced) < len(divisors) or len(kinds) != 1:
         return None
-    columns = [[divisor.amount for divisor in column] for column in zip(*traced, strict=True)]
+    by_place = list(zip(*traced, strict=True))
     weighs = [is_counted and is_count for is_count in kinds.pop()]
     if sum(weighs) == 1:  # it is the weight itself, with nothing to compare: the host need not wait for it
-        columns.pop(weighs.index(True))
+        by_place.pop(weighs.index(True))
         weighs.remove(True)
-    numbers, ones = _as_numbers(columns), [1.0] * len(rows)
+    numbers, ones = _as_numbers([[divisor.amount for divisor in column] for column in by_place]), [1.0] * len(rows)
     # By counts: those of tokens in proportion to the first, everything else the same for all chunks.
     first = numbers[weighs.index(True)] if True in weighs else []
-    wanted = {True: [first], False: [ones] if rule == "count" else [ones, rows, [1 / row for row in rows]]}
+    others = [ones] if rule == "count" else [ones, rows, [1 / row for row in rows]]
+    of_rows = [ones] if rule == "count" else [rows]  # a number of their entries is no constant
+    wanted = [
+        [first] if is_weight else of_rows if all([divisor.counts_rows for divisor in column]) else others
+        for is_weight, column in zip(weighs, by_place, strict=True)
+    ]
     proven = [
-        any([_is_as(column, weights) for weights in wanted[is_weight]])
-        for is_weight, column in zip(weighs, numbers, strict=True)
+        any([_is_as(column, weights) for weights in choices])
+        for choices, column in zip(wanted, numbers, strict=True)
     ]
     varies = [
         None if isnan(sum(column)) or not any(column) else not _is_as(column, ones) for column in numbers

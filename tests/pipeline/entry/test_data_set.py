@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipeline import Pipe
+from pipeline import NoChunk, Pipe
+from pipeline.curvature import Hessian
 
 ROWS = 23
 
@@ -223,3 +224,35 @@ def test_mini_batches_that_count_unlike_shares_of_their_rows_are_refused(chunks:
     with pytest.raises(ValueError, match=r"masked is not a mean over rows.*Return \(sum, count\)"):
         pipe.evaluate(iter(pairs), loss_fn=masked)
     assert pipe.evaluate(iter(pairs[:1] * 2), loss_fn=masked).loss.isfinite()
+
+
+BY_CHANCE = {  # as many entries in four rows as in two
+    "a mask": lambda o, t: (o.square().mean(1) * (t >= 0)).sum() / (t >= 0).sum().clamp(min=1) + o.square().mean(),
+    "ignored labels": lambda o, t: F.cross_entropy(o, t) + o.square().mean(),
+    "chosen rows": lambda o, t: o[t >= 0].square().mean() + o.square().mean(),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("name", BY_CHANCE)
+def test_as_many_entries_of_fewer_rows_are_no_constant_of_the_loss(name: str, chunks: int) -> None:
+    pipe, (x, _) = Pipe(classifier(), [5], chunks), data().tensors
+    pairs = [(x[:4], torch.tensor([1, -100, 2, -100])), (x[4:6], torch.tensor([3, 0]))]
+    with pytest.raises(ValueError, match=r"is not a mean over rows: what it divides by.*Return \(sum, count\)"):
+        pipe.evaluate(iter(pairs), loss_fn=BY_CHANCE[name])
+    with pytest.raises(ValueError, match=r"is not a mean over rows: what it divides by.*Return \(sum, count\)"):
+        Hessian(pipe, pairs, BY_CHANCE[name]).loss()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("loss_fn", [
+    lambda o, t: o.square().mean() * 3.0 / t[1].mean(), lambda o, t: o.square().mean() * t[1][0],
+    lambda o, t: o.square().mean(0).mean() / t[1].max(), lambda o, t: (o.square().sum(1) / t[1].sum()).mean(),
+])  # fmt: skip
+def test_constants_that_the_target_brings_are_the_same_for_all_rows(loss_fn: Any, chunks: int) -> None:
+    pipe, (x, _) = Pipe(classifier(), [5], chunks), data().tensors
+    table = torch.tensor([1.0, 3.0, 2.0, 2.5, 0.5, 1.5, 4.0])
+    pairs = [(x[rows], (x[rows], NoChunk(table))) for rows in (slice(0, 6), slice(6, 10))]
+    found = pipe.evaluate(iter(pairs), loss_fn=loss_fn).loss
+    outputs = pipe.eval()(x[:10])
+    torch.testing.assert_close(found, loss_fn(outputs, (x[:10], table)).detach(), rtol=1e-12, atol=0)
