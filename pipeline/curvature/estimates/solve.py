@@ -168,7 +168,7 @@ def solve(
             entry + damping is above 0. Helps where the diagonal's entries differ much in size.
         start: a guess of x; zeros if None.
         method: "cg", the default, conjugate gradients, for A + damping I positive definite; "minres" for any that has
-            an inverse; it leaves alone what lies along eigenvalues below about 1e-9 of the largest, in float32 below
+            an inverse; it leaves alone what lies along eigenvalues below about 3e-8 of the largest, in float32 below
             7e-4.
         show: a progress bar, on one process. None: where it goes to a terminal.
         resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.

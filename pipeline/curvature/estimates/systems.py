@@ -145,7 +145,7 @@ def minimal_residual(
         epsilon, delta_bar = sin * beta, -cos * beta
         state.norm = max(state.norm, abs(alpha), beta)
         gamma = math.hypot(gamma_bar, beta)
-        if math.hypot(gamma_bar, delta_bar) <= 30.0 * system.eps ** (2.0 / 3.0) * state.norm:
+        if math.hypot(gamma_bar, delta_bar) <= 2.0 * system.eps ** 0.5 * state.norm:
             break  # |M residual| / |residual| is nothing: M is singular, and what is left is out of its reach
         cos, sin = gamma_bar / gamma, beta / gamma
         # The new direction, in the memory of the oldest: (along - epsilon_old * old - delta * last) / gamma.

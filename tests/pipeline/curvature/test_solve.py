@@ -202,6 +202,20 @@ def test_minres_ends_at_the_least_residual_of_a_singular_system(outside):
     assert float(whole(solution)[3].abs()) < 10.0
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_minres_leaves_alone_what_a_singular_matrix_makes_nothing_of(scaled):
+    """Rounding leaves a little of it in each product, and steps after the least residual would follow that."""
+    for seed in range(40):
+        values = torch.arange(1.0, 21.0, dtype=torch.float64) ** -2.0
+        values[::3], values[1::3] = 0.0, -values[1::3]
+        A = DenseMap(symmetric(values, seed))
+        weights = torch.rand(20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 1.0
+        solution = solve(
+            A, right(A, seed), method="minres", tol=1e-2, preconditioner=A.space.cut(weights) if scaled else None
+        )
+        assert float(whole(solution).norm()) < 1e4
+
+
 @pytest.mark.parametrize("method", ["cg", "minres"])
 @pytest.mark.parametrize("distinct", [1, 2, 5])
 def test_as_many_steps_as_there_are_distinct_eigenvalues(method, distinct):
