@@ -387,14 +387,14 @@ def plain_of(module: nn.Module) -> dict[str, Any]:
 
 
 def behaviour_of(module: nn.Module) -> dict[str, Any]:
-    """The behaviour of a module that its class does not say: the id of a forward of its own, hooks on its gradients.
+    """The behaviour of a module beside its settings: its class, the id of a forward of its own, gradients' hooks.
 
     Example:
         >>> behaviour_of(nn.Dropout(0.5))
-        {'forward': None, 'backward hooks': '()'}
+        {'class': <class 'torch.nn.modules.dropout.Dropout'>, 'forward': None, 'backward hooks': '()'}
     """
-    forward = vars(module).get("forward")
-    return {"forward": forward and id(forward), "backward hooks": str(tuple(module._backward_hooks))}
+    forward, hooks = vars(module).get("forward"), str(tuple(module._backward_hooks))
+    return {"class": type(module), "forward": forward and id(forward), "backward hooks": hooks}
 
 
 def places_by_name(model: nn.Module) -> dict[str, int]:

@@ -57,9 +57,10 @@ class _ModuleCopy:
         self._module = weakref.ref(module)
         self._copy = copy
         self._volatile = frozenset([name for key, name in volatile if key == id(module)])
-        self._shared = [
-            name for name, buffer in module._buffers.items() if buffer is not None and copy._buffers[name] is buffer
-        ]
+        self._shared = [  # None as well, in the place of which a buffer may be set
+            name for name, buffer in module._buffers.items()
+            if name not in self._volatile and copy._buffers[name] is buffer
+        ]  # fmt: skip
         self._count = 0
         self._settings: Sequence[str] = ()
         self._seen = {**plain_attributes(module), **module._buffers}
@@ -68,7 +69,7 @@ class _ModuleCopy:
     def buffers(self) -> list[Tensor]:
         """Those that both have."""
         table: Any = self._copy._buffers
-        return [table[name] for name in self._shared]
+        return [table[name] for name in self._shared if table[name] is not None]
 
     def follow(self) -> bool:
         module = self._module()

@@ -45,13 +45,15 @@ class Origin:
         self._shared = list(_shared(layers))
         self._records: list[_Record] = []
         if module is not None:
-            self._records.append(_table(module, "_modules", [*module._modules, str(len(module._modules))]))
+            self._records.append(_record(module, _entries))
         if model is not None:
             settings = {name: own for in_model in in_models for name, own in in_model.settings.items()}
             names = [*settings, *[name for in_model in in_models for name in in_model.names]]
+            blocks = [name for in_model in in_models if not in_model.settings for name in in_model.names]
             self._records += _tables(model, dict.fromkeys([start for name in names for start in starts(name)]))
             self._records += _settings(model, settings, [name for name, _ in self._shared])
             self._records += [_record(model.get_submodule(name), _references) for name in settings]
+            self._records += _copied(model, settings, blocks)
 
     def __reduce__(self) -> tuple[type[Origin], tuple[None, Modes]]:
         return Origin, (None, self.modes)
@@ -98,6 +100,30 @@ def _record(module: nn.Module, read: Callable[[nn.Module], Mapping[str, Any]]) -
 def _table(module: nn.Module, table: str, names: Sequence[str]) -> _Record:
     """The entries under some names in a table of a module."""
     return _record(module, lambda owner: {name: id(getattr(owner, table).get(name)) for name in names})
+
+
+def _entries(module: nn.Module) -> dict[str, Any]:
+    """All modules and parameters in the tables of a module: their ids, by name."""
+    tables: Mapping[str, Any] = {**module._parameters, **module._modules}
+    return {name: id(entry) for name, entry in tables.items()}
+
+
+def _copied(model: nn.Module, containers: Iterable[str], blocks: Iterable[str]) -> Iterator[_Record]:
+    """The entries of modules of a model of which its parts run copies: modules around blocks, those without parameters.
+
+    Args:
+        model: the model.
+        containers: the names of the modules that contain blocks.
+        blocks: the names of the blocks.
+    """
+    around = [model.get_submodule(name) for name in containers]
+    known = {*map(id, around), *[id(model.get_submodule(name)) for name in blocks]}
+    for module in around:
+        yield _record(module, _entries)
+        children = [child for child in module.children() if id(child) not in known]
+        copied = [child for child in children if next(child.parameters(), None) is None]
+        for inner in [inner for child in copied for inner in child.modules()]:
+            yield _record(inner, lambda owner: _entries(owner) | behaviour_of(owner))
 
 
 def _tables(model: nn.Module, names: Iterable[str]) -> Iterator[_Record]:

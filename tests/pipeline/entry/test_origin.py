@@ -29,8 +29,8 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
+    def forward(self, x, bias):
+        return x + torch.tanh(self.linear(x) + bias)
 
 
 class Model(nn.Module):
@@ -42,12 +42,18 @@ class Model(nn.Module):
         self.register_buffer("scale", torch.full((4,), 0.5))
         self.power, self.name = 1.0, "a model"
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.posts, self.bias = nn.ModuleList(), nn.Sequential(nn.Identity(), nn.Tanh())
+        self.register_module("norm", None), self.register_parameter("gain", None)
 
     def forward(self, x):
+        bias = self.bias(x)
         x = self.first(x) * self.scale**self.power + self.offset
         for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+            x = block(x, bias)
+        for module in self.posts:
+            x = module(x)
+        x = x if self.norm is None else self.norm(x)
+        return self.head(x if self.gain is None else x * self.gain)
 
 
 def of_sequential():
@@ -87,6 +93,11 @@ CHANGES = {
     "a word": (of_model, "name", lambda model: delattr(model, "name")),
     "by a state": (of_model, "offset", lambda model: model.load_state_dict(doubled(model), assign=True)),
     "a block": (of_model, "1", lambda model: model.blocks.__setitem__(1, copy.deepcopy(model.blocks[0]))),
+    "a further block": (of_model, "3", lambda model: model.blocks.append(copy.deepcopy(model.blocks[0]))),
+    "a module for None": (of_model, "norm", lambda model: setattr(model, "norm", nn.LayerNorm(4).double())),
+    "a parameter for None": (of_model, "gain", lambda model: setattr(model, "gain", nn.Parameter(torch.ones(4)))),
+    "a module among none": (of_model, "0", lambda model: model.posts.append(nn.Tanh())),
+    "within a mask": (of_model, "1", lambda model: model.bias.__setitem__(1, nn.Sigmoid())),
 }
 
 
@@ -250,16 +261,23 @@ def test_hooks_of_a_model_run_in_its_pipe_or_are_refused(name, method, is_before
     torch.testing.assert_close(*found)
 
 
-def test_a_forward_that_is_set_beside_the_layers_is_refused():
-    for name in ("", "body", "often", "often.inner.1"):
-        model = Moods().double()
-        pipe = Pipe(model, [2, 3], 2, sample=X)
-        told = model.get_submodule(name)
-        told.forward = lambda x: x
-        with pytest.raises(RuntimeError, match=r"\['forward'\] of the Mood.*was replaced"):
-            pipe(X)
-        del told.forward
-        torch.testing.assert_close(pipe(X), model(X))
+@pytest.mark.parametrize("build, name", [
+    *[(Moods, name) for name in ("", "body", "often", "often.inner.1")], *[(Model, name) for name in ("", "bias.0")],
+])  # fmt: skip
+def test_a_forward_or_a_class_that_is_set_beside_the_layers_is_refused(build, name):
+    model = build().double()
+    pipe = Pipe(model, None, 2, sample=X, devices=["cpu"] * 2)
+    told = model.get_submodule(name)
+    own = type(told)
+    told.forward = lambda x: x
+    with pytest.raises(RuntimeError, match=r"\['forward'\] of the .*was replaced"):
+        pipe(X)
+    del told.forward
+    told.__class__ = type("Other", (own,), {})
+    with pytest.raises(RuntimeError, match=r"\['class'\] of the Other was replaced|was replaced in one of them"):
+        pipe(X)
+    told.__class__ = own
+    torch.testing.assert_close(pipe(X), model(X))
 
 
 @pytest.mark.parametrize("method", HOOKS)
