@@ -308,10 +308,20 @@ def in_order(names: Iterable[str], layers: Mapping[str, nn.Module | None]) -> li
         >>> in_order(["1.weight", "0.weight", "0.bias"], {"0": nn.Linear(2, 2), "1": nn.LayerNorm(2)})
         ['0.weight', '0.bias', '1.weight']
     """
-    places, last = _places(layers.values()), {}
+    return by_place(names, last_places(layers))
+
+
+def last_places(layers: Mapping[str, nn.Module | None]) -> dict[str, int]:
+    """The place of what stands last in each module that layers hold, by name: in the model, or among the layers."""
+    places, last = _places(layers.values()), dict[str, int]()
     for place, unit in enumerate([*places, *(unit for unit in units_of(layers) if unit not in places)]):
         last.update(dict.fromkeys(starts(unit), place))
-    return sorted(names, key=lambda name: next(last[start] for start in starts(name) if start in last))
+    return last
+
+
+def by_place(names: Iterable[str], places: Mapping[str, int]) -> list[str]:
+    """Names in the order of places: of a name that has none, that of the module around it."""
+    return sorted(names, key=lambda name: next(places[start] for start in starts(name) if start in places))
 
 
 def _places(layers: Iterable[nn.Module | None]) -> Mapping[str, int]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partition.names import by_place
 from pipeline.common.interrupts import Deferral
 from pipeline.common.places import Place
 from pipeline.data.pytrees import flatten
@@ -153,7 +154,10 @@ class RankExchange(Exchange):
         ]
         rows = self._ranks.exchange(own_norms)
         by_name = {name: norm for row in rows for name, *norm in row}  # a tied parameter's copies have the same
-        ordered = [by_name[name] for name in dict.fromkeys(first_names.values()) if name in by_name]
+        names = dict.fromkeys(first_names.values())
+        if not by_name.keys() - {""} <= names.keys():  # some have joined layers since, as adapters do
+            names = dict.fromkeys(by_place(filter(None, by_name), self._topology.places))
+        ordered = [by_name[name] for name in names if name in by_name]
         unnamed = [norm for name, *norm in rows[self._topology.assignment.last] if not name]
         all_norms = [read_number(norm, torch.device("cpu")) for norm in [*ordered, *unnamed]]
         return joined_norm(all_norms, norm_type).to(self._ranks.device)

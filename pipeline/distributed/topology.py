@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from partition.names import first_names_of, sequential
+from partition.names import first_names_of, last_places, sequential
 from pipeline.common.cadence import Cadence
 from pipeline.common.module_tables import tables_of
 from pipeline.distributed.assignment import StageAssignment, TiedParameter, assign
@@ -37,6 +37,7 @@ class PipeTopology(Topology):
         name: of the Pipe, by its number among those that run on these ranks.
         assignment: the assignment of stages.
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
+        places: of all that is in it, by name, as from `last_places`: what joins a module later stands behind that.
         nothing: an empty one, for a rank without any.
         opened: the calls of the Pipe, by entry point and failures before.
     """
@@ -49,6 +50,7 @@ class PipeTopology(Topology):
         self.opened = Cadence()
         whole = sequential({name: layer for stage in stages for name, layer in stage._modules.items()})
         self.first_names: Mapping[str, str] = first_names_of(whole)
+        self.places: Mapping[str, int] = last_places(whole._modules)
         self._holders = defaultdict[str, set[int]](set)  # by first names: the ranks that have the parameter
         for stage, rank in zip(stages, rank_of, strict=True):
             for name, _ in stage.named_parameters():

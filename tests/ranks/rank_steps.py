@@ -308,9 +308,20 @@ def _scaled(make: Make, stages: int, frozen: int | None) -> Found:
     return found
 
 
-def clipped(make: Make, stages: int, norm: float, to: str) -> Found:
-    """pipe.clip_grad_norm_ between backward and the optimizer; clip_grad_norm of a step's store."""
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+def clipped(make: Make, stages: int, norm: float, to: str, joins: bool) -> Found:
+    """pipe.clip_grad_norm_ between backward and the optimizer; clip_grad_norm of a step's store.
+
+    Args:
+        joins: whether weights get other names after the Pipe was built, as those of adapters are new.
+    """
     pipe = piped(make, stages)
+    for layer in [layer for layer in pipe.modules() if joins and isinstance(layer, nn.Linear)]:
+        nn.utils.parametrize.register_parametrization(layer, "weight", Halved())
     if to == "store":
         result = pipe.step(rows(7), rows(7), loss_fn=square, grads="store", clip_grad_norm=0.05)
         return _stored(pipe, result.grads, "clipped")
