@@ -13,6 +13,7 @@ order of the stages, as one process does, and sends the whole gradient to every 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -67,12 +68,16 @@ class StageAssignment(NamedTuple):
         return [pair for owner, holder in pairs for pair in ((owner, holder), (holder, owner))]
 
     def copies_in(self, module: nn.Module) -> dict[TiedParameter, Tensor]:
-        """This rank's copies of tied parameters."""
+        """This rank's copies of tied parameters; without those that are parameters no more, as parametrized ones."""
         own_names = {
             tied: [name for stage, name in tied.readers if self.rank_of[stage] == self.rank]
             for tied in self.tied_parameters
         }
-        return {tied: module.get_parameter(names[0]) for tied, names in own_names.items() if names}
+        copies: dict[TiedParameter, Tensor] = {}
+        for tied, names in own_names.items():
+            with suppress(AttributeError):
+                copies.update({tied: module.get_parameter(name) for name in names[:1]})
+        return copies
 
 
 def assign(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) -> StageAssignment:

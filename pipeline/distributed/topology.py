@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from partition.names import first_names_of, last_places, sequential
 from pipeline.common.cadence import Cadence
-from pipeline.common.module_tables import tables_of
+from pipeline.common.module_tables import modules_of, tables_of
 from pipeline.distributed.assignment import StageAssignment, TiedParameter, assign
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.remote_layer import RemoteLayer
@@ -68,6 +68,10 @@ class PipeTopology(Topology):
             id(parameter): (name, own_references.get(id(parameter)) or ref(parameter))
             for name, parameter in whole.named_parameters()
         }
+        self._remote_modules = [
+            ref(module) for stage, rank in zip(stages, rank_of, strict=True) if rank != ranks.rank
+            for module in stage.modules()
+        ]
 
     def __deepcopy__(self, memo: Any) -> PipeTopology:
         """A copy of a Pipe runs on the same ranks, by another name: not on one while others run the Pipe itself."""
@@ -129,11 +133,21 @@ class PipeTopology(Topology):
         }
         for tied, original in originals.items():
             readers = {stage for stage, parameters in by_stage.items() if id(original) in parameters}
-            if copies[tied] is not original or readers != {stage for stage, _ in tied.readers if stage in by_stage}:
+            if copies.get(tied) is not original or readers != {stage for stage, _ in tied.readers if stage in by_stage}:
                 _refuse_tie(tied.name, "in this rank's layers was replaced, or tied to one more,")
+        joined: set[int] = set()  # the parameters that this rank's layers have got since, by id
         for parameter in [parameter for parameters in by_stage.values() for parameter in parameters.values()]:
-            if self.is_elsewhere(parameter):
-                _refuse_tie(self.name_of(parameter), "of another rank's layer was put into one of this rank's")
+            name = self.name_of(parameter)
+            if name is None:
+                joined.add(id(parameter))
+            elif self.assignment.rank not in self._holders[name]:
+                _refuse_tie(name, "of another rank's layer was put into one of this rank's")
+        modules = modules_of([module for held in self._remote_modules if joined and (module := held()) is not None])
+        for parameter in [shared for table in tables_of(modules, "_parameters") for shared in table.values()]:
+            if id(parameter) in joined:
+                layers = [layer for stage in by_stage for layer in stages[stage]]
+                name = next(name for layer in layers for name, own in layer.named_parameters() if own is parameter)
+                _refuse_tie(name, "joined this rank's layers and another rank's")
 
     def named(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], remove_duplicate: bool
@@ -167,7 +181,7 @@ class PipeTopology(Topology):
                 index += 1
 
 
-def _refuse_tie(name: str | None, change: str) -> NoReturn:
+def _refuse_tie(name: str, change: str) -> NoReturn:
     raise RuntimeError(
         f"parameter '{name}' {change} after the Pipe was built. Over ranks ties are those that it was built with, and "
         "load_state_dict(assign=True) cuts them: change the model first, and build the Pipe anew."

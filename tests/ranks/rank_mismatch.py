@@ -154,6 +154,32 @@ def later_tie_of_tied(odd: bool, size: int) -> object:
     return stepped(pipe)
 
 
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4, 1, dtype=torch.float64))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.gain
+
+
+def later_parametrized(odd: bool, size: int) -> object:
+    """One rank parametrizes its copy of a tied weight."""
+    pipe = _tied(size)
+    if odd:
+        nn.utils.parametrize.register_parametrization(pipe[2 * torch.distributed.get_rank()], "weight", Gain())
+    return stepped(pipe)
+
+
+def later_shared(odd: bool, size: int) -> object:
+    """A parameter joins layers of two ranks, on all ranks."""
+    model, gain = layered(8), Gain()
+    pipe = Pipe(model, even(8, size), 3)
+    for layer in (model[0], model[7]):
+        nn.utils.parametrize.register_parametrization(layer, "weight", gain)
+    return stepped(pipe)
+
+
 def assigned(odd: bool, size: int) -> object:
     pipe = _tied(size)
     pipe.load_state_dict(pipe.state_dict(), assign=odd)
@@ -518,7 +544,8 @@ SCRIPTS: dict[str, Script] = {
     script.__name__: script
     for script in (
         balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, late_tied_values, later_tie,
-        later_untie, later_tie_of_tied, assigned, later_chunks, later_schedule, values, target_values, shuffled,
+        later_untie, later_tie_of_tied, later_parametrized, later_shared, assigned, later_chunks, later_schedule,
+        values, target_values, shuffled,
         later_target, later_labels, later_input, later_order, later_whole, later_forward, later_evaluate, later_eager,
         other_labels, other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch,
         drawn_apart, width,

@@ -23,9 +23,10 @@ WORDS = {
     ),
     "later_tie": "parameter '[047].weight' of another rank's layer was put into .*build the Pipe anew",
     **dict.fromkeys(
-        ["later_untie", "later_tie_of_tied", "assigned"],
+        ["later_untie", "later_tie_of_tied", "later_parametrized", "assigned"],
         "parameter '0.weight' in this rank's layers was replaced, or tied to one more, .*build the Pipe anew",
     ),
+    "later_shared": "'parametrizations.weight.0.gain' joined this rank's layers and another rank's .*the Pipe anew",
     "later_chunks": "the settings differ.*{odd}: chunks 2.*{even}: chunks 3",
     "later_schedule": "the settings differ.*{odd}: schedule gpipe.*{even}: schedule 1f1b",
     "values": "the values of the mini-batches differ.*the same seed on every rank(?!.*not alike)",
