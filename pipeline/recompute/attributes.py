@@ -2,7 +2,7 @@
 
     module.seen = 3    module.log = ["a"]     module.config.rates = {"lr": 0.1}
         the module's own dict, and every list, dict, set, deque, small array and plain object that it
-        reaches: their entries by identity; of tensors the versions, and copies of those that forwards write
+        reaches: their entries by identity; of tensors the versions, and copies
 
 Entries are put back into the same containers, so other references to them see it too. Parameters and buffers are
 handled in parameters.py and buffers.py. Not covered are classes, functions and their closures, iterators, other modules
@@ -12,8 +12,8 @@ then finds a stand-in that refuses it (FreedTensor).
 
 Attributes are compared by identity before each forward that may be recomputed, at 0.5 us a module; of torch's own
 layers their number alone. A snapshot is made only where something changed; the chunks between share it. No call relies
-on what an earlier one saw, so state that begins to change late is right too. Only which tensors are written in place is
-learned, since their values must be copied beforehand.
+on what an earlier one saw, so state that begins to change late is right too. So every call copies all tensors, as it
+does all buffers: which ones a forward will write in place is not known beforehand.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Attributes:
         tables: of parameters, where none stand in for them: of a block, whose attributes may also be set before its
             forward (a weight that a hook computes).
         buffers: the ids of tensors that are left out.
-        copied: the ids of the tensors that forwards write, of which copies are kept. None: all.
+        earlier: a snapshot, whose copies of tensors that nobody has written since are shared.
         weak: whether tensors in autograd's graph are not kept alive.
 
     Attributes:
@@ -72,7 +72,7 @@ class Attributes:
         modules: Iterable[nn.Module],
         tables: Iterable[dict[str, Any]] = (),
         buffers: frozenset[int] = frozenset(),
-        copied: set[int] | None = None,
+        earlier: Attributes | None = None,
         weak: bool = False,
     ) -> None:
         self.containers: list[ContainerContents] = []
@@ -80,7 +80,7 @@ class Attributes:
         self._bound = 0  # of these
         self._tensors: dict[int, _TensorContents] = {}
         self._buffers = buffers
-        self._copied = copied
+        self._copied = {} if earlier is None else earlier._tensors
         keep: ValueKeeper = _with_weak_references if weak else list
         modules = list(modules)
         are_bare = list(map(is_torchs_own, modules))
@@ -131,8 +131,10 @@ class Attributes:
     def _note(self, tensor: Tensor) -> None:
         if tensor.requires_grad or tensor.is_inference() or id(tensor) in self._buffers:
             return
-        keep = self._copied is None or id(tensor) in self._copied
-        self._tensors[id(tensor)] = _TensorContents(tensor, tensor._version, tensor.detach().clone() if keep else None)
+        known = self._copied.get(id(tensor))
+        if known is None or known.version != tensor._version:
+            known = _TensorContents(tensor, tensor._version, tensor.detach().clone())
+        self._tensors[id(tensor)] = known
 
     @property
     def is_current(self) -> bool:
@@ -147,7 +149,7 @@ class Attributes:
     def copy_of(self, value: Any) -> Any:
         """A copy with the earlier value of a tensor that was written in place since; or else the value itself."""
         noted = self._tensors.get(id(value))
-        return value if noted is None or noted.copy is None or value._version == noted.version else noted.copy.clone()
+        return value if noted is None or value._version == noted.version else noted.copy.clone()
 
     def put_back(self, copies: Collection[int] | None = None) -> None:
         """Restore the contents.
@@ -159,7 +161,7 @@ class Attributes:
         """
         PutBacks.note()
         replaced = [self._tensors[key] for key in copies or () if key in self._tensors]
-        stand_ins = {id(tensor): copy.clone() for tensor, _, copy in replaced if copy is not None}
+        stand_ins = {id(tensor): copy.clone() for tensor, _, copy in replaced}
         for table, count in self._bare:
             shorten(table, count)
         for kind, holder, content in self.containers:
@@ -175,7 +177,7 @@ class Attributes:
             return
         self.put_back()
         for tensor, version, copy in self._tensors.values():
-            if copy is not None and tensor._version != version:
+            if tensor._version != version:
                 refill(tensor, copy)
 
 
@@ -189,7 +191,7 @@ def _getter(keys: tuple[str, ...]) -> tuple[list[str], Callable[[dict[str, Any]]
 class _TensorContents(NamedTuple):
     tensor: Tensor
     version: int
-    copy: Tensor | None
+    copy: Tensor
 
 
 class ContainerKind(NamedTuple):

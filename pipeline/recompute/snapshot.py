@@ -48,7 +48,6 @@ class StageTraits:
     draws_nothing: set[tuple[object, ...]] = field(default_factory=set)
     begins_to_draw: set[tuple[object, ...]] = field(default_factory=set)
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
-    writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # of which modules
     only_reads: set[tuple[object, ...]] = field(default_factory=set)  # its input, with these training flags and shapes
 
@@ -94,9 +93,8 @@ class ForwardSnapshot:
     ) -> None:
         self.key = index, modes_of(modules)
         self.buffers = Buffers(modules, None if compares else traits.writes_buffers.get(self.key))
-        copies = compares or index in traits.writes_attributes
         owners = {} if owners is None else owners
-        self.attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies, owners, index)
+        self.attributes = StageAttributes(stage, modules, tables, self.buffers.ids, owners, index)
         self._hooks = ModuleHooks(modules)
         self.fingerprints = Fingerprints(sums=compares)
         self._first = self._found(self.attributes.first, private_generators(modules).items())
@@ -131,8 +129,6 @@ class ForwardSnapshot:
     def note(self) -> None:
         """Record the observed traits, after all forwards have succeeded."""
         self._traits.writes_buffers[self.key] = self.buffers.writers
-        if self.attributes.are_written:
-            self._traits.writes_attributes.add(self.key[0])
 
     def shareable(self) -> Iterator[tuple[int, str]]:
         """The objects that other stages may share: buffers, and private generators by their id."""
@@ -150,7 +146,7 @@ class ForwardSnapshot:
     def begin_again(self) -> None:
         """Give buffers and attributes what they held as the call began, where a forward has changed it."""
         self.buffers.put_back()
-        self._first.attributes.roll_back()
+        self.attributes.roll_back(self._first.attributes)
 
     def roll_back(self, chunk: int | None = None) -> None:
         """Restore the state from before F of `chunk`, which has failed; as a rule that from the beginning of the call.
@@ -160,7 +156,7 @@ class ForwardSnapshot:
         before = self._first if chunk is None else self._before.get(chunk, self._first)
         self.buffers.roll_back(before.buffers)
         put_generators_back(before.generators.values())
-        before.attributes.roll_back()
+        self.attributes.roll_back(before.attributes)
         self._hooks.put_back(before.hooks)
 
     # ------------------------------------------------------------------------------------------ at the recomputation

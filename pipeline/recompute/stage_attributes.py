@@ -27,8 +27,6 @@ class StageAttributes:
     Args:
         stage: how errors name the stage.
         modules, tables, buffers: see `Attributes`.
-        copies: whether the values of all tensors are kept from the beginning. Else of those that forwards write, once
-            one has.
         owners: the stages that reach a module's dict or a container, by id: gets the number of this one. Complete when
             a call has all its stages.
         index: its number.
@@ -43,18 +41,16 @@ class StageAttributes:
         modules: Sequence[nn.Module],
         tables: Sequence[dict[str, Any]],
         buffers: frozenset[int],
-        copies: bool,
         owners: dict[int, set[int]],
         index: int,
     ) -> None:
         self._stage = stage
         self._owners = owners
         self._written: set[int] = set()  # the ids of tensors that forwards write
-        copied = None if copies else self._written
         make = partial(Attributes, modules, tables, buffers)
         self._new = partial(make, weak=not tables)
-        self._new_alive = partial(make, copied)  # keeps all values alive
-        self._current = self._found = self.first = self._new(copied)  # `_found` by the last forward
+        self._new_alive = make  # keeps all values alive
+        self._current = self._found = self.first = self._new()  # `_found` by the last forward
         self._changes: list[Changes] = []  # by forwards of this call, one after the other
         self._unchanged: tuple[Attributes, Attributes] | None = None  # as a forward found and left it; all alive
         # By chunk: what it left; the number of changes until then; those of its recomputation.
@@ -64,11 +60,6 @@ class StageAttributes:
 
     def __bool__(self) -> bool:
         return bool(self._current)
-
-    @property
-    def are_written(self) -> bool:
-        """Whether a forward has written a tensor among them in place."""
-        return bool(self._written or self._current.written)
 
     @property
     def tells_others(self) -> bool:
@@ -86,11 +77,11 @@ class StageAttributes:
             return
         snapshot = before = self._found
         if not before.is_current:
-            snapshot = self._new_alive()
+            snapshot = self._new_alive(self._current)
             self._changes.append(Changes.between(before, snapshot))
         elif is_kept and self._changes:
             if self._unchanged is None or self._unchanged[0] is not before:
-                self._unchanged = before, self._new_alive()
+                self._unchanged = before, self._new_alive(self._current)
             _, snapshot = self._unchanged
         self._left[chunk] = snapshot if is_kept else None, len(self._changes), []
 
@@ -105,7 +96,7 @@ class StageAttributes:
     def _present(self) -> Attributes:
         if not self._current.is_current:
             self._written |= self._current.written
-            self._current = self._new(self._written)
+            self._current = self._new(self._current)
         return self._current
 
     @contextmanager
@@ -125,7 +116,7 @@ class StageAttributes:
             written = present.written
             if not present.is_current:
                 if goes_backward:
-                    snapshot = self._new_alive()
+                    snapshot = self._new_alive(self._current)
                     _, number, _ = self._left.get(chunk, (None, len(self._changes), []))
                     self._left[chunk] = snapshot, number, [Changes.between(before, snapshot)]
                 present.put_back()
@@ -135,6 +126,12 @@ class StageAttributes:
                 f"a recomputation of {self._stage} wrote a tensor in place that is an attribute of a module, as "
                 "its forward had done. Make it a buffer (register_buffer), or assign a new tensor to the attribute."
             )
+
+    def roll_back(self, before: Attributes) -> None:
+        """Restore what forwards have changed since `before`."""
+        if not before.is_current:
+            before.roll_back()
+            self._current = self._new(before)  # values are put back past the version counters
 
     def forget(self, chunk: int) -> None:
         """Drop what is kept for a chunk."""
