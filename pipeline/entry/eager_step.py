@@ -150,9 +150,10 @@ def _refuse_later_weights(step: EagerStep, call: Call) -> None:
     later: dict[int, str] = {}  # names of later stages' parameters, by address
     for stage in reversed(call.stages):
         stage_params = {_memory(param): param for param, _ in stage.aliases.trained}
+        waits = {*stage_params, *map(_memory, stage.external.leaves.values())}  # for this stage's backward
         for tensor in saved(stage.kept_graphs) if later else ():
             name = later.get(_memory(tensor))
-            if name is not None and _memory(tensor) not in stage_params:
+            if name is not None and _memory(tensor) not in waits:
                 raise RuntimeError(
                     f"{stage.layers.name} computes with parameter '{name}' of a later stage, past autograd (.data, "
                     "detach()). It is updated before this stage has gone backward, whose gradients would be "

@@ -1263,10 +1263,10 @@ def test_a_stage_that_reads_a_later_weight_past_autograd_is_refused_before_any_u
     assert same(before, everything(model)) and not update.is_torn
 
 
-@pytest.mark.parametrize(
-    "places, how", [("late", PEEKS["data"]), ("early", lambda weight: weight.detach().clone())], ids=["earlier", "copy"]
-)
-def test_a_stage_that_reads_an_earlier_weight_or_a_copy_gives_the_ordinary_step(places, how):
+@pytest.mark.parametrize("places, how", [
+    ("late", PEEKS["data"]), ("early", lambda weight: weight.detach().clone()), ("early", lambda weight: weight),
+], ids=["earlier", "copy", "differentiated"])  # fmt: skip
+def test_a_stage_that_reads_an_earlier_weight_or_a_copy_or_differentiates_by_it_gives_the_ordinary_step(places, how):
     found = []
     for kind in (EagerUpdate, lambda optimizer: optimizer):
         model = peeking(how, places)
