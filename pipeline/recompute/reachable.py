@@ -3,7 +3,7 @@
     attributes, lists, dicts, sets, deques and arrays on them, tensors that are no parameters
     objects of the user's classes; the containers, numbers and words of these classes, and their methods
     functions: their closures, and the functions, containers, numbers and words that they name among the globals of
-        their module; what functools.lru_cache keeps of them, if it kept nothing before
+        their module; an lru_cache of them, which is emptied where it has got an entry
     generators of torch, numpy and Python's random
 
 Only objects a few steps away, and no large tensor: this covers counters, caches and logs, not data sets.
@@ -86,8 +86,7 @@ class ReachableState:
         if isinstance(value, types.FunctionType):
             return () if self._is_foreign(package_of(value)) else self._note_function(value)
         if isinstance(value, _lru_cache_wrapper):
-            if not value.cache_info().currsize:
-                self._undo.append(value.cache_clear)
+            self._undo.append(partial(_empty, value, [value.cache_info().misses]))
             return (value.__wrapped__,)
         if isinstance(value, (staticmethod, classmethod)):
             return (value.__func__,)
@@ -158,6 +157,13 @@ def _is_small(tensor: Tensor) -> bool:
 def _refill_tensor(tensor: Tensor, version: int, values: Tensor) -> None:
     if tensor._version != version or tensor.device.type == "cpu" and not same_values(tensor, values):
         refill(tensor, values)
+
+
+def _empty(cache: Any, misses: list[int]) -> None:
+    """Empty a function's cache that has got an entry: which one, it does not tell."""
+    if cache.cache_info().misses != misses[0]:
+        cache.cache_clear()
+        misses[0] = 0
 
 
 def _reset(kind: type, plain: dict[str, Any]) -> None:

@@ -580,11 +580,11 @@ class Watches(nn.Module):
         cls.of_class[f"rows {rows}"] = rows
         BY_METHOD.append(rows)
         write_global(rows)
-        kept()
+        kept(0)
 
     def state(self) -> list[Any]:
         tensors = [self.plain.item(), self.count.item(), self.count._version]
-        elsewhere = [dict(self.of_class), list(BY_METHOD), list(BY_FUNCTION), kept()]
+        elsewhere = [dict(self.of_class), list(BY_METHOD), list(BY_FUNCTION), kept(0)]
         return [self.number, list(self.log), dict(self.by_name), *tensors, *elsewhere]
 
 
@@ -598,7 +598,7 @@ def write_global(rows: int) -> None:
 
 
 @lru_cache
-def kept() -> list[bool]:
+def kept(_: int) -> list[bool]:
     return [is_recomputing()]
 
 
@@ -612,6 +612,7 @@ def seen_by(probes: bool, entry: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for written in (LOG, BY_METHOD, BY_FUNCTION, Watches.of_class):
         written.clear()
     kept.cache_clear()
+    kept(1)  # of another layer
     layer, recorded = Watches(), []
     layer.register_forward_hook(lambda module, args, made: recorded.append(made.detach()))
     model = around(layer, nn.Dropout(0.5), nn.BatchNorm1d(WIDTH))
