@@ -390,7 +390,7 @@ class Pipe(FixedModule, StateDictMixin):
 
         Returns:
             What the plain module returns, on the last device. In one process differentiable to any order; over ranks
-            once, see `pipeline.curvature` for more.
+            to the second, where each rank differentiates a number of its own (docs/ranks.md, Second derivatives).
 
         Raises:
             MismatchError: over ranks, which do not make the same call.
@@ -419,7 +419,7 @@ class Pipe(FixedModule, StateDictMixin):
         """Forward, loss and backward of one mini-batch, in the order of the schedule.
 
         The loss and the gradients are the un-pipelined ones. A failure leaves parameters, buffers and `.grad` as they
-        were.
+        were; but not the parameters that an EagerUpdate has updated by then: it says so, and refuses further steps.
 
         Of a loader in the place of x: of all its mini-batches, as of one, with one optimizer step. Each is cut into
         chunks, and all chunks run in one order: activations are held as for one mini-batch, and idle time is paid once.

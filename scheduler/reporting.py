@@ -74,7 +74,8 @@ class Report(NotebookResult):
     """Measured beside planned. Prints as a table.
 
     Args:
-        schedule: the name of the schedule that ran; "" where it is none of those with a name
+        schedule: the name of the schedule that ran, or another name of the same orders (zb-v is v-min on two lanes);
+            "" where it is none of those with a name
         chunks: of a step
         unit: of all times, "s" or "slots"
         steps: how many were measured
