@@ -19,6 +19,7 @@ from torch import Tensor
 from partition.modes import modes_kept
 from pipeline.common.arguments import check_flags, check_limit, check_norm_type
 from pipeline.common.call_lock import turn
+from pipeline.common.module_tables import training_flags
 from pipeline.data.microbatch import scatter
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
@@ -115,8 +116,10 @@ def _run(
 def _evaluating(runtime: Runtime) -> Iterator[None]:
     """Within: eval mode, without gradients; at the end the modes are as they were."""
     runtime.follow_model()
-    layers = list(runtime.module.children())
-    with modes_kept([module for layer in layers for module in layer.modules()]), torch.no_grad():
+    pipe = runtime.module
+    layers = list(pipe.children())
+    modules = [module for layer in layers for module in layer.modules()]
+    with modes_kept(modules), training_flags([pipe], [False]), torch.no_grad():
         runtime.settings.origin.modes.tell(layers, False)
         yield
 

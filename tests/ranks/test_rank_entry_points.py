@@ -35,6 +35,12 @@ def test_a_data_set_has_the_same_loss_and_metrics_on_every_rank(crew3: Crew) -> 
     agree_all(crew3, "rank_entry_points:evaluated", [(3,), (6,)])
 
 
+@pytest.mark.probes
+def test_an_evaluation_counts_as_a_call_in_eval_mode_and_the_first_one_probes(crew2: Crew) -> None:
+    for words in crew2.run("rank_entry_points:keeping_rows_in_eval_mode"):
+        assert "keeps something of its rows for its next call" in words
+
+
 def test_several_forwards_may_wait_for_their_backwards_in_any_order(crew3: Crew) -> None:
     agree_all(crew3, "rank_entry_points:several", product((3, 6), ("first first", "last first", "joined")))
 
