@@ -1,114 +1,27 @@
-"""Programs: calls of a Pipe, between which its layers begin to do other things, against the plain module.
+"""Programs (programs.py): calls of a Pipe whose layers begin to do other things, against the plain module.
 
-    a program -> [("ways", 1, ("dropout",)), ("forward", 5, True), ("freeze", 0, "w", False), ("step", 3, False), ...]
     a call    -> outputs, loss, gradients, buffers, generators are those of the plain module over the same chunks; or
                  the call is refused, and the program ends
 
-The layers are shifting_layers.py, the reference is law_reference.py. What several stages read is added up in another
-order there, so numbers are compared to rounding.
+The reference is law_reference.py. What several stages read is added up in another order there, so numbers are compared
+to rounding.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from cover import examples
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from law_check import DRIVES, differences, observed, row_loss, target_of
-from law_models import Case, normal, per_row
+from law_models import Case
 from law_reference import Result, call_seed, forward_only, reference, reference_step, seed_all
-from shifting_layers import WAYS, WIDTH, Shifting
-from torch import Tensor, nn
+from programs import CALLS, Program, case_of, changed, near, programs
+from shifting_layers import WAYS
+from torch import Tensor
 
 from pipeline import Pipe
 
-CALLS = ("forward", "no_grad", "step", "evaluate")
-PARAMETERS = ("w", "u", "b", "inner.weight", "shared.weight")
 SEED = 23
-Change = tuple[Any, ...]
-
-
-class Program(NamedTuple):
-    """What is done with one Pipe, and how that is built.
-
-    Attributes:
-        ways: of each layer, at first.
-        balance: of the Pipe.
-        chunks: of the Pipe.
-        options: of the Pipe, by name.
-        changes: calls, and what is done between them.
-        drive: by which the Pipe runs, a name in DRIVES.
-    """
-
-    ways: tuple[tuple[str, ...], ...]
-    balance: tuple[int, ...]
-    chunks: int
-    options: dict[str, str]
-    changes: tuple[Change, ...]
-    drive: str = "inline"
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> Program:
-    names = st.sampled_from(sorted(WAYS))
-    count = draw(st.integers(2, 4))
-    layers = st.integers(0, count - 1)
-    cuts = sorted(draw(st.sets(st.integers(1, count - 1), min_size=1)))
-    call = st.tuples(st.sampled_from(CALLS), st.integers(1, 7), st.booleans())
-    change = st.one_of(
-        st.tuples(st.just("ways"), layers, st.lists(names, min_size=1, max_size=3).map(tuple)),
-        st.tuples(st.just("train"), st.booleans()),
-        st.tuples(st.just("freeze"), layers, st.sampled_from(PARAMETERS), st.booleans()),
-        st.tuples(st.just("descend")),
-        st.tuples(st.just("replace"), layers),
-    )
-    options = {
-        "checkpoint": draw(st.sampled_from(["always", "never", "except_last"])),
-        "schedule": draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"])),
-    }
-    drive = draw(st.sampled_from(sorted(DRIVES)))
-    changes = draw(st.lists(st.one_of(call, call, change), min_size=1, max_size=12))
-    balance = tuple([end - start for start, end in zip([0, *cuts], [*cuts, count], strict=True)])
-    ways = tuple([("linear", *draw(st.lists(names, max_size=1))) for _ in range(count)])
-    return Program(ways, balance, draw(st.integers(1, 4)), options, tuple(changes), drive)
-
-
-def case_of(ways: Sequence[tuple[str, ...]]) -> Case:
-    shared = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    with torch.no_grad():
-        shared.weight.copy_(normal(WIDTH, WIDTH, seed=90) / 2)
-        shared.bias.zero_()
-    captured = torch.full((WIDTH,), 0.7, dtype=torch.float64, requires_grad=True)
-    layers = [Shifting(number, shared, captured) for number in range(len(ways))]
-    for layer, own in zip(layers, ways, strict=True):
-        layer.ways = own
-    return Case(nn.Sequential(*layers), lambda rows: normal(rows, WIDTH), joined_loss, extras=(captured,))
-
-
-def joined_loss(output: Any) -> Tensor:
-    return per_row(output).sum()
-
-
-def changed(case: Case, change: Change) -> None:
-    """Do something else than a call to a model."""
-    kind, *what = change
-    if kind == "train":
-        case.model.train(what[0])
-    elif kind == "descend":
-        with torch.no_grad():
-            for param in [*case.model.parameters(), *case.extras]:
-                if param.grad is not None:
-                    param.sub_(0.05 * param.grad.clamp(-1, 1))
-    else:
-        layer: Any = case.model[what[0]]
-        if kind == "ways":
-            layer.ways = what[1]
-        elif kind == "freeze":
-            layer.get_parameter(what[1]).requires_grad_(what[2])
-        else:
-            layer.u = nn.Parameter(0.9 * layer.u.detach())
 
 
 def ours(case: Case, pipe: Pipe, call: str, x: Tensor) -> Result:
@@ -155,8 +68,8 @@ def run(program: Program) -> tuple[list[str], str]:
     pipe = Pipe(mine.model, list(program.balance), program.chunks, **program.options, **drive)
     for number, change in enumerate(program.changes):
         if change[0] not in CALLS:
-            changed(mine, change)
-            changed(other, change)
+            changed(mine.model, change, pipe, mine.extras)
+            changed(other.model, change, extras=other.extras)
             continue
         call, rows, needs_grad = change
         x, copy = (mine.make_input(rows).requires_grad_(needs_grad) for _ in range(2))
@@ -170,7 +83,7 @@ def run(program: Program) -> tuple[list[str], str]:
         seed_all(SEED + number)
         torch.empty((), dtype=torch.int64).random_()
         try:
-            expected = theirs(other, call, copy, program.chunks, seed)
+            expected = theirs(other, call, copy, pipe.chunks, seed)
         except RuntimeError as error:
             if "inplace operation" in str(error) or "single memory location" in str(error):
                 return [], f"the plain module: {error}"  # which has no copies between stages
@@ -184,12 +97,6 @@ def run(program: Program) -> tuple[list[str], str]:
         if wrong:
             return [f"call {number} {change}", *wrong], ""
     return [], ""
-
-
-def near(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype is other.dtype and torch.allclose(one, other, rtol=1e-9, atol=1e-11, equal_nan=True)
-    return type(one) is type(other) and bool(one == other)
 
 
 @settings(max_examples=examples(2000))

@@ -114,18 +114,20 @@ def _tried(function: Callable[[Any], Any], case: Any) -> Any:
         return Failed(traceback.format_exc())
 
 
-def differences(here: Mapping[str, Any], alone: Mapping[str, Any]) -> list[str]:
-    """What this rank knows otherwise than one process, or knows in addition."""
+def differences(
+    here: Mapping[str, Any], alone: Mapping[str, Any], alike: Callable[[Any, Any], bool] = same
+) -> list[str]:
+    """What this rank knows otherwise than one process, or knows in addition. `alike`: a judge of two values."""
     found = []
     for name, value in here.items():
         if name not in alone:
             found.append(f"{name} is known here alone")
         else:
-            found += [f"{name}{words}" for words in _unlike(value, alone[name])]
+            found += [f"{name}{words}" for words in _unlike(value, alone[name], alike)]
     return found
 
 
-def _unlike(one: Any, other: Any) -> list[str]:
+def _unlike(one: Any, other: Any, alike: Callable[[Any, Any], bool]) -> list[str]:
     left, spec = pytree.tree_flatten_with_path(one)
     right, other_spec = pytree.tree_flatten_with_path(other)
     if spec != other_spec:
@@ -133,7 +135,7 @@ def _unlike(one: Any, other: Any) -> list[str]:
     return [
         f"{pytree.keystr(path)}: {_short(mine)} instead of {_short(theirs)}"
         for (path, mine), (_, theirs) in zip(left, right, strict=True)
-        if not same(_on_host(mine), _on_host(theirs))
+        if not alike(_on_host(mine), _on_host(theirs))
     ]
 
 
