@@ -35,6 +35,8 @@ class ParameterTables(NamedTuple):
 class Swap:
     """Within: other tensors stand in the modules' tables. At the end: those from before, and those that were added.
 
+    What the user has taken out of a table since the stand-ins were made, as by pruning, stays out of it.
+
     Torch's RNNs list their parameters a second time. For cuDNN a forward that finds others moves them into one piece of
     memory, in which no stand-in would be one. The parameters themselves lie in one piece since they came to the device.
 
@@ -60,11 +62,16 @@ class Swap:
             attributes[_FLATTEN] = _nothing
 
     def __exit__(self, kind: object, *exc: object) -> None:
-        tables, _, values, rnns = self._tables
+        tables, stand_ins, values, rnns = self._tables
         present = [*chain.from_iterable([table.values() for table in tables])]
-        error = None if len(present) == len(values) and all(map(is_, present, values)) else self._error()
+        is_same = len(present) == len(values) == sum(map(len, self._previous)) and all(map(is_, present, values))
+        error = None if is_same else self._error()
         for table, previous in zip(tables, self._previous):
             table.update(previous)
+        if not is_same:
+            for table, in_use, previous in zip(tables, stand_ins, self._previous):
+                for name in in_use.keys() - previous.keys():
+                    table.pop(name, None)
         for attributes, flatten in zip(rnns, self._flattens):
             del attributes[_FLATTEN]
             if flatten is not None:

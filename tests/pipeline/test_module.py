@@ -5,14 +5,16 @@ import io
 import pickle
 import warnings
 from collections import OrderedDict
+from contextlib import suppress
 
 import pytest
 import torch
 from by_chunks import CHECKPOINTS, ByChunks, assert_same_grads, call_seed, same, step_by_chunks, twins
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from pipeline import Pipe, Place
+from pipeline import CheckpointError, Pipe, Place
 from scheduler import Kind, by_name
 
 ROWS, WIDE, CHUNKS = 7, 4, 3
@@ -316,6 +318,24 @@ def test_weights_assigned_between_forward_and_backward_leave_the_gradient_to_the
     for param, expected in zip(old, theirs.parameters(), strict=True):
         assert same(param.grad, expected.grad)
     assert all(param.grad is None and not param.any() for param in pipe.parameters())
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("take", [
+    lambda layer: parametrizations.weight_norm(layer),
+    lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    lambda layer: delattr(layer, "bias"),
+], ids=["weight_norm", "prune", "delattr"])
+def test_a_parameter_taken_out_between_forward_and_backward_stays_out(take, checkpoint):
+    model = nn.Sequential(nn.Linear(WIDE, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    pipe = Pipe(model, [2, 1], CHUNKS, checkpoint=checkpoint)
+    x, y = batch()
+    loss = mse(pipe(x), y)
+    take(pipe[0])
+    names = [name for name, _ in pipe.named_parameters()]
+    with suppress(CheckpointError):  # a parametrization has another graph
+        loss.backward()
+    assert [name for name, _ in pipe.named_parameters()] == names
 
 
 # -------------------------------------------------------------------------------------------------- moving and casting
