@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -127,6 +127,13 @@ class RemoteLayer(NamedLayer):
         )
 
     register_parameter = register_buffer = add_module = _refuse
+
+    def refuse_another(self) -> NoReturn:
+        """Raise: another layer was put into the place of this one."""
+        raise AttributeError(
+            f"{self._where}, so no other layer can be put into its place here. Replace it before Pipe(...), or only on "
+            "the rank that has it."
+        )
 
     def __repr__(self) -> str:
         return self._shown

@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.common.errors import PLAIN
+from pipeline.distributed.remote_layer import RemoteLayer
 
 _BUILT_WITH = frozenset([
     "balance", "devices", "batch_dim", "workers", "group", "replicas", "timeout", "heartbeat", "materialize",
@@ -38,7 +39,17 @@ class FixedModule(nn.Module):
                 )
             object.__setattr__(self, name, value)
         else:
+            _refuse_in_place_of_remote(self, name)
             super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As nn.Module's; over ranks a layer is replaced on the rank that has it.
+
+        Raises:
+            AttributeError: another rank has the layer of this name.
+        """
+        _refuse_in_place_of_remote(self, name)
+        super().add_module(name, module)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Called by `.to`, `.cuda`, `.half` and the like, also by those of a module around this one.
@@ -60,6 +71,13 @@ class FixedModule(nn.Module):
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by torch.jit.script: refused."""
         refuse_recording("torch.jit.script")
+
+
+def _refuse_in_place_of_remote(module: nn.Module, name: str) -> None:
+    layers: Mapping[str, Any] = vars(module).get("_modules", {})  # there are none while it is built
+    layer = layers.get(name)
+    if isinstance(layer, RemoteLayer):
+        layer.refuse_another()
 
 
 _RECORDERS: dict[str, Callable[[], bool]] = {

@@ -11,6 +11,7 @@ from by_chunks import same
 from torch import nn
 
 from pipeline.distributed.remote_layer import RemoteLayer
+from pipeline.entry.settled import FixedModule
 
 
 class Counted(nn.Module):
@@ -122,6 +123,24 @@ def test_no_tensor_and_no_module_can_be_put_into_it(linear):
         with pytest.raises(AttributeError, match="no tensor or module can be put into it here"):
             attempt()
     linear.p = 0.5  # as a script does that sets a dropout's probability: here it means nothing
+
+
+@pytest.mark.parametrize("put", [
+    lambda pipe: setattr(pipe, "4", nn.Linear(2, 3)),
+    lambda pipe: setattr(pipe, "4", None),
+    lambda pipe: pipe.set_submodule("4", nn.Linear(2, 3)),
+    lambda pipe: pipe.add_module("4", nn.Linear(2, 3)),
+    lambda pipe: pipe.register_module("4", nn.Linear(2, 3)),
+])
+def test_no_other_layer_can_be_put_into_its_place(put, linear):
+    """It would be among this rank's parameters, untrained, and a whole state could have its values."""
+    pipe = FixedModule()
+    pipe.add_module("3", nn.Tanh())
+    setattr(pipe, "3", nn.ReLU())
+    pipe._modules["4"] = linear
+    with pytest.raises(AttributeError, match=r"layer 4 \(Linear\).*rank 1 has, so no other layer can be put into"):
+        put(pipe)
+    assert list(pipe.children())[1] is linear
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
