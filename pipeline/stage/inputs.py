@@ -133,8 +133,8 @@ class InputCut:
             changed = " The x of this call was changed: make it anew." if self._key[0] == 0 else ""
             raise CheckpointError(
                 f"{self._stage} wrote its input in place, which it did not do before: for the first chunk, or in "
-                "earlier calls. Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
-                + changed
+                "earlier calls. Write it for every chunk or for none (for example x = x + 1 instead of x += 1). If it "
+                "does so from now on, as after relu.inplace = True, make this call once more." + changed
             )
         self._is_first = False
 

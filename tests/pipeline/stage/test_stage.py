@@ -297,6 +297,21 @@ def test_a_stage_that_begins_late_to_write_its_input_is_named(frozen: bool, chec
     refused_in_the_third(calls, "wrote its input in place, which it did not do before")
 
 
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_layer_that_is_set_to_write_its_input_does_so_in_the_call_that_is_made_once_more(checkpoint: str) -> None:
+    relu, x = nn.ReLU(), torch.randn(8, 4)
+    model = nn.Sequential(linear(), relu, linear())
+    pipe = Pipe(model, [1, 2], 4, checkpoint=checkpoint)
+    for _ in range(2):
+        one_step(pipe)
+    relu.inplace = True
+    with pytest.raises(CheckpointError, match="as after relu.inplace = True, make this call once more"):
+        pipe(x)
+    for _ in range(3):
+        assert torch.allclose(pipe(x), model(x), rtol=0, atol=1e-6)
+        one_step(pipe)
+
+
 def test_a_layer_that_begins_late_to_count_is_found_out() -> None:
     """Some entries of each output are compared in every call."""
     count = iter(range(100))
