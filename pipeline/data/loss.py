@@ -341,13 +341,23 @@ class Loss:
 
         What a comparison showed to vary with the rows is no constant that happens to be the same in all chunks.
         """
-        return self.proof is not None and is_alike(self.proof, self._known.proof)
+        return self.proof is not None and is_alike(self.proof, self._shown)
 
     @property
     def is_new(self) -> bool:
-        """Whether the first chunk's loss has a form that no comparison has seen."""
-        seen = self._known.form
-        return seen is not None and len(self._chunks) == 1 < len(self._rows) and not self._form <= seen
+        """Whether the first chunk's loss has another form than in all comparisons."""
+        proofs = self._known.proofs
+        return bool(proofs) and len(self._chunks) == 1 < len(self._rows) and self._first_form not in proofs
+
+    @property
+    def _first_form(self) -> LossForm:
+        """The form of the loss in the first chunk. Empty: another process has computed it."""
+        return self._by_chunk[0].form if self._chunks else frozenset()
+
+    @property
+    def _shown(self) -> Proof:
+        """The proof of that form in an earlier comparison."""
+        return self._known.proofs.get(self._first_form, ())
 
     @property
     def _form(self) -> LossForm:
@@ -358,16 +368,15 @@ class Loss:
         """The count of this loss after so many mini-batches, with what is known of it. `compared`: this one was."""
         if not compared:
             return self._known._replace(number=number if self.is_proven else 0)
-        form = self._form | (self._known.form or frozenset())
-        shown = with_earlier(self.proof or (), self._known.proof)
+        proofs = {**self._known.proofs, self._first_form: with_earlier(self.proof or (), self._shown)}
         if self.is_proven:
-            return LossCount(number, shown, form)
+            return LossCount(number, proofs)
         if self._known.unproven + 1 == _SAID:
             warnings.warn(
                 f"{self._name} is compared with the loss of the joined outputs in every step, which takes a second "
                 f"call of it and of its gradient: {self._unproven}.", UserWarning, stacklevel=2,
             )
-        return LossCount(0, shown, form, self._known.unproven + 1)
+        return LossCount(0, proofs, self._known.unproven + 1)
 
     @cached_property
     def proof(self) -> Proof | None:

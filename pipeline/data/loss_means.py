@@ -61,7 +61,7 @@ class Divisor:
         self.counts_rows = is_count or counts_rows
 
 
-LossForm: TypeAlias = frozenset[str | int]  # the torch functions that it calls, the numbers of its factors; MOVED
+LossForm: TypeAlias = frozenset[str | int]  # the torch functions that it calls, the number of its factors; MOVED
 
 
 class Count(NamedTuple):
@@ -181,7 +181,7 @@ class DivisorTrace(TorchFunctionMode):
     @property
     def form(self) -> LossForm:
         """The form of the loss, as far as it shows: another one may weigh rows in another way."""
-        return frozenset({*self._calls, *range(self._factors)})
+        return frozenset({*self._calls, self._factors})
 
     @property
     def foreign(self) -> list[Tensor]:
@@ -242,6 +242,7 @@ class DivisorTrace(TorchFunctionMode):
         if along_rows and call.takes_all:
             self._calls.add(MOVED)
         elif along_rows:
+            self._calls.add(f"{function.name} along rows")
             is_unseen |= function.plain not in SUMMING_ROWS
         if OUTPUT in origin.marks and not (function.is_reducing or function.plain in KNOWN) and self._rows > 1:
             is_unseen |= any([one.numel() == 1 for one in made]) and any([one.numel() > 1 for one in tensors])

@@ -3,18 +3,19 @@
 To compare with the loss of joined outputs in every step would compute each chunk's twice or three times, and hold
 outputs, which are the largest tensors of a language model. So comparisons in steps 1, 2, 4, 8, ... of a loss show how
 it is made, and every step shows whether what it divides by has changed since. A step compares whose first chunk shows
-another form of loss: torch functions or factors that no comparison has seen. Every step of a loss compares where
-nothing is seen, or something uneven that a comparison found right; and where what was summed over rows goes through
-more than sums and factors (`(mean - 1).abs()`): on one side of the kink chunks combine, over it they do not; and where
-Python reads a number, or rows are moved, since what becomes of these is not seen. Steps with chunks of unlike rows are
-counted by themselves: only they tell a constant from a number of rows, and what varies with rows in one of them is no
-constant in another.
+another form of loss than all comparisons: other torch functions, or another number of factors. Every step of a loss
+compares where nothing is seen, or something uneven that a comparison found right; and where what was summed over rows
+goes through more than sums and factors (`(mean - 1).abs()`): on one side of the kink chunks combine, over it they do
+not; and where Python reads a number, or rows are moved, since what becomes of these is not seen. Steps with chunks of
+unlike rows are counted by themselves: only they tell a constant from a number of rows, and what varies with rows in one
+of them is no constant in another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -31,14 +32,13 @@ class LossCount(NamedTuple):
 
     Attributes:
         number: the count.
-        proof: that of the last comparison, of divisors that were zero then that of an earlier one.
-        form: of the loss, in all comparisons. None: there was none.
+        proofs: of each form that the first chunk's loss had in a comparison that of the last one; of divisors that were
+            zero then that of an earlier one.
         unproven: how many in a row were compared since nothing proved the weights of their chunks.
     """
 
     number: int = 0
-    proof: Proof = ()
-    form: LossForm | None = None
+    proofs: Mapping[LossForm, Proof] = MappingProxyType({})
     unproven: int = 0
 
 

@@ -60,7 +60,7 @@ class LossEnd(ChunkLosses):
         if not self.compares and self.loss.is_new:
             if self.writes_output:
                 raise RuntimeError(
-                    "loss_fn computes something in this step that it did not in those before, so its chunks are to be "
+                    "loss_fn computes in another way in this step than in those before, so its chunks are to be "
                     "compared with their outputs joined; but it has written the output in place. Write to a copy "
                     "(x * 2 instead of x.mul_(2)), or call step again: the next one compares from the beginning."
                 )

@@ -65,6 +65,10 @@ BECOME_WRONG = {
     "another loss": centred,
     "a sum by its reduction": lambda o, t: F.mse_loss(o, t[0], reduction="sum" if ARGS.epoch >= 2 else "mean"),
     "a sum of sums": lambda o, t: total((o - t[0]).square().sum(1)),
+    "a sum without its divisor": lambda o, t: o.square().sum() / len(o) if ARGS.epoch < 2 else o.square().sum(),
+    "a sum over a constant": lambda o, t: o.square().sum() / (len(o) if ARGS.epoch < 2 else 2),
+    "a factor less": lambda o, t: o.square().sum() / len(o) / 4 if ARGS.epoch < 2 else o.square().sum() / 8,
+    "a mean along another dimension": lambda o, t: o.square().mean(int(ARGS.epoch >= 2)).sum(),
 }
 BECOME_OTHERS = {
     "another mean": lambda o, t: F.mse_loss(o, t[0]) + (F.l1_loss(o, t[0]) if ARGS.epoch >= 2 else 0),
@@ -72,13 +76,15 @@ BECOME_OTHERS = {
     "of each row": lambda o, t: sum([
         F.mse_loss(row, other) for row, other in zip(o, t[0], strict=True) for _ in range(ARGS.epoch + 1)
     ]) / len(o),
+    "factors in another order": lambda o, t: (
+        o.square().mean() * 2 if ARGS.epoch >= 2 else (o.square().mean(1) * t[0][:, 0].abs()).mean()),
 }  # fmt: skip
 
 
-def steps(loss_fn, entry):
+def steps(loss_fn, entry, chunks):
     """Go through five mini-batches: the numbers of those that were refused; the loss of the others is the plain one."""
     plain = module()
-    pipe = Pipe(copy.deepcopy(plain), [1, 2], chunks=4)
+    pipe = Pipe(copy.deepcopy(plain), [1, 2], chunks=chunks)
     refused = []
     for number in range(5):
         x, y = data(number)
@@ -96,16 +102,18 @@ def steps(loss_fn, entry):
     return refused
 
 
+@pytest.mark.parametrize("chunks", [4, 5])  # as many rows each, or not
 @pytest.mark.parametrize("entry", ["step", "evaluate"])
 @pytest.mark.parametrize("name", BECOME_WRONG)
-def test_a_loss_that_begins_to_look_at_all_rows_is_refused_in_that_step(name, entry):
-    assert steps(BECOME_WRONG[name], entry) == [3, 4, 5]
+def test_a_loss_that_becomes_no_mean_over_rows_is_refused_in_that_step(name, entry, chunks):
+    assert steps(BECOME_WRONG[name], entry, chunks) == [3, 4, 5]
 
 
+@pytest.mark.parametrize("chunks", [4, 5])
 @pytest.mark.parametrize("entry", ["step", "evaluate"])
 @pytest.mark.parametrize("name", BECOME_OTHERS)
-def test_a_loss_that_becomes_another_mean_goes_on(name, entry):
-    assert steps(BECOME_OTHERS[name], entry) == []
+def test_a_loss_that_becomes_another_mean_goes_on(name, entry, chunks):
+    assert steps(BECOME_OTHERS[name], entry, chunks) == []
 
 
 @pytest.mark.parametrize("every", [2, 3, 5, 6])
