@@ -301,6 +301,8 @@ class Call:
 
     def _at_loss(self, chunk: int, tree: Tree) -> Roots:
         assert self._loss_end is not None  # the stage ends in it
+        if chunk == 0 and not self.execution.has_threads and self._has_drawn_unseeded():
+            raise DrewError  # before loss_fn counts what it would count once more
         seeder = self._run[self._last].seeder
         seeder.seed(chunk, self.execution.layer_of_loss)
         roots = self._loss_end(chunk, tree)
