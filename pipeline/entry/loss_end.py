@@ -26,7 +26,7 @@ class LossEnd(ChunkLosses):
     """The loss behind the last stage: from the outputs of a chunk to where the backward begins.
 
     Usually that is the loss, and one run of autograd differentiates it with the last stage. Where outputs or their
-    gradients are kept, the loss is differentiated by itself, on leaves.
+    gradients are kept, or a layer has set hooks on an output, the loss is differentiated by itself, on leaves.
 
     A chunk's loss is computed at its B, on the output that was kept or recomputed, so that no chunk's loss graph waits.
     """
@@ -50,8 +50,9 @@ class LossEnd(ChunkLosses):
         self._state = self.state_of_loss() if execution.has_threads else None  # for a call that runs a second time
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
-        is_apart = self._is_apart or not any([tensor.requires_grad for tensor in tree.tensors])
         tensors = tree.tensors
+        is_apart = self._is_apart or not any([tensor.requires_grad for tensor in tensors])
+        is_apart = is_apart or any([tensor._backward_hooks for tensor in tensors])
         if is_apart:
             tensors = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
@@ -86,6 +87,9 @@ class LossEnd(ChunkLosses):
         external = list(roots.foreign.values())
         with hooks_asleep(external), without_autocast():
             grads = gradients(roots.tensors, [*differentiable, *external], roots.grads, retain=bool(external))
+        for tensor in differentiable:
+            if tensor._backward_hooks:  # of loss_fn: they have acted
+                tensor._backward_hooks.clear()
         for leaf, grad in zip(external, grads[len(differentiable) :], strict=True):
             if grad is not None:
                 _, total = self.sums.get(id(leaf), (leaf, None))

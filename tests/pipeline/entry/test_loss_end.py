@@ -129,6 +129,37 @@ def test_a_loss_that_takes_another_way_and_writes_is_refused_in_that_step() -> N
     torch.testing.assert_close(pipe.step(x, y, loss_fn=loss_fn).loss, expected)
 
 
+def doubled(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        tensor.register_hook(lambda grad: 2 * grad)
+    return tensor
+
+
+@pytest.mark.parametrize("change", ["no", "a term", "a hook"])
+@pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_hook_on_the_output_acts_once_in_every_step(name: str, chunks: int, by_layer: bool, change: str) -> None:
+    """Where a term began between the steps that compare, it acted twice on the first chunk."""
+    begun: list[str] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        output = doubled(output) if change != "a hook" or begun else output
+        return mean(output, target) + (output.sin().mean() if change == "a term" and begun else 0.0)
+
+    model = model_of(lambda x: doubled(LAYOUTS[name](x)) if by_layer else LAYOUTS[name](x)).double()
+    pipe = Pipe(model, [1, 1], chunks)
+    for call in range(CALLS):
+        begun += ["step 3"] if call == 2 else []
+        x, y = torch.randn(9, 5).double(), torch.randn(9, 1).double()
+        loss_fn(model(x), y).backward()
+        expected = [param.grad for param in model.parameters()]
+        pipe.zero_grad()
+        pipe.step(x, y, loss_fn=loss_fn)
+        torch.testing.assert_close([param.grad for param in model.parameters()], expected)
+        pipe.zero_grad()
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("matrix", [Hessian, GaussNewton, EmpiricalFisher])
 @pytest.mark.parametrize("name", LAYOUTS)
