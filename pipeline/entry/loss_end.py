@@ -58,6 +58,11 @@ class LossEnd(ChunkLosses):
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         refuse_layouts(differentiable)
         loss, weight, external = self.computed(self.loss, chunk, tree, tensors, is_apart)
+        if is_apart and any([tensor.grad is not None for tensor in differentiable]):  # else the stage's guard sees it
+            raise RuntimeError(
+                "loss_fn runs a backward of its own through the output, whose gradients would be lost. Add that term "
+                "to the loss that it returns."
+            )
         if not self.compares and self.loss.is_new:
             if self.writes_output:
                 raise RuntimeError(

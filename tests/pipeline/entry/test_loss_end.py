@@ -160,6 +160,26 @@ def test_a_hook_on_the_output_acts_once_in_every_step(name: str, chunks: int, by
         pipe.zero_grad()
 
 
+@pytest.mark.parametrize("number", range(1, 5))
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_loss_with_a_backward_of_its_own_is_refused_in_every_step(chunks: int, number: int) -> None:
+    """Where the output is kept, or steps compare, what it gives was lost."""
+    begun: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if begun:
+            output.square().mean().backward(retain_graph=True)
+        return mean(output, target)
+
+    pipe, x, y = Pipe(model_of(LAYOUTS["itself"]), [1, 1], chunks), torch.randn(9, 5), torch.randn(9, 1)
+    for _ in range(1, number):
+        pipe.step(x, y, loss_fn=loss_fn)
+    begun.append(number)
+    for outputs in (False, True):
+        with pytest.raises(RuntimeError, match="loss_fn runs a backward of its own|a backward from outside reached"):
+            pipe.step(x, y, loss_fn=loss_fn, outputs=outputs)
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("matrix", [Hessian, GaussNewton, EmpiricalFisher])
 @pytest.mark.parametrize("name", LAYOUTS)
