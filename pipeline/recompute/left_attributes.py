@@ -4,10 +4,12 @@
 
 A hook of the backward, or an autograd.Function, may read from a module what the forward kept there. Forwards of other
 chunks run in between, and a recomputation puts back what it found. So within B(i) stands what F(i), or its
-recomputation, left; of all else, what stands there. What B(i) itself changes stays, but for entries that it takes out
-of a list, a set or a deque to which forwards of other chunks have added: a stack pairs forwards and backwards by their
-order. That is refused. Of modules, objects and dicts only entries that forwards change are put back. Modules, and lists
-and dicts, that several stages reach (a log) stay as they are: other stages may be writing them.
+recomputation, left, where that or a later forward has changed it; of all else, what stands there. So a backward may
+drop what its forward kept (`self.hook = None`): the next one finds its own. What B(i) itself changes stays, but for
+entries that it takes out of a list, a set or a deque to which forwards of other chunks have added: a stack pairs
+forwards and backwards by their order. That is refused. Of modules, objects and dicts only entries that forwards change
+are put back. Modules, and lists and dicts, that several stages reach (a log) stay as they are: other stages may be
+writing them.
 
 Buffers are not put back: their kernels compare versions, and a hook that reads one finds its last values.
 """
@@ -60,7 +62,7 @@ def as_left(
 
     Args:
         snapshot: keeps all values alive.
-        changes: of others, since.
+        changes: its own, and those of others since.
         is_shared: whether several stages reach what has this id.
         stage: how errors name it.
 
@@ -76,11 +78,13 @@ def as_left(
         place: snapshot.copy_of(left.get(place, _GONE)) for place in changed
         if not is_shared(place[0]) and (place in left or place[1] is not _WHOLE)
     }  # fmt: skip
-    present = {place: _read(changed[place], place) for place in within}
+    present = {
+        place: now for place, value in within.items() if not _is_same(now := _read(changed[place], place), value)
+    }  # fmt: skip
     is_taken = False
     try:
-        for place, value in within.items():
-            _put(changed[place], place, value)
+        for place in present:
+            _put(changed[place], place, within[place])
         yield
     finally:
         for place, value in present.items():

@@ -53,7 +53,7 @@ class StageAttributes:
         self._current = self._found = self.first = self._new()  # `_found` by the last forward
         self._changes: list[Changes] = []  # by forwards of this call, one after the other
         self._unchanged: tuple[Attributes, Attributes] | None = None  # as a forward found and left it; all alive
-        # By chunk: what it left; the number of changes until then; those of its recomputation.
+        # By chunk: what it left; the number of changes until then; its own, or those of its recomputation.
         self._left: dict[int, tuple[Attributes | None, int, list[Changes]]] = {}
         for container in self.first.containers:
             owners.setdefault(id(container.holder), set()).add(index)
@@ -76,17 +76,20 @@ class StageAttributes:
         if not self:
             return
         snapshot = before = self._found
+        own = []
         if not before.is_current:
             snapshot = self._new_alive(self._current)
-            self._changes.append(Changes.between(before, snapshot))
+            own = [Changes.between(before, snapshot)]
+            self._changes += own
         elif is_kept and self._changes:
             if self._unchanged is None or self._unchanged[0] is not before:
                 self._unchanged = before, self._new_alive(self._current)
             _, snapshot = self._unchanged
-        self._left[chunk] = snapshot if is_kept else None, len(self._changes), []
+        kept = [changes._replace(tensors=set()) for changes in own]  # what B writes in place of its own stays
+        self._left[chunk] = snapshot if is_kept else None, len(self._changes), kept
 
     def as_left(self, chunk: int) -> AbstractContextManager[None]:
-        """Within: what others have changed since is as F of `chunk`, or its recomputation, left it."""
+        """Within: what that has changed, or other forwards since, is as F of `chunk`, or its recomputation, left it."""
         snapshot, number, own = self._left.get(chunk, (None, 0, []))
         changes = [*own, *self._changes[number:]]
         if snapshot is None or not changes:

@@ -136,9 +136,8 @@ class RemovesItsHook(Keeps):
         return y
 
     def back(self, grad: torch.Tensor) -> torch.Tensor:
-        if self.hook is not None:
-            self.hook.remove()
-            self.hook = None
+        self.hook.remove()
+        self.hook = None
         return grad * 2
 
 
