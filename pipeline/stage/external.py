@@ -74,7 +74,8 @@ class ExternalLeaves:
                     f"{list(self.leaves[key].shape)}) anew, which its forward had made and something keeps: its "
                     "gradient would be lost. If a layer makes parameters when it is first called, call the model "
                     "before the Pipe is built: with torch.no_grad(): model(x). Keep what is of one forward alone in a "
-                    "local variable."
+                    "local variable, over which no hook on the output closes; or use checkpoint='never' and no "
+                    "create_graph."
                 )
 
     def check_versions(self, chunk: int) -> None:
