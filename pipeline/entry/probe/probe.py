@@ -272,12 +272,15 @@ class Probe:
         ]  # fmt: skip
         if not self._communicator.exchange.any(bool(astray)):
             return
-        once_more, after_same = self._run(alone), self._new(alone).run_before(in_order)
-        after_others_again = self._new(others).run_before(in_order)
+        once_more = self._run(alone)
+        after_others, after_same, after_others_again = [
+            self._new(rows).run_before(in_order, is_judged=True) for rows in (others, alone, others)
+        ]  # fmt: skip
         for stage in astray:
-            if not all_same(once_more.stage_outputs[stage], in_order.stage_outputs[stage]):
-                continue
             name, (outputs, *repeated) = in_order.stages[stage].layers.name, after_others[stage]
+            expected = in_order.stage_outputs[stage]
+            if not all_same(once_more.stage_outputs[stage], expected) or all_same(outputs, expected):
+                continue
             if all([all_same(other, outputs) for other in repeated]):
                 raise RuntimeError(
                     f"{name} gives other values, or raises, for the same input when other chunks have run before it: "

@@ -121,8 +121,14 @@ class ProbeCall:
                 handle.remove()
         return layers
 
-    def run_before(self, in_order: ProbeCall) -> dict[int, list[list[Activations] | None]]:
+    def run_before(self, in_order: ProbeCall, is_judged: bool = False) -> dict[int, list[list[Activations] | None]]:
         """Run, then the stages of another call from the last to the first.
+
+        Args:
+            in_order: the other call.
+            is_judged: the first of what a stage gives counts as well where it gathers statistics, without these: what
+                keeps the rows of its last call alone finds others there, and then its own. Else that finds all that
+                others have left: a table in a buffer is as long as an attribute says.
 
         Returns:
             By stage what it gave, several times one after the other; as in the other call, if it gave that at once.
@@ -132,15 +138,15 @@ class ProbeCall:
         with self._ran():
             for stage, run in reversed(self.stages.items()) if is_whole else ():
                 inputs, expected = in_order._inboxes[stage], in_order.stage_outputs[stage]
-                outputs[stage] = [self._again(run, *inputs)]
+                gathers = any([mode_of(module) for _, layer in run.layers.numbered for module in layer.modules()])
+                outputs[stage] = [self._again(run, *inputs, rewinds=gathers and is_judged)]
                 if not all_same(outputs[stage][0], expected):
-                    gathers = any([mode_of(module) for _, layer in run.layers.numbered for module in layer.modules()])
                     repeated = [self._again(run, *inputs, rewinds=gathers) for _ in range(1 + _REPEATS)]
-                    outputs[stage] = repeated if gathers else [*outputs[stage], *repeated]
+                    outputs[stage] = repeated if gathers and not is_judged else [*outputs[stage], *repeated]
         return outputs
 
     def _again(
-        self, run: StageRun, inbox: Sequence[Activations], states: States, rewinds: bool = False
+        self, run: StageRun, inbox: Sequence[Activations], states: States, rewinds: bool
     ) -> list[Activations] | None:
         """Run a stage as before, but after others. `rewinds`: without what these have left in buffers: statistics."""
         if rewinds:

@@ -33,6 +33,18 @@ class Lstm(nn.Module):
         return output
 
 
+class Previous(nn.Module):
+    """Beside the rows of the call before, and of no call before that: a memory as of Transformer-XL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.memory = nn.Linear(WIDE, WIDE), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        earlier, self.memory = self.memory, x.detach()
+        return self.linear(x) if earlier is None or len(earlier) != len(x) else self.linear(x) + earlier
+
+
 class Cache(nn.Module):
     """Attention to what earlier calls had, in eval mode."""
 
@@ -158,6 +170,7 @@ def assert_steps_as_by_hand(pipe: Pipe, model: nn.Module, plain: nn.Module, chun
 
 KEEP: dict[str, tuple[Callable[[], nn.Module], Sequence[bool]]] = {
     "LSTM": (Lstm, (True, False)), "cache": (Cache, (False,)), "bank": (Bank, (False,)), "mean": (Mean, (True, False)),
+    "previous": (Previous, (True, False)),
 }  # fmt: skip
 ENTRIES: dict[str, Callable[[Pipe, Tensor, Tensor], Any]] = {
     "forward": lambda pipe, x, target: pipe(x),
@@ -213,9 +226,12 @@ def test_mini_batches_of_one_step_find_what_the_one_before_left():
         torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["LSTM", "mean"])
-def test_each_chunk_may_find_what_the_one_before_left_where_that_is_said(name):
+@pytest.mark.parametrize("balance", [[6], [3, 3]])
+@pytest.mark.parametrize("name", ["LSTM", "mean", "previous"])
+def test_each_chunk_may_find_what_the_one_before_left_where_that_is_said(name, balance):
+    if name == "mean" and len(balance) > 1:
+        pytest.skip("its two layers share what they keep: stages must not")
     model = model_of(KEEP[name][0], True)
     plain = copy.deepcopy(model)
-    pipe = Pipe(model, [6], 2, devices=["cpu"], mixes_rows=True)
+    pipe = Pipe(model, balance, 2, devices=["cpu"] * len(balance), mixes_rows=True)
     assert_steps_as_by_hand(pipe, model, plain, 2)
