@@ -211,7 +211,8 @@ class Buffers:
         return chain.from_iterable(map(_keys, self._holders))
 
     def written(self) -> Iterator[int]:
-        """Those of them whose buffers changed."""
+        """Those of them whose buffers changed, in backwards since the last forward too."""
+        self._observe(by_value=False)
         return (key for holder in self._changing for key, _ in _keys(holder))
 
     # ------------------------------------------------------------------------------------------ what they were before

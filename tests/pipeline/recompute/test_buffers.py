@@ -332,6 +332,45 @@ def test_a_buffer_that_changes_unseen_after_chunk_0_is_refused_by_name_and_put_b
     assert layers[1].b == 1.0
 
 
+class WritesInBackward(InPlace):
+    """Divides its gradient by a mean of the norms of those that have gone backward."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.assigns = assigns
+
+    def normalised(self, grad: Tensor) -> Tensor:
+        mean = 0.9 * self.b + 0.1 * grad.norm()
+        if self.assigns:
+            self.b = mean
+        else:
+            self.b.copy_(mean)
+        return grad / mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(self.normalised)
+        return x
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("assigns", [True, False])
+def test_a_buffer_that_backwards_write_is_theirs_in_the_order_of_the_chunks(
+    assigns: bool, chunks: int, policy: str
+) -> None:
+    plain, ours = [nn.Sequential(Keep(), WritesInBackward(assigns), Keep(), Keep()) for _ in range(2)]
+    pipe = Pipe(ours, [1, 1, 2], chunks, checkpoint=policy)
+    for _ in range(3):
+        for piece in batch(chunks).tensor_split(chunks):
+            total(plain(piece)).backward()
+        pipe.step(batch(chunks), loss_fn=total, loss_reduction="sum")
+        assert torch.equal(ours[1].b, plain[1].b)
+        for param, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, expected.grad, rtol=1e-13, atol=0)
+
+
 class CountsInAList(HeldInAList):
     """Its output does not show how often it has counted."""
 
