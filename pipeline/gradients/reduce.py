@@ -11,7 +11,7 @@ same descriptions what to send, so they refuse together and none waits for anoth
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -39,26 +39,35 @@ class Word(NamedTuple):
     entries: int  # those that it stores, if sparse
 
 
+class Description(NamedTuple):
+    """A rank's description of its store, and of what it asks for."""
+
+    op: str
+    strict: bool
+    words: list[Word] | None  # of its sums; None: an open store
+
+
 Column: TypeAlias = tuple[Word, ...]  # by rank
 
 
 def all_reduce(
-    named: Sequence[tuple[str | None, GradientSum]], group: dist.ProcessGroup | None, op: str, strict: bool
+    named: Sequence[tuple[str | None, GradientSum]] | None, group: dist.ProcessGroup | None, op: str, strict: bool
 ) -> None:
     """Put the sum (or mean) over all ranks of a group into every slot that any of them has filled.
 
     Raises:
-        ValueError: an unknown op, different ops on ranks, or ranks whose parameters differ.
-        TypeError: a gradient that is sparse on one rank and dense on another, where `strict`.
+        ValueError: an unknown op, different ops on ranks, a rank's store that is open (`named` is None there), or ranks
+            whose parameters differ.
+        TypeError: a gradient that is sparse on one rank and dense on another, where one of the ranks is `strict`.
     """
-    if op not in OPS:
-        raise ValueError(f"op is {op!r}. Use 'sum', or 'mean', which divides by the number of ranks.")
     check_group(group)
     world = dist.get_world_size(group)
-    by_rank: list[tuple[str, list[Word]]] = [("", [])] * world
-    dist.all_gather_object(by_rank, (op, [_word(name, slot) for name, slot in named]), group=group)
-    _check_equal(by_rank)
-    columns = list(zip(*(descriptions for _, descriptions in by_rank), strict=True))
+    words = None if named is None else [_word(name, slot) for name, slot in named]
+    by_rank: list[Any] = [None] * world
+    dist.all_gather_object(by_rank, Description(op, strict, words), group=group)
+    strict = any(description.strict for description in by_rank)
+    columns = _checked_columns(by_rank)
+    assert named is not None  # checked
     slots = [slot for _, slot in named]
     dense: list[int] = []
     sparse: list[int] = []
@@ -82,19 +91,29 @@ def _word(name: str | None, slot: GradientSum) -> Word:
     return Word(name, tuple(grad.shape), grad.dtype, str(grad.device), sparse, count)
 
 
-def _check_equal(by_rank: Sequence[tuple[str, list[Word]]]) -> None:
-    ops = [op for op, _ in by_rank]
-    if len(set(ops)) > 1:
+def _checked_columns(by_rank: Sequence[Description]) -> list[Column]:
+    """The ranks' words of each parameter. What any rank alone would refuse all refuse, so that none waits for it."""
+    ops = [description.op for description in by_rank]
+    if any(op != ops[0] for op in ops):
         raise ValueError(f"the ranks called all_reduce_ with different ops: {ops}, by rank. Use the same on all.")
-    counts = [len(descriptions) for _, descriptions in by_rank]
+    if ops[0] not in OPS:
+        raise ValueError(f"op is {ops[0]!r}. Use 'sum', or 'mean', which divides by the number of ranks.")
+    words = [description.words for description in by_rank if description.words is not None]
+    if len(words) < len(by_rank):
+        raise ValueError(
+            "an open GradStore has no order of its parameters that ranks share. Make it of them: GradStore(module)."
+        )
+    counts = [len(of_rank) for of_rank in words]
     if len(set(counts)) > 1:
         raise ValueError(f"the GradStores of the ranks hold {counts} parameters, by rank. {_SAME}")
-    for key, column in enumerate(zip(*(descriptions for _, descriptions in by_rank), strict=True)):
+    columns = list(zip(*words, strict=True))
+    for key, column in enumerate(columns):
         if len({(description.name, description.shape) for description in column}) > 1:
             listing = ", ".join(f"{description.name or 'no name'} {list(description.shape)}" for description in column)
             raise ValueError(
                 f"parameter {key} of the GradStore is not the same on all ranks: {listing}, by rank. {_SAME}"
             )
+    return columns
 
 
 def _dtype(column: Column) -> torch.dtype:

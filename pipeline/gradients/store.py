@@ -212,14 +212,11 @@ class GradStore:
         Raises:
             ValueError: an open store, which has no order that ranks share; another op on another rank; ranks whose
                 parameters differ, in names, shapes or order. On all ranks.
-            TypeError: sparse on one rank and dense on another, under sparse="error". On all ranks.
+            TypeError: sparse on one rank and dense on another, under sparse="error" on any. On all ranks.
         """
-        if self._live.is_open:
-            raise ValueError(
-                "an open GradStore has no order of its parameters that ranks share. Make it of them: GradStore(module)."
-            )
-        names = self._keys.first_names()
-        named = [(names.get(key), slot) for key, slot in self._keys.slots.items()]
+        keys = self._live
+        names = keys.first_names()
+        named = None if keys.is_open else [(names.get(key), slot) for key, slot in keys.slots.items()]
         gradstore_ranks.all_reduce(named, group, op, not self._densify)
 
     def scale_(self, factor: float | Tensor) -> None:

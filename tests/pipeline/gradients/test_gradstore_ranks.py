@@ -77,6 +77,11 @@ def refusals(rank):
         "shape": refusal(lambda: GradStore(wider).all_reduce_()),
         "fewer": refusal(lambda: GradStore(fewer).all_reduce_()),
         "sparse": refusal(lambda: store_of("sparse and dense", rank, sparse="error").all_reduce_()),
+        "op of one": refusal(lambda: GradStore(params()).all_reduce_(op=("sum", "max")[rank])),
+        "one open": refusal(lambda: GradStore(params() if rank else None).all_reduce_()),
+        "sparse for one": refusal(
+            lambda: store_of("sparse and dense", rank, sparse=("densify", "error")[rank]).all_reduce_()
+        ),
     }
 
 
@@ -214,6 +219,9 @@ def test_from_grads_copies_out_of_the_buckets_of_ddp(both_ranks):
         ("shape", "ValueError", "parameter 1 of the GradStore is not the same on all ranks: b [5], b [7], by rank"),
         ("fewer", "ValueError", "hold [5, 1] parameters, by rank. Make them of the same model, "),
         ("sparse", "TypeError", "parameter of shape [6, 2] got sparse and dense gradients"),
+        ("op of one", "ValueError", "different ops: ['sum', 'max'], by rank"),
+        ("one open", "ValueError", "an open GradStore has no order of its parameters that ranks share."),
+        ("sparse for one", "TypeError", "parameter of shape [6, 2] got sparse and dense gradients"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_both_ranks(what, error, words, both_ranks):
