@@ -14,8 +14,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from partition.precision import HALF
 from pipeline.common.arguments import shown
+
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 
 class GradientSum:
@@ -65,9 +66,9 @@ class GradientSum:
 
 
 def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The widest of some types; float32 for half precision."""
+    """The widest of some types; for half precision the single one."""
     dtype = reduce(torch.promote_types, dtypes)
-    return torch.float32 if dtype in HALF else dtype
+    return _WIDER.get(dtype, dtype)
 
 
 def as_grad_of(param: Tensor, grad: Tensor) -> Tensor:

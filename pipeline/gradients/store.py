@@ -261,10 +261,11 @@ class GradStore:
         return all(bool(torch.stack(device_flags).all()) for device_flags in flags.values())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> GradStore:
-        """Hold all gradients on another device or in another type from now on; returns the store.
+        """Hold the gradients that are there on another device or in another type from now on; returns the store.
 
         `apply` and `assign` bring each back to its parameter. What is added to a gradient is added where it is held,
-        half precision again in float32. Complex gradients stay complex, in the precision of `dtype`.
+        half precision again in float32. Complex gradients stay complex, in the precision of `dtype`, but at least
+        complex64.
 
         Raises:
             TypeError: dtype is not a real floating-point type.
@@ -272,7 +273,7 @@ class GradStore:
         keys = self._live
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"gradients cannot be held in {dtype}. Use a floating-point type, such as torch.float32.")
-        of_complex = None if dtype is None else torch.promote_types(dtype, torch.complex32)
+        of_complex = None if dtype is None else torch.promote_types(dtype, torch.complex64)
         for slot, grad in keys.filled():
             slot.sum = grad.to(device, of_complex if grad.is_complex() else dtype)
         return self

@@ -55,7 +55,8 @@ def test_a_value_is_the_sum_of_its_contributions_in_their_order(dtype):
     assert torch.equal(store.get(param), ((grads[0] + grads[1]) + grads[2]) + grads[3])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex32])
 @pytest.mark.parametrize("how", ["add", "merge", "insert"])
 def test_half_precision_is_summed_in_float32(dtype, how):
     param = parameter(100, dtype=dtype)
@@ -70,11 +71,13 @@ def test_half_precision_is_summed_in_float32(dtype, how):
             other = GradStore()
             other.add_(param, grad)
             store.merge_(other)
-    expected = torch.stack([grad.double() for grad in grads]).sum(0)
-    assert store.get(param).dtype is torch.float32
-    torch.testing.assert_close(store.get(param).double(), expected, rtol=1e-6, atol=0)
+    summed = torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float64)
+    expected = torch.stack([grad.to(wide) for grad in grads]).sum(0)
+    assert store.get(param).dtype is summed
+    torch.testing.assert_close(store.get(param).to(wide), expected, rtol=1e-6, atol=0)
     store.assign()
-    assert param.grad.dtype is dtype and torch.equal(param.grad, expected.to(torch.float32).to(dtype))
+    assert param.grad.dtype is dtype and torch.equal(param.grad.to(summed), expected.to(summed).to(dtype).to(summed))
 
 
 @pytest.mark.parametrize("first, then", [("float32", "float64"), ("float64", "float32"), ("bfloat16", "float64")])

@@ -188,12 +188,14 @@ def test_a_wider_contribution_widens_a_sum_that_was_narrowed():
     assert torch.equal(store.get(param), torch.full((3,), 2.0, dtype=torch.float64))
 
 
-def test_to_keeps_complex_gradients_complex():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_to_keeps_complex_gradients_complex(dtype):
     param = parameter(3, dtype=torch.complex128)
     store = GradStore([param])
     store.add_(param, torch.full((3,), 1 + 2j, dtype=torch.complex128))
-    store.to(dtype=torch.float32)
+    store.to(dtype=dtype)
     assert store.get(param).dtype is torch.complex64 and torch.equal(store.get(param), torch.full((3,), 1 + 2j))
+    assert float(store.norm()) == pytest.approx(15**0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
