@@ -512,7 +512,7 @@ class Pipe(FixedModule, StateDictMixin):
 
         Args:
             max_norm: the largest norm.
-            norm_type: which norm, such as 2.0 or float("inf").
+            norm_type: which norm, above 0, such as 2.0 or float("inf").
             error_if_nonfinite: raise a RuntimeError where the norm is inf or nan.
 
         Example:

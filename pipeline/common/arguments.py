@@ -78,12 +78,6 @@ def check_limit(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {shown(value)}. Give a number above 0.")
 
 
-def check_norm_type(value: Any) -> None:
-    """Raise unless a value names a norm, as torch.linalg.vector_norm has them."""
-    if isnan(check_number("norm_type", value)):
-        raise ValueError("norm_type is nan. Give a number, such as 2.0 or float('inf').")
-
-
 def check_factor(value: Any) -> None:
     """Raise unless gradients can be multiplied by a value: a number that is not nan, or a tensor of one."""
     if isinstance(value, Tensor) and not value.is_nested and value.numel() == 1 and not value.is_complex():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from partition.modes import modes_kept
-from pipeline.common.arguments import check_flags, check_limit, check_norm_type
+from pipeline.common.arguments import check_flags, check_limit
 from pipeline.common.call_lock import turn
 from pipeline.common.module_tables import training_flags
 from pipeline.data.microbatch import scatter
@@ -128,7 +128,7 @@ def clip_grad_norm_(runtime: Runtime, max_norm: float, norm_type: float, error_i
     """`pipe.clip_grad_norm_`: clip `.grad` of all parameters, over all ranks."""
     with turn(), runtime.communicator("clip_grad_norm_") as communicator:
         check_limit("max_norm", max_norm)
-        check_norm_type(norm_type)
+        check_limit("norm_type", norm_type)
         check_flags(error_if_nonfinite=error_if_nonfinite)
         words = f"{max_norm}, {norm_type}, error_if_nonfinite={error_if_nonfinite}"
         communicator.open(lambda values: {"the arguments": words}, draws=False)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.common.arguments import check_factor, check_limit, check_norm_type, check_optimizer, shown
+from pipeline.common.arguments import check_factor, check_limit, check_optimizer, shown
 from pipeline.gradients import reduce as gradstore_ranks
 from pipeline.gradients.clip import clip_factor, stored_entries, total_norm
 from pipeline.gradients.keys import GradKey, Keys, Params
@@ -229,11 +229,14 @@ class GradStore:
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector, each parameter counted once; a 0-d tensor.
 
+        Args:
+            norm_type: above 0, such as 2.0 or float("inf").
+
         Raises:
             RuntimeError: these are a rank's part of a Pipe's gradients.
         """
         grads = [stored_entries(grad) for _, grad in self._live.filled()]
-        check_norm_type(norm_type)
+        check_limit("norm_type", norm_type)
         refuse_norm(self.keys(), "store.assign() and pipe.clip_grad_norm_(max_norm), or step(..., clip_grad_norm=),")
         return total_norm([grad for grad in grads if grad.numel()], norm_type)
 

@@ -108,7 +108,7 @@ ENTRIES = {
     "forward": (lambda **given: pipe_of()(**given), {"input": {"a tensor"}}),
     "forward's": (lambda **given: pipe_of()(X, **given), {"output": set()}),
     "clip_grad_norm_": (clip_with, {
-        "max_norm": LIMIT, "norm_type": LIMIT | {"0", "-1"}, "error_if_nonfinite": FLAG,
+        "max_norm": LIMIT, "norm_type": LIMIT, "error_if_nonfinite": FLAG,
     }),
     "EagerUpdate": (eager_with, {
         "update": {"a function"}, "clip": NONE, "clip_value": LIMIT, "max_norm": LIMIT, "separable": FLAG,
@@ -119,7 +119,7 @@ ENTRIES = {
     "insert": (partial(store_with, "insert"), {"key": set(), "grad": set()}),
     "get": (partial(store_with, "get"), {"key": set()}),
     "scale_": (partial(store_with, "scale_"), {"factor": LIMIT | {"-1", "0"}}),
-    "clip_": (partial(store_with, "clip_"), {"max_norm": LIMIT, "norm_type": LIMIT | {"0", "-1"}}),
+    "clip_": (partial(store_with, "clip_"), {"max_norm": LIMIT, "norm_type": LIMIT}),
     "to": (partial(store_with, "to"), {"dtype": NONE}),
     "load_state_dict": (partial(store_with, "load_state_dict"), {"state": set()}),
     "merge_": (partial(store_with, "merge_"), {"other": set()}),
