@@ -13,6 +13,14 @@ from __future__ import annotations
 PLAIN = "the plain module (the model that was cut, or pipe.to_sequential())"  # in errors: what to give to other tools
 
 
+def message_of(error: BaseException) -> str:
+    """An error's message, also of one of the user's whose `__str__` fails: that must not hide the error itself."""
+    try:
+        return str(error)
+    except Exception as why:
+        return f"(its message cannot be had: {type(why).__name__})"
+
+
 class CheckpointError(RuntimeError):
     """A recomputation would not repeat its forward: something that it reads has changed in between."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from partition.graph import nodes_of
+from pipeline.common.errors import message_of
 
 _REMEDIES = {
     "scaled_dot_product": "Use torch.nn.attention.SDPBackend.MATH, or eager attention (attn_implementation='eager').",
@@ -58,7 +59,7 @@ def refuse_once_differentiable(stage: str, grads: Iterable[Tensor | None]) -> No
 
 def explained(error: BaseException, stage: str) -> BaseException:
     """An error of torch's that says what is not implemented, with what helps; another error as it is."""
-    text = str(error)
+    text = message_of(error)
     says_so = any([all([words in text for words in phrases]) for phrases in _NO_SECOND])
     if isinstance(error, (RuntimeError, NotImplementedError)) and says_so:
         remedy = next((words for name, words in _REMEDIES.items() if name in text), "Write it out in other operations.")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pipeline.common.arguments import check_flags, check_limit, shown
 from pipeline.common.cadence import Cadence
+from pipeline.common.errors import message_of
 from pipeline.common.interrupts import firm
 from pipeline.gradients.clip import clip_factor, norm_of
 from pipeline.gradients.per_parameter import check_separable, groups_of, params_of, step_one
@@ -138,7 +139,7 @@ class EagerUpdate:
         except BaseException as error:
             if step.updated or not alone:
                 counts = f"{len(step.updated)} were updated here" + ("" if alone else ", others perhaps on other ranks")
-                self._torn = f"{counts}; then {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                self._torn = f"{counts}; then {type(error).__name__}: {message_of(error).partition(chr(10))[0]}"
                 self._torn_state = getattr(self.optimizer, "state", None)
             raise
 

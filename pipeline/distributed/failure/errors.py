@@ -13,6 +13,7 @@ import traceback as tracebacks
 from pkgutil import resolve_name
 from typing import NamedTuple
 
+from pipeline.common.errors import message_of
 from scheduler.action import Action
 
 LONGEST_MESSAGE = 20_000  # characters: a tensor printed in full must not fill the store
@@ -51,7 +52,7 @@ message='not like this', traceback='', waits='')
 
 def of_exception(error: BaseException, rank: int, call: str, action: Action | None = None) -> Failure:
     """The Failure for `error`, which was raised on `rank`, during an action or outside of one."""
-    message = _message(error)
+    message = message_of(error)
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}... ({len(message) - LONGEST_MESSAGE} more characters)"
     text = "".join(tracebacks.format_exception(error))
@@ -85,13 +86,6 @@ def exception_of(failure: Failure, own_rank: int) -> BaseException:
 
 def _name(cls: type[BaseException]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as why:  # the error's own __str__ fails, which must not hide the failure
-        return f"(its message cannot be had: {type(why).__name__})"
 
 
 def _rank_error_message(failure: Failure) -> str:

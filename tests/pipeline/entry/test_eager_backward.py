@@ -336,6 +336,11 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("broken on purpose")
 
 
+class MuteError(ArithmeticError):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
 class Breaks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -403,6 +408,21 @@ def test_a_failure_leaves_no_grad_of_a_backward_within_the_backward():
             eager_backward(module(batch()[0]).sum(), update)
         assert all(param.grad is None for param in module.parameters())
         update.acknowledge_torn_step()
+
+
+def test_an_error_whose_message_cannot_be_had_leaves_the_step_torn():
+    module, updated = nn.Sequential(nn.Linear(WIDTH, WIDTH)).double(), []
+
+    def rule(param, grad):
+        updated.append(param)
+        if len(updated) == 2:
+            raise MuteError
+        param.sub_(grad)
+
+    update = EagerUpdate(rule)
+    with pytest.raises(MuteError):
+        eager_backward(module(batch()[0]).sum(), update)
+    assert update.is_torn
 
 
 def test_loading_the_optimizers_state_ends_a_torn_step():
