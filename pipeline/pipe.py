@@ -537,7 +537,7 @@ class Pipe(FixedModule, StateDictMixin):
                 gradient, in this order: gradients, directions. None stands for zeros.
 
         Returns:
-            A number, float64 if a tensor is, else float32.
+            A number, float64 if a tensor is, else float32; of complex tensors the real part of conj(one) other.
 
         Raises:
             ValueError: there are more or fewer tensors, or one has another shape.

@@ -75,8 +75,7 @@ def _owners(runtime: Runtime, one: PartialGrads, other: PartialGrads) -> list[Te
 
 def _term(one: Tensor, other: Tensor) -> Tensor:
     """The real inner product of two tensors, at least in float32."""
-    product = (_wide(one).conj() * _wide(other)).real if one.is_complex() else _wide(one) * _wide(other)
-    return product.sum()
+    return (_wide(one).conj() * _wide(other)).real.sum()
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -66,6 +66,16 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype, wide: torch.dty
     torch.testing.assert_close(norm, flat([part.to(wide) for part in one]).norm(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("types", [(torch.complex128, torch.complex128), (torch.complex128, torch.float64),
+                                   (torch.float64, torch.complex128)])  # fmt: skip
+def test_of_complex_tensors_the_real_part_counts(types: tuple[torch.dtype, torch.dtype]) -> None:
+    pipe = piped()
+    one, other = ([torch.ones_like(part, dtype=dtype) * factor for part in pipe.parameters()]
+                  for dtype, factor in zip(types, [2 + 3j if dtype.is_complex else 2 for dtype in types]))  # fmt: skip
+    expected = torch.vdot(flat(one).to(torch.complex128), flat(other).to(torch.complex128)).real
+    assert torch.equal(pipe.dot(one, other), expected)
+
+
 def test_tensors_at_other_places_are_refused() -> None:
     pipe = piped()
     one = tensors(pipe, 1)
