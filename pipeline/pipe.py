@@ -476,8 +476,8 @@ class Pipe(FixedModule, StateDictMixin):
         """The loss and the outputs of one mini-batch in eval mode, without gradients; modes are restored.
 
         Of a loader in the place of x: the loss and the metrics of all its mini-batches, as of one. Means are weighted
-        by rows, or by what loss_fn counts; the last mini-batch may be smaller. (With chunks=1 nothing is compared: of
-        a loss that is no mean over rows, such as a norm, it is the mean by rows.)
+        by rows, or by what loss_fn counts; the last mini-batch may be smaller. (With chunks=1, or mini-batches of one
+        row, nothing is compared: of a loss that is no mean over rows, such as a norm, it may be the mean by rows.)
 
         Args:
             x: as for `step`; or a DataLoader, or another iterable that is no container, of pairs (x, target). It
