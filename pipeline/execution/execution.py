@@ -72,7 +72,7 @@ class Execution:
         self.mailbox = self._new_mailbox()
         self._driver = Driver(setup.layout.places, setup.stages, self._lane_of, setup.layout.workers)
         self.generators = GeneratorGuard(self.devices, self._spared)
-        self._recorded = [len(trace.events) for trace in setup.traces]
+        self._recorded = [(trace.events, len(trace.events)) for trace in setup.traces]  # a trace that ends has another
         self._ready: dict[int, float] = {}  # by stage: when the action under way, or what is left of it, could begin
 
     # ---------------------------------------------------------------------------------------------------- settings
@@ -175,8 +175,8 @@ class Execution:
     def forget(self) -> None:
         """Forget all that has run: it runs again."""
         self.drop_values()
-        for trace, number in zip(self.setup.traces, self._recorded, strict=True):
-            del trace.events[number:]
+        for events, number in self._recorded:
+            del events[number:]
 
     def go_on_with(self, communicator: Communicator) -> None:
         """From now on this communicator carries messages, agrees and reports failures."""
@@ -229,8 +229,8 @@ class Execution:
     def record(self, action: Action, start: float) -> float:
         """Record in the traces that an action ran from `start` until now. Returns now."""
         end = perf_counter()
-        for trace in self.setup.traces:
-            trace.events.append(Event(action, self._lane_of[action.stage], start, end))
+        for events, _ in self._recorded:
+            events.append(Event(action, self._lane_of[action.stage], start, end))
         return end
 
     def record_recomputation(self, stage: int, chunk: int) -> None:

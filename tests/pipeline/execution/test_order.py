@@ -72,6 +72,14 @@ def test_what_ran_is_the_merged_order_that_policies_and_bounds_read(
     assert trace.timeline.recomputed == set(pairs(log, "R"))
 
 
+def test_a_trace_that_has_ended_does_not_record_the_backward() -> None:
+    pipe = Pipe(probes(2)[0], [1, 1], 3)
+    with pipe.trace() as trace:
+        loss = pipe(labelled(3)).sum()
+    loss.backward()
+    assert sorted(str(event.action) for event in trace.timeline.events) == ["0F0", "0F1", "0F2", "1F0", "1F1", "1F2"]
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nothing_runs_before_what_it_requires(entry: str, schedule: str) -> None:
