@@ -296,6 +296,10 @@ class GaussNewton(Operator):
 
 
 class EmpiricalFisher(Operator):
-    """F = (1/c) sum_n g_n g_n^T over the rows of the output, g_n being the gradient of row n's loss."""
+    """F = (1/c) sum_n g_n g_n^T over the rows of the output, g_n being the gradient of row n's loss.
+
+    c is the number of rows; of a sum it is 1. Of a weighted mean (class weights, ignored rows), or of (sum, count), c
+    is what the sum is divided by, and row n's loss its term of the sum, weight included.
+    """
 
     product = FisherProduct

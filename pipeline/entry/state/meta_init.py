@@ -119,7 +119,8 @@ def reset_parameters(layer: nn.Module) -> None:
     """Initialise a layer anew, in place, as its class does: call `reset_parameters()` of all of its modules.
 
     Children come before their parents, as when they are built: under one seed, layers of torch.nn get the values of new
-    ones. A method named `_reset_parameters` counts too, as in nn.MultiheadAttention.
+    ones (nn.AdaptiveLogSoftmaxWithLoss others: its method draws its children's once more). A method named
+    `_reset_parameters` counts too, as in nn.MultiheadAttention.
 
     Raises:
         TypeError: the layer is no module.
