@@ -102,6 +102,11 @@ def check_grad(param: Tensor, grad: Tensor) -> None:
             f"a gradient is a floating-point tensor that requires no grad; got {grad.dtype}, "
             f"requires_grad={grad.requires_grad}. Give grad.detach()."
         )
+    if grad.layout != param.layout and not grad.is_sparse:
+        raise TypeError(
+            f"the gradient is of layout {grad.layout}, the parameter of {param.layout}. Give grad.to_dense(), or "
+            "grad.to_sparse_coo()."
+        )
     if grad.is_complex() and not param.is_complex():
         raise TypeError(f"the gradient is {grad.dtype} but the parameter is {param.dtype}. Give grad.real.")
     if grad.device != param.device:

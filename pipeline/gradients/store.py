@@ -119,8 +119,8 @@ class GradStore:
 
         Raises:
             KeyError: the store is closed and does not know the key.
-            TypeError: not a floating-point gradient, one that requires grad, or a complex one of a real parameter; a
-                sparse and a dense one under sparse="error".
+            TypeError: not a floating-point gradient, one that requires grad, a complex one of a real parameter, or one
+                of a compressed layout (CSR); a sparse and a dense one under sparse="error".
             ValueError: another shape or device than the parameter's.
         """
         slot = self._keys.slots.get(id(key)) or self._slot(key)

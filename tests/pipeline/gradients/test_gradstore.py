@@ -304,6 +304,15 @@ def test_one_tensor_is_no_list_of_parameters():
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("how", ["add_", "insert"])
+def test_a_gradient_of_compressed_layout_is_refused(how):
+    param = parameter(2, 2)
+    store, grad = GradStore([param]), torch.eye(2, dtype=torch.float64).to_sparse_csr()
+    with pytest.raises(TypeError, match=r"layout torch.sparse_csr, .* torch.strided. Give .*grad.to_sparse_coo\(\)."):
+        getattr(store, how)(param, grad)
+
+
 @pytest.mark.parametrize("how", ["add_", "insert"])
 @pytest.mark.parametrize(
     "grad, error, words",
