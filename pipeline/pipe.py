@@ -73,8 +73,9 @@ from scheduler.reporting import HasCosts
 class Pipe(FixedModule, StateDictMixin):
     """An `nn.Sequential` cut into stages, each on its device, that computes a mini-batch in chunks.
 
-    Outputs, losses, gradients to any order and buffers are the plain module's. Parameters, buffers and state_dict keep
-    its names. The layers are the module's own, not copies.
+    Outputs, losses, gradients to any order and buffers are the plain module's; what layers compute of all rows that
+    they get, as BatchNorm does in train mode, and buffers that each forward updates, are those of a loop over the
+    chunks. Parameters, buffers and state_dict keep its names. The layers are the module's own, not copies.
 
     Args:
         module: the model, an nn.Sequential; or, with `sample`, any that `partition.to_sequential` can cut.
@@ -482,7 +483,8 @@ class Pipe(FixedModule, StateDictMixin):
         Args:
             x: as for `step`; or a DataLoader, or another iterable that is no container, of pairs (x, target). It
                 is the same on every rank.
-            target, loss_fn, outputs, trace, loss_reduction: as for `step`. Of a loader outputs are not kept.
+            target, loss_fn, outputs, trace, loss_reduction: as for `step`. Of a loader outputs are not kept, and trace
+                is refused.
 
         Raises:
             ValueError: a loader gives no mini-batch, or no pairs; others see `step`.
