@@ -9,7 +9,7 @@ A stage has one row of bytes, or several: its device holds some chunks at one mo
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, isnan
+from math import inf
 from numbers import Real
 from typing import NamedTuple
 
@@ -47,8 +47,8 @@ class StageSpec:
     recompute: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.memory, Real) or isnan(self.memory):
-            raise PartitionError(f"memory is {self.memory!r}, but must be a number of bytes, or math.inf.")
+        if not isinstance(self.memory, Real) or not self.memory >= 0:
+            raise PartitionError(f"memory is {self.memory!r}, but must be a number of bytes from 0, or math.inf.")
         for name, number in vars(self).items():
             if name != "memory":
                 refuse_unless_finite(name, number, above=name == "speed", error=PartitionError)

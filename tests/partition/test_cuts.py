@@ -314,7 +314,8 @@ def test_a_search_that_is_cut_short_says_so() -> None:
 
 @pytest.mark.parametrize("wrong, words", [
     ({"speed": 0}, "speed is 0, but must be a finite number above 0"),
-    ({"memory": float("nan")}, "memory is nan"), ({"memory": "24GiB"}, "memory is '24GiB', but must be a number"),
+    ({"memory": float("nan")}, "memory is nan"), ({"memory": -1}, "memory is -1, but must be a number of bytes from 0"),
+    ({"memory": "24GiB"}, "memory is '24GiB', but must be a number"),
     ({"kept": -1}, "kept is -1, but must be a finite number that is not negative"),
 ])  # fmt: skip
 def test_stages_that_cannot_be_are_refused(wrong: Any, words: str) -> None:
